@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from eqx_decoders.io.huggingface.export import save_hf as save_hf
     from eqx_decoders.io.huggingface.load import abstract_hf as abstract_hf, load_hf as load_hf
     from eqx_decoders.model.quantize import dequantize as dequantize, quantize as quantize
-    from eqx_decoders.sharding.replication import replicated_share as replicated_share
+    from eqx_decoders.sharding.replication import replicated_fraction as replicated_fraction
     from eqx_decoders.training.step.balance import update_router_bias as update_router_bias
     from eqx_decoders.training.step.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
 
@@ -89,7 +89,7 @@ __getattr__, _late = lazy(
         "io.huggingface.load": "abstract_hf load_hf",
         "families.summary": "ModelInfo describe_model",
         "model.quantize": "dequantize quantize",
-        "sharding.replication": "replicated_share",
+        "sharding.replication": "replicated_fraction",
         "training.step.balance": "update_router_bias",
         "data.batches": "Batch",
         "training.step.loss": "LossMetrics next_token_loss",

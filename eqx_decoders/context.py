@@ -178,7 +178,7 @@ class Context(eqx.Module):
     - `execution`: how the pass is run.
     - `cache_is_empty`: whether caches are known to be empty, so that nothing of the past is read.
     - `keeps_all`: whether none of the tokens will be rejected, so that a recurrent layer may propose its state.
-    - `gapless`: whether each row is known to be one document at positions 0, 1, 2, …, without padding.
+    - `dense_positions`: whether each row is known to be one document at positions 0, 1, 2, …, without padding.
     - `contiguous`: whether each document is known to stand in one piece: its tokens side by side, without padding in
         between, at positions one apart. Then rings behind windows need not look further back than windows reach, and
         selected blocks need none where a row has too few.
@@ -194,7 +194,7 @@ class Context(eqx.Module):
     execution: Execution = eqx.field(static=True, default=Execution())
     cache_is_empty: bool = eqx.field(static=True, default=False)
     keeps_all: bool = eqx.field(static=True, default=False)
-    gapless: bool = eqx.field(static=True, default=False)
+    dense_positions: bool = eqx.field(static=True, default=False)
     contiguous: bool = eqx.field(static=True, default=False)
     tokens: Int[Array, "batch length"] | None = None
     spans: Any = None

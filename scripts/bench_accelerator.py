@@ -163,7 +163,7 @@ def kernels(case: Attention, platform: str) -> list[str]:
         value_dim=case.head_dim,
         dtypes=(jnp.bfloat16,) * 3,
         aligned=True,
-        gapless=True,
+        dense_positions=True,
         needs_lse=False,
     )
     able = [name for name in names if KERNELS[name].lacks(call) is None]
@@ -180,7 +180,7 @@ def attention(case: Attention, kernel: str, device: Any) -> Iterator[Program]:
     def forward(query, key, value):
         places = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
         own: dict[str, Any] = dict(query_positions=places, key_positions=places, aligned=True, local=True)
-        own |= dict(gapless=True, needs_lse=False)
+        own |= dict(dense_positions=True, needs_lse=False)
         return attend(query, key, value, mask=case.mask, kernel=kernel, platform=device.platform, **own)[0]
 
     def both(query, key, value):

@@ -121,7 +121,7 @@ CHANNELS = {
         shared_gate=True,
     ),
 }
-WIRINGS = {
+RESIDUALS = {
     **{name: name for name in ("sequential", "parallel", "plain", "chained")},
     "scaled": Sequential(residual_scale=0.5, output_scale=True),
     "hyper-connections": HyperConnections(streams=3, iterations=3),
@@ -175,9 +175,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "remat": ("none", "full", "save_qkv_proj", "minimal_with_context", "minimal_offloaded"),
     "mask": tuple(MASKS),
     "qk_norm": tuple(QK_NORMS),
-    "wiring": tuple(WIRINGS),
+    "residual": tuple(RESIDUALS),
     "further": ("none", "engram", *FURTHER),
-    "borrows": (False, True),
+    "kv_shared_from": (False, True),
     "cache": ("none", "token by token", "pieces", "rejected"),
     "heads": tuple(HEADS),
     "kernel": ("dot", "chunked", "auto"),
@@ -204,11 +204,11 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("mask", SPANS, "cache", ("token by token", "rejected")),  # a span comes in one call
     ("mixer", ("latent", "indexed"), "heads", ("grouped", "multi-query")),  # all its heads share one latent
     ("mixer", ("latent", "indexed"), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
-    ("wiring", ("chained",), "mixer", tuple(RECURRENT)),  # whose output has the features of the stream
+    ("residual", ("chained",), "mixer", tuple(RECURRENT)),  # whose output has the features of the stream
     ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
-    ("wiring", ("chained",), "channel", ("none",)),  # one layer feeds the other
-    ("wiring", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
-    ("borrows", (True,), "mixer", ("latent", "indexed", "learned", *RECURRENT)),  # they lend nothing
+    ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
+    ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
+    ("kv_shared_from", (True,), "mixer", ("latent", "indexed", "learned", *RECURRENT)),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("dropout", (0.25,), "mesh", OWN_DROPOUT),  # parts of a batch draw masks of their own
@@ -286,7 +286,7 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
     pre, post = NORMS[case["norm"]]
     channel, mixer = _channel(case), _mixer(case)
     after = case["norm"] == "after only"
-    parallel_norm = None if case["wiring"] == "parallel" and not after else pre  # else the MLP shares the mixer's
+    parallel_norm = None if case["residual"] == "parallel" and not after else pre  # else the MLP shares the mixer's
     block = ed.BlockConfig(
         mixer=mixer,
         mlp=channel,
@@ -294,15 +294,15 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
         post_mixer_norm=post,
         pre_mlp_norm=parallel_norm if channel else None,
         post_mlp_norm=post if channel else None,
-        wiring=WIRINGS[case["wiring"]],
+        residual=RESIDUALS[case["residual"]],
         dropout=case["dropout"],
     )
     depths, alone = case["mtp"], block
     block = dataclasses.replace(block, **_further(case))
     blocks = (block, block)
-    if case["borrows"]:
-        narrow = dataclasses.replace(mixer, fused_qkv=False, shared_kv=False, borrows="first")
-        blocks = (dataclasses.replace(block, publishes="first"), *(dataclasses.replace(block, mixer=narrow),) * 2)
+    if case["kv_shared_from"]:
+        narrow = dataclasses.replace(mixer, fused_qkv=False, shared_kv=False, kv_shared_from="first")
+        blocks = (dataclasses.replace(block, shares_kv_as="first"), *(dataclasses.replace(block, mixer=narrow),) * 2)
     return ed.DecoderConfig(
         vocab_size=VOCAB,
         embed_dim=EMBED,
@@ -322,9 +322,9 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
 
 def _further(case: Case) -> dict[str, Any]:
     """Branches beside mixer and MLP."""
-    streams = WIRINGS["hyper-connections"].streams if case["wiring"] == "hyper-connections" else 1
-    layers = dict(before=dataclasses.replace(ENGRAM, streams=streams), after=FURTHER.get(case["further"]))
-    place = {"none": None, "engram": "before"}.get(case["further"], "after")
+    streams = RESIDUALS["hyper-connections"].streams if case["residual"] == "hyper-connections" else 1
+    layers = dict(pre_layers=dataclasses.replace(ENGRAM, streams=streams), post_layers=FURTHER.get(case["further"]))
+    place = {"none": None, "engram": "pre_layers"}.get(case["further"], "post_layers")
     return {} if place is None else {place: (ed.ExtraLayerConfig(layer=layers[place], pre_norm=RMSNormConfig()),)}
 
 
@@ -346,7 +346,7 @@ def _mixer(case: Case):
         rope=rope,
         qk_norm=QK_NORMS[case["qk_norm"]],
         spans=case["mask"] in SPANS,
-        out_dim=24 if case["wiring"] == "chained" and not learned else None,
+        out_dim=24 if case["residual"] == "chained" and not learned else None,
         **({} if learned else MIXERS[case["mixer"]]),
     )
     if learned:

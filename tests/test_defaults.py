@@ -17,7 +17,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 
 
-ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=(), in_turn=True)
+ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=(), interleaved_sections=True)
 # Of each class the defaults that are not None, False or 0.
 DEFAULTS = {
     "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
@@ -63,7 +63,7 @@ DEFAULTS = {
         score="softmax", order="select_first", num_groups=1, groups_per_token=1, group_score="max", scaling_factor=1.0,
         balance_form="switch",
     ),
-    "BlockConfig": dict(wiring=Sequential(), before=(), after=()),
+    "BlockConfig": dict(residual=Sequential(), pre_layers=(), post_layers=()),
     "Sequential": dict(residual_scale=1.0),
     "DecoderConfig": dict(embedding_scale=1.0, logit_divisor=1.0, init_std=0.02),
     "Provenance": dict(settings="{}", generation=GenerationConfig()),

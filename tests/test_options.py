@@ -60,7 +60,7 @@ SMALL = MLPConfig(mlp_dim=4)
 FURTHER = ed.ExtraLayerConfig(layer=MLP, pre_norm=RMS)
 SOFT = dataclasses.replace(BLOCK, mlp=dataclasses.replace(MLP, activation="relu"))
 AHEAD = MTPConfig(num_depths=1, block=BLOCK, norm=RMS)
-GIVER = dataclasses.replace(BLOCK, publishes="giver")
+GIVER = dataclasses.replace(BLOCK, shares_kv_as="giver")
 CLASSES = TokenClasses.of([index // 2 for index in range(16)])
 ENGRAM = EngramConfig(
     embed_dim=8, vocab_size=16, layers=(2, 0), layer=0, num_heads=2, head_dim=3, vocab_bases=(5, 7), taps=3
@@ -83,16 +83,16 @@ def mixer(**changes):
 
 def engram(config: EngramConfig):
     """A decoder that begins with it, with as many residual streams as it has."""
-    wiring = HyperConnections(streams=config.streams) if config.streams > 1 else Sequential()
+    residual = HyperConnections(streams=config.streams) if config.streams > 1 else Sequential()
     return dataclasses.replace(
-        block(before=(ed.ExtraLayerConfig(layer=config),), wiring=wiring), embed_dim=config.embed_dim
+        block(pre_layers=(ed.ExtraLayerConfig(layer=config),), residual=residual), embed_dim=config.embed_dim
     )
 
 
 def per_layer(config: PerLayerEmbeddingConfig, **changes):
     """A decoder with a layer that takes an embedding of its own."""
     taker = ed.ExtraLayerConfig(layer=PerLayerInputConfig(features=config.features, **changes))
-    return decoder(blocks=(dataclasses.replace(BLOCK, after=(taker,)),), per_layer_embedding=config)
+    return decoder(blocks=(dataclasses.replace(BLOCK, post_layers=(taker,)),), per_layer_embedding=config)
 
 
 def itself(config):
@@ -110,17 +110,17 @@ OPTIONS: dict[type, tuple] = {
     Rope: (
         Rope(),
         lambda c: mixer(rope=c),
-        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), in_turn=False),
+        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False),
     ),
     LinearRope: (
         LinearRope(factor=2.0),
         lambda c: mixer(rope=c),
-        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), in_turn=False, factor=4.0),
+        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False, factor=4.0),
     ),
     ProportionalRope: (
         ProportionalRope(theta=100.0, fraction=0.75),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), in_turn=False, factor=4.0),
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False, factor=4.0),
     ),
     Llama3Rope: (
         Llama3Rope(theta=100.0, original_length=64),
@@ -130,7 +130,7 @@ OPTIONS: dict[type, tuple] = {
             fraction=0.5,
             pairing="interleaved",
             sections=(1, 0),
-            in_turn=False,
+            interleaved_sections=False,
             factor=4.0,
             low_frequency_factor=2.0,
         )
@@ -144,7 +144,7 @@ OPTIONS: dict[type, tuple] = {
             fraction=0.5,
             pairing="interleaved",
             sections=(1, 0),
-            in_turn=False,
+            interleaved_sections=False,
             factor=8.0,
             original_length=16,
             beta_fast=2.0,
@@ -168,11 +168,11 @@ OPTIONS: dict[type, tuple] = {
     AttentionConfig: (
         MIXER,
         # where its output may have features of its own, and behind a layer that lends its keys and values
-        lambda c: decoder(blocks=(GIVER, dataclasses.replace(BLOCK, mixer=c, wiring="chained"))),
+        lambda c: decoder(blocks=(GIVER, dataclasses.replace(BLOCK, mixer=c, residual="chained"))),
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
-        | dict(value_norm=RMS, borrows="giver", selection=BlockSelection(size=1, top_k=2)),
+        | dict(value_norm=RMS, kv_shared_from="giver", selection=BlockSelection(size=1, top_k=2)),
     ),
     BlockSelection: (
         BlockSelection(size=1, top_k=2),
@@ -246,7 +246,7 @@ OPTIONS: dict[type, tuple] = {
     ),
     HyperConnections: (
         HyperConnections(streams=2),
-        lambda c: block(wiring=c),
+        lambda c: block(residual=c),
         dict(streams=3, mixing="permutations", iterations=1, norm=RMSNormConfig(eps=0.5), eps=0.5),
     ),
     PerLayerEmbeddingConfig: (
@@ -254,7 +254,7 @@ OPTIONS: dict[type, tuple] = {
         per_layer,
         dict(features=3, vocab_size=2, norm=RMSNormConfig(eps=0.5), init_std=0.3),
     ),
-    AddedFeaturesConfig: (AddedFeaturesConfig(), lambda c: block(after=(ed.ExtraLayerConfig(layer=c),)), {}),
+    AddedFeaturesConfig: (AddedFeaturesConfig(), lambda c: block(post_layers=(ed.ExtraLayerConfig(layer=c),)), {}),
     PerLayerInputConfig: (
         PerLayerInputConfig(features=4),
         lambda c: per_layer(dataclasses.replace(PER_LAYER, features=c.features), activation=c.activation),
@@ -264,19 +264,19 @@ OPTIONS: dict[type, tuple] = {
         dataclasses.replace(BLOCK, pre_mixer_norm=None, pre_mlp_norm=None),
         lambda c: decoder(blocks=(c,)),
         dict(mixer=None, mlp=None, pre_mixer_norm=RMS, post_mixer_norm=RMS, pre_mlp_norm=RMS, post_mlp_norm=RMS)
-        | dict(wiring="parallel", dropout=0.5, before=(FURTHER,), after=(FURTHER,), publishes="name"),
+        | dict(residual="parallel", dropout=0.5, pre_layers=(FURTHER,), post_layers=(FURTHER,), shares_kv_as="name"),
     ),
     ed.ExtraLayerConfig: (
         FURTHER,
-        lambda c: block(before=(c,)),
+        lambda c: block(pre_layers=(c,)),
         dict(layer=SMALL, pre_norm=None, post_norm=RMS, scale=0.5),
     ),
     Sequential: (
         Sequential(),
-        lambda c: decoder(blocks=block(wiring=c).blocks * 2),
+        lambda c: decoder(blocks=block(residual=c).blocks * 2),
         dict(residual_scale=0.5, output_scale=True, output_norm=RMS),
     ),
-    **{kind: (kind(), lambda c: block(wiring=c), {}) for kind in (Parallel, NoResidual, Chained)},
+    **{kind: (kind(), lambda c: block(residual=c), {}) for kind in (Parallel, NoResidual, Chained)},
     LearnedPositions: (LearnedPositions(max_positions=8), lambda c: decoder(positions=c), dict(max_positions=3)),
     SinusoidalPositions: (SinusoidalPositions(), lambda c: decoder(positions=c), dict(max_timescale=100.0)),
     ed.DecoderConfig: (
@@ -395,7 +395,7 @@ def test_every_option_is_read(kind, field):
         np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
         return
     plain, other = logits(before), logits(after)
-    if field in ("sections", "in_turn"):  # of positions with several dimensions; text has one
+    if field in ("sections", "interleaved_sections"):  # of positions with several dimensions; text has one
         np.testing.assert_array_equal(plain, other)
         return
     np.testing.assert_array_equal(plain, logits(before, keyed=True))  # without a rate the key is not read
@@ -403,7 +403,7 @@ def test_every_option_is_read(kind, field):
     if field in ("dropout", "random"):
         np.testing.assert_array_equal(plain, other)  # without a key it is not read
         assert differ(plain, logits(after, keyed=True))
-    elif field == "publishes":  # a name, of use to layers that borrow
+    elif field == "shares_kv_as":  # a name, of use to layers that borrow
         np.testing.assert_array_equal(plain, other)
     elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig or (kind, field) == LEARNS:
         np.testing.assert_array_equal(plain, other)
@@ -416,7 +416,7 @@ def test_every_option_is_read(kind, field):
 
 
 def test_wirings_differ():
-    found = [logits(block(wiring=wiring)) for wiring in ("sequential", "parallel", "plain", "chained")]
+    found = [logits(block(residual=residual)) for residual in ("sequential", "parallel", "plain", "chained")]
     assert all(differ(one, other) for i, one in enumerate(found) for other in found[:i])
 
 
@@ -628,7 +628,7 @@ BAD = [
     (SlidingWindow, {}, dict(size=2.0), "integer"),
     (Chunked, {}, dict(size=-4), "at least 1"),
     (AttentionConfig, ATTENTION, dict(num_heads=0), "at least 1"),
-    (AttentionConfig, ATTENTION | dict(shared_kv=True), dict(borrows="full"), "excludes shared_kv=True"),
+    (AttentionConfig, ATTENTION | dict(shared_kv=True), dict(kv_shared_from="full"), "excludes shared_kv=True"),
     (AttentionConfig, ATTENTION, dict(num_heads=True), "integer"),
     (AttentionConfig, ATTENTION, dict(num_kv_heads="2"), "integer"),
     (AttentionConfig, ATTENTION, dict(num_kv_heads=-2), "at least 1"),
@@ -688,14 +688,14 @@ BAD = [
     (RouterConfig, {}, dict(selection_bias=True), "needs order='score_first'"),
     (RouterConfig, {}, dict(num_groups=2), "needs order='score_first'"),
     (RouterConfig, {}, dict(renormalize=True), "changes nothing"),
-    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="paralel"), "Did you mean 'parallel'"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(residual="paralel"), "Did you mean 'parallel'"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=1.0), "below 1"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=NAN), "finite"),
     (ed.BlockConfig, dict(mlp=MLP, post_mixer_norm=RMS), dict(mixer=None), "leaves post_mixer_norm without a layer"),
     (ed.BlockConfig, dict(mixer=MIXER, pre_mlp_norm=RMS), dict(mlp=None), "leaves pre_mlp_norm without a layer"),
-    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="plane"), "Did you mean 'plain'"),
-    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="chained"), "needs a mixer and an mlp"),
-    (ed.BlockConfig, dict(mixer=MIXER, mlp=None), dict(wiring="chained"), "needs a mixer and an mlp"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(residual="plane"), "Did you mean 'plain'"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(residual="chained"), "needs a mixer and an mlp"),
+    (ed.BlockConfig, dict(mixer=MIXER, mlp=None), dict(residual="chained"), "needs a mixer and an mlp"),
     (AttentionConfig, vars(MIXER), dict(out_dim=0), "AttentionConfig.out_dim=0 must be an integer of at least 1"),
     (ed.Execution, {}, dict(lookup="onehot"), "Did you mean 'one_hot'"),
     (ed.Execution, {}, dict(context_order="zig-zag"), "Did you mean 'zigzag'"),

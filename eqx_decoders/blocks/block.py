@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.blocks.batch_overlap import run_in_parts, run_in_turn
 from eqx_decoders.blocks.branch import ExtraLayer, ExtraLayerConfig
 from eqx_decoders.blocks.residual.base import BranchFunction, ResidualModule, SteppedResidual, Steps
-from eqx_decoders.blocks.residual.registry import WIRINGS, WiringOrName
+from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.blocks.stats import ActivationStats, BlockStats
 from eqx_decoders.context import Context
@@ -35,10 +35,10 @@ class BlockConfig:
     - `mlp`: the channel mixer; None for none.
     - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output.
         In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalised input.
-    - `wiring`: one of `eqx_decoders.blocks.residual`, or `"sequential"`, `"parallel"`, `"plain"`, `"chained"`.
+    - `residual`: one of `eqx_decoders.blocks.residual`, or `"sequential"`, `"parallel"`, `"plain"`, `"chained"`.
     - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
-    - `before`, `after`: further branches before the mixer and after the MLP.
-    - `publishes`: a name under which later layers find what this layer's mixer remembers; None for none.
+    - `pre_layers`, `post_layers`: further branches before the mixer and after the MLP.
+    - `shares_kv_as`: a name under which later layers find what this layer's mixer remembers; None for none.
     """
 
     mixer: MixerConfig | None
@@ -47,16 +47,18 @@ class BlockConfig:
     post_mixer_norm: NormConfig | None = None
     pre_mlp_norm: NormConfig | None = None
     post_mlp_norm: NormConfig | None = None
-    wiring: WiringOrName = Sequential()
+    residual: ResidualOrName = Sequential()
     dropout: float = 0.0
-    before: tuple[ExtraLayerConfig, ...] = ()
-    after: tuple[ExtraLayerConfig, ...] = ()
-    publishes: str | None = None
+    pre_layers: tuple[ExtraLayerConfig, ...] = ()
+    post_layers: tuple[ExtraLayerConfig, ...] = ()
+    shares_kv_as: str | None = None
 
     def __post_init__(self):
-        if isinstance(self.wiring, str):
-            object.__setattr__(self, "wiring", WIRINGS[check_word("BlockConfig.wiring", self.wiring, WIRINGS)])
-        for name in ("before", "after"):
+        if isinstance(self.residual, str):
+            object.__setattr__(
+                self, "residual", RESIDUALS[check_word("BlockConfig.residual", self.residual, RESIDUALS)]
+            )
+        for name in ("pre_layers", "post_layers"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_number("BlockConfig.dropout", self.dropout, least=0)
         check(self.dropout < 1, f"BlockConfig.dropout={self.dropout} must be below 1.")
@@ -66,18 +68,18 @@ class BlockConfig:
                 getattr(self, part) is not None or not idle,
                 f"BlockConfig.{part}=None leaves {' and '.join(idle)} without a layer. Set {part} or leave them out.",
             )
-        only_two = self.mixer is not None and self.mlp is not None and not self.before and not self.after
+        only_two = self.mixer is not None and self.mlp is not None and not self.pre_layers and not self.post_layers
         rule = "needs a mixer and an mlp, and nothing else: one feeds the other"
-        check(only_two or not self.wiring.chains, f"BlockConfig.wiring='chained' {rule}.")
+        check(only_two or not self.residual.chains, f"BlockConfig.residual='chained' {rule}.")
         out_dim = getattr(self.mixer, "out_dim", None)
-        rule = f"AttentionConfig.out_dim={out_dim} needs BlockConfig.wiring='chained': other blocks add the output to"
-        check(out_dim is None or self.wiring.chains, f"{rule} the stream.")
+        rule = f"AttentionConfig.out_dim={out_dim} needs BlockConfig.residual='chained': other blocks add the output to"
+        check(out_dim is None or self.residual.chains, f"{rule} the stream.")
 
     def branches(self) -> dict[str, Any]:
-        """The configurations of its layers by name, in order: `before.0`, …, `mixer`, `mlp`, `after.0`, …."""
-        named = {f"before.{index}": branch.layer for index, branch in enumerate(self.before)}
+        """The configurations of its layers by name, in order: `pre_layers.0`, …, `mixer`, `mlp`, `post_layers.0`, …."""
+        named = {f"pre_layers.{index}": branch.layer for index, branch in enumerate(self.pre_layers)}
         named |= {"mixer": self.mixer, "mlp": self.mlp}
-        named |= {f"after.{index}": branch.layer for index, branch in enumerate(self.after)}
+        named |= {f"post_layers.{index}": branch.layer for index, branch in enumerate(self.post_layers)}
         return {name: layer for name, layer in named.items() if layer is not None}
 
     def memory(self, max_length: int) -> dict[str, Any]:
@@ -89,27 +91,27 @@ class BlockConfig:
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Block":
         mixer_key, mlp_key = jax.random.split(key)
         inner = getattr(self.mixer, "out_dim", None) or embed_dim
-        wiring_key, before_key, after_key = (jax.random.fold_in(key, number) for number in (2, 3, 4))
+        residual_key, pre_key, post_key = (jax.random.fold_in(key, number) for number in (2, 3, 4))
 
         def norm(config, size=inner):
             return None if config is None else config.build(size)
 
-        def further(configs, key):
+        def extra(configs, key):
             return tuple(
                 config.build(embed_dim, key=jax.random.fold_in(key, index)) for index, config in enumerate(configs)
             )
 
         single = sum(not _reads_streams(layer) for layer in self.branches().values())
         return Block(
-            before=further(self.before, before_key),
+            pre_layers=extra(self.pre_layers, pre_key),
             mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key),
             mlp=None if self.mlp is None else self.mlp.build(inner, key=mlp_key),
-            after=further(self.after, after_key),
+            post_layers=extra(self.post_layers, post_key),
             pre_mixer_norm=norm(self.pre_mixer_norm, embed_dim),
             post_mixer_norm=norm(self.post_mixer_norm),
             pre_mlp_norm=norm(self.pre_mlp_norm),
             post_mlp_norm=norm(self.post_mlp_norm),
-            wiring=self.wiring.build(embed_dim, branches=single, inner_dim=inner, key=wiring_key),
+            residual=self.residual.build(embed_dim, branches=single, inner_dim=inner, key=residual_key),
             config=self,
         )
 
@@ -117,15 +119,15 @@ class BlockConfig:
 class Block(eqx.Module):
     """Layers with their norms, wired to the residual stream."""
 
-    before: tuple[ExtraLayer, ...]
+    pre_layers: tuple[ExtraLayer, ...]
     mixer: Mixer | None
     mlp: Channel | None
-    after: tuple[ExtraLayer, ...]
+    post_layers: tuple[ExtraLayer, ...]
     pre_mixer_norm: Norm | None
     post_mixer_norm: Norm | None
     pre_mlp_norm: Norm | None
     post_mlp_norm: Norm | None
-    wiring: ResidualModule
+    residual: ResidualModule
     config: BlockConfig = eqx.field(static=True)
 
     def __call__(
@@ -138,7 +140,7 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Any], BlockStats]:
         """The new residual stream, what each layer proposes to its memory, and statistics."""
         passed = _Pass(self, ctx, past, key)
-        return passed.leave(self.wiring(passed.enter(x), passed.branches(), passed.drop, ctx))
+        return passed.leave(self.residual(passed.enter(x), passed.branches(), passed.drop, ctx))
 
     def in_parts(
         self,
@@ -151,12 +153,12 @@ class Block(eqx.Module):
         With a wiring of one's own that runs its branches itself, parts have nothing to do with each other.
         """
         passes = [_Pass(self, ctx, None, key) for ctx, key in zip(contexts, keys, strict=True)]
-        wiring = self.wiring
-        if not isinstance(wiring, SteppedResidual):
+        residual = self.residual
+        if not isinstance(residual, SteppedResidual):
             return [self(x, each.ctx, key=each.key) for each, x in zip(passes, parts, strict=True)]
 
         def begin(passed: _Pass, x: Array) -> Steps:
-            return wiring.steps(passed.enter(x), passed.branches(), passed.drop, passed.ctx)
+            return residual.steps(passed.enter(x), passed.branches(), passed.drop, passed.ctx)
 
         begins = [partial(begin, each) for each in passes]
         streams = run_in_turn(begins, parts, contexts[0].execution.layout)
@@ -164,19 +166,19 @@ class Block(eqx.Module):
 
     def _parts(self) -> list[tuple[str, Any, Norm | None, Norm | None, float]]:
         """The name, layer, norms and scale of each branch, in order."""
-        shared = self.pre_mixer_norm if self.config.wiring.shares_norm else None
+        shared = self.pre_mixer_norm if self.config.residual.shares_norm else None
         pre_mlp = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
 
-        def further(where: str, branches: tuple[ExtraLayer, ...]) -> list[Any]:
+        def extra(where: str, branches: tuple[ExtraLayer, ...]) -> list[Any]:
             return [
                 (f"{where}.{index}", each.layer, each.pre_norm, each.post_norm, each.config.scale)
                 for index, each in enumerate(branches)
             ]
 
-        named = further("before", self.before)
+        named = extra("pre_layers", self.pre_layers)
         named += [("mixer", self.mixer, self.pre_mixer_norm, self.post_mixer_norm, 1.0)]
         named += [("mlp", self.mlp, pre_mlp, self.post_mlp_norm, 1.0)]
-        named += further("after", self.after)
+        named += extra("post_layers", self.post_layers)
         return [part for part in named if part[1] is not None]
 
 

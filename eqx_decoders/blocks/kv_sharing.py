@@ -13,17 +13,19 @@ def check_borrowing(blocks: tuple[BlockConfig, ...], ahead: BlockConfig | None) 
     """
     known: dict[str, tuple] = {}
     for index, block in enumerate(blocks):
-        mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.borrows"
-        if isinstance(mixer, AttentionConfig) and mixer.borrows is not None:
-            check_word(where, mixer.borrows, known)
+        mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.kv_shared_from"
+        if isinstance(mixer, AttentionConfig) and mixer.kv_shared_from is not None:
+            check_word(where, mixer.kv_shared_from, known)
             rule = "has another num_kv_heads, head_dim or mask than the layer that publishes it"
-            check(_lent(mixer) == known[mixer.borrows], f"{where}={mixer.borrows!r} {rule}: {_lent(mixer)}.")
-        if block.publishes is not None:
-            if not isinstance(mixer, AttentionConfig) or mixer.borrows is not None:
-                where = f"DecoderConfig.blocks[{index}].publishes={block.publishes!r}"
+            check(
+                _lent(mixer) == known[mixer.kv_shared_from], f"{where}={mixer.kv_shared_from!r} {rule}: {_lent(mixer)}."
+            )
+        if block.shares_kv_as is not None:
+            if not isinstance(mixer, AttentionConfig) or mixer.kv_shared_from is not None:
+                where = f"DecoderConfig.blocks[{index}].shares_kv_as={block.shares_kv_as!r}"
                 raise ConfigError(f"{where} needs attention with keys and values of its own as mixer.")
-            known[block.publishes] = _lent(mixer)
-    alone = ahead is None or not (getattr(ahead.mixer, "borrows", None) or takers((ahead,)) or ahead.before)
+            known[block.shares_kv_as] = _lent(mixer)
+    alone = ahead is None or not (getattr(ahead.mixer, "kv_shared_from", None) or takers((ahead,)) or ahead.pre_layers)
     rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
     check(alone, f"DecoderConfig.mtp.block {rule}.")
 

@@ -59,8 +59,8 @@ def piped_repeats(segment: Segment, ctx: Context) -> int:
     None do if its layers publish what later ones read.
     """
     setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
-    publishes = any(block.config.publishes is not None for block in segment.unit)
-    if setup is None or stages == 1 or publishes:
+    shares_kv_as = any(block.config.shares_kv_as is not None for block in segment.unit)
+    if setup is None or stages == 1 or shares_kv_as:
         return 0
     return segment.repeats - segment.repeats % (stages * setup.repeats)
 

@@ -104,7 +104,7 @@ class Segment(eqx.Module):
         late = scanned and memories is not None
 
         # what others have published is carried only if it is published again: a scan keeps its carry for the gradient
-        again = {name for name in ctx.shared if any(block.config.publishes == name for block in self.unit)}
+        again = {name for name in ctx.shared if any(block.config.shares_kv_as == name for block in self.unit)}
 
         def step(carry, here):
             (x, shared), (layer, keys, inputs) = carry, here
@@ -116,8 +116,8 @@ class Segment(eqx.Module):
                 arrays, cut = _late(part, layer, x) if late else part
                 past = None if cut is None else pasts(kept[place], cut)
                 x, entry, stat = run(eqx.combine(arrays, block), x, own, past, None if keys is None else keys[place])
-                if block.config.publishes is not None:
-                    shared = shared | {block.config.publishes: (past, entry)}
+                if block.config.shares_kv_as is not None:
+                    shared = shared | {block.config.shares_kv_as: (past, entry)}
                 entries.append({name: entry[name] for name in kept[place]})
                 stats.append(stat)
             known = {name: shared[name] for name in again}

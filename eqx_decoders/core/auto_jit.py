@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def compiled_alone(function: Callable[P, T]) -> Callable[P, T]:
+def jit_if_eager(function: Callable[P, T]) -> Callable[P, T]:
     """The function, compiled where no `jax.jit` around it does that; `jax.grad` and `jax.vmap` alone do not."""
     compiled = eqx.filter_jit(function)
 

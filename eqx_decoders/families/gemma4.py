@@ -82,7 +82,7 @@ def gemma4(
 
     def mixer(layer: int) -> AttentionConfig:
         num_kv_heads, head_dim = heads[layer]
-        borrows = types[layer] if layer >= first else None
+        kv_shared_from = types[layer] if layer >= first else None
         return shape.attention(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -90,9 +90,9 @@ def gemma4(
             rope=ropes[types[layer]],
             query_scale=1.0,
             qk_norm=QKNorm(norm=shape.norm),
-            shared_kv=shared_kv and isinstance(masks[layer], Causal) and borrows is None,
-            value_norm=RMSNormConfig(eps=shape.eps, scale=False) if borrows is None else None,
-            borrows=borrows,
+            shared_kv=shared_kv and isinstance(masks[layer], Causal) and kv_shared_from is None,
+            value_norm=RMSNormConfig(eps=shape.eps, scale=False) if kv_shared_from is None else None,
+            kv_shared_from=kv_shared_from,
         )
 
     def mlp(layer: int) -> MLPConfig | ExpertsConfig:
@@ -114,9 +114,9 @@ def gemma4(
             post_mixer_norm=shape.norm,
             pre_mlp_norm=shape.norm if experts is None else None,
             post_mlp_norm=shape.norm,
-            after=() if further is None else (ExtraLayerConfig(layer=further, post_norm=shape.norm),),
-            wiring=Sequential(output_scale=True),
-            publishes=types[layer] if layer in givers.values() else None,
+            post_layers=() if further is None else (ExtraLayerConfig(layer=further, post_norm=shape.norm),),
+            residual=Sequential(output_scale=True),
+            shares_kv_as=types[layer] if layer in givers.values() else None,
         )
 
     scale = shape.embed_dim**0.5
@@ -205,7 +205,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     mixers, per_layer = attentions(config), config.per_layer_embedding
     experts = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
     dense, wide = (_dense(config.blocks[index]) for index in (0, -1))
-    borrowing = sum(mixer.borrows is not None for mixer in mixers)
+    borrowing = sum(mixer.kv_shared_from is not None for mixer in mixers)
     return (
         write_sizes(config, _KEYS)
         | write_masks(config, default=512)
@@ -249,7 +249,7 @@ def _write_heads(mixers: tuple[AttentionConfig, ...]) -> dict[str, dict[str, int
 
 def ignored_tensors(config: DecoderConfig, prefix: str = "model.") -> str:
     """Published files have keys and values of layers that borrow them, which nothing reads."""
-    layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.borrows is not None)
+    layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.kv_shared_from is not None)
     return rf"{re.escape(prefix)}layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
 
 
@@ -270,22 +270,22 @@ FAMILY = Family(
                 "mlp.norms.post_shared": "post_feedforward_layernorm_1",
                 "mlp.norms.pre_routed": "pre_feedforward_layernorm_2",
                 "mlp.norms.post_routed": "post_feedforward_layernorm_2",
-                "after.0.post_norm": "post_per_layer_input_norm",
+                "post_layers.0.post_norm": "post_per_layer_input_norm",
             },
         ),
         Weight(_LAYER + "router.scale", "mlp.router.input_norm.scale", "norm -> norm"),
         Weight(_LAYER + "router.per_expert_scale", "mlp.router.per_expert_scale", "experts -> experts"),
         Weight(
             _LAYER + "per_layer_input_gate.weight",
-            "after.0.layer.gate",
+            "post_layers.0.layer.gate",
             "per_layer_input embed -> embed per_layer_input",
         ),
         Weight(
             _LAYER + "per_layer_projection.weight",
-            "after.0.layer.out",
+            "post_layers.0.layer.out",
             "embed per_layer_input -> per_layer_input embed",
         ),
-        Weight(_LAYER + "layer_scalar", "wiring.scale", "one -> one"),
+        Weight(_LAYER + "layer_scalar", "residual.scale", "one -> one"),
         Weight(
             "model.embed_tokens_per_layer.weight",
             "per_layer_embedding.table",

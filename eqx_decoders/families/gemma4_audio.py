@@ -56,15 +56,15 @@ def gemma4_audio(
     feed_forward = ExtraLayerConfig(layer=mlp, pre_norm=norm, post_norm=norm, scale=half)
     convolution = LightConvolutionConfig(taps=taps, activation=activation, norm=RMSNormConfig(eps=eps, clip=clip))
     block = BlockConfig(
-        before=(feed_forward,),
+        pre_layers=(feed_forward,),
         mixer=LocalAttentionConfig(
             num_heads=heads, head_dim=embed_dim // heads, chunk=chunk, left=left, right=right, soft_cap=soft_cap
         ),
         mlp=None,
         pre_mixer_norm=norm,
         post_mixer_norm=norm,
-        after=(ExtraLayerConfig(layer=convolution, pre_norm=plain), feed_forward),
-        wiring=Sequential(output_norm=norm),
+        post_layers=(ExtraLayerConfig(layer=convolution, pre_norm=plain), feed_forward),
+        residual=Sequential(output_norm=norm),
     )
     last = ProjectionConfig(dim=out_dim, norm=RMSNormConfig(eps=eps, scale=False))
     return EncoderConfig(
@@ -153,8 +153,8 @@ def write_audio(audio: EncoderConfig) -> dict[str, Any]:
     block, layers = audio.blocks[0], audio.projector.layers
     stem: Any = audio.stem
     mixer: Any = block.mixer
-    further: list[Any] = [branch.layer for branch in (*block.before, *block.after)]
-    known = isinstance(stem, FrameStemConfig) and isinstance(mixer, LocalAttentionConfig) and len(block.before) == 1
+    further: list[Any] = [branch.layer for branch in (*block.pre_layers, *block.post_layers)]
+    known = isinstance(stem, FrameStemConfig) and isinstance(mixer, LocalAttentionConfig) and len(block.pre_layers) == 1
     if not known or [type(layer) for layer in further] != [MLPConfig, LightConvolutionConfig, MLPConfig]:
         raise ConversionError(_OTHER)
     mlp, convolution, _ = further
@@ -165,7 +165,7 @@ def write_audio(audio: EncoderConfig) -> dict[str, Any]:
         activation=mlp.activation,
         filters=stem.filters,
         taps=convolution.taps,
-        half=block.before[0].scale,
+        half=block.pre_layers[0].scale,
         chunk=mixer.chunk,
         left=mixer.left,
         right=mixer.right,
@@ -205,23 +205,23 @@ _MATRICES = (
       for part in ("query", "key", "value")),
     Weight(_ATTENTION + "post.weight", "audio.mixer.out", f"embed {_HEADS} -> heads head_dim embed"),
     *(Weight(f"{_LAYER}feed_forward{number}.ffw_layer_1.weight", f"audio.{path}.layer.up", "mlp embed -> embed mlp")
-      for number, path in ((1, "before.0"), (2, "after.1"))),
+      for number, path in ((1, "pre_layers.0"), (2, "post_layers.1"))),
     *(Weight(f"{_LAYER}feed_forward{number}.ffw_layer_2.weight", f"audio.{path}.layer.down", "embed mlp -> mlp embed")
-      for number, path in ((1, "before.0"), (2, "after.1"))),
-    Weight(_LAYER + "lconv1d.linear_start.weight", "audio.after.0.layer.into",
+      for number, path in ((1, "pre_layers.0"), (2, "post_layers.1"))),
+    Weight(_LAYER + "lconv1d.linear_start.weight", "audio.post_layers.0.layer.into",
            "(inputs channels) embed -> embed inputs channels"),
-    Weight(_LAYER + "lconv1d.linear_end.weight", "audio.after.0.layer.out", "embed channels -> channels embed"),
+    Weight(_LAYER + "lconv1d.linear_end.weight", "audio.post_layers.0.layer.out", "embed channels -> channels embed"),
 )  # fmt: skip
 _NORMS = {
-    "feed_forward1.pre_layer_norm": "before.0.pre_norm",
-    "feed_forward1.post_layer_norm": "before.0.post_norm",
+    "feed_forward1.pre_layer_norm": "pre_layers.0.pre_norm",
+    "feed_forward1.post_layer_norm": "pre_layers.0.post_norm",
     "norm_pre_attn": "pre_mixer_norm",
     "norm_post_attn": "post_mixer_norm",
-    "lconv1d.pre_layer_norm": "after.0.pre_norm",
-    "lconv1d.conv_norm": "after.0.layer.norm",
-    "feed_forward2.pre_layer_norm": "after.1.pre_norm",
-    "feed_forward2.post_layer_norm": "after.1.post_norm",
-    "norm_out": "wiring.norm",
+    "lconv1d.pre_layer_norm": "post_layers.0.pre_norm",
+    "lconv1d.conv_norm": "post_layers.0.layer.norm",
+    "feed_forward2.pre_layer_norm": "post_layers.1.pre_norm",
+    "feed_forward2.post_layer_norm": "post_layers.1.post_norm",
+    "norm_out": "residual.norm",
 }
 _STEM = _TOWER + "subsample_conv_projection."
 WEIGHTS = (
@@ -234,7 +234,7 @@ WEIGHTS = (
     Weight(_ATTENTION + "relative_k_proj.weight", "audio.mixer.relative_key",
            f"{_HEADS} signal -> signal heads head_dim"),
     Weight(_ATTENTION + "per_dim_scale", "audio.mixer.scale", "head_dim -> head_dim"),
-    Weight(_LAYER + "lconv1d.depthwise_conv1d.weight", "audio.after.0.layer.taps",
+    Weight(_LAYER + "lconv1d.depthwise_conv1d.weight", "audio.post_layers.0.layer.taps",
            "channels 1 taps -> channels taps"),
     *(Weight(f"{_LAYER}{name}.weight", f"audio.{path}.scale", "norm -> norm") for name, path in _NORMS.items()),
     *linear(_TOWER + "output_proj", "audio.projector.layers.0"),

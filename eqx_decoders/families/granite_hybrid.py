@@ -48,7 +48,7 @@ def granite_hybrid(
 
     def block(has_attention: bool) -> BlockConfig:
         mixer = attention if has_attention or mamba is None else mamba
-        return dataclasses.replace(shape.block(mixer, mlp), wiring=Sequential(residual_scale=residual_scale))
+        return dataclasses.replace(shape.block(mixer, mlp), residual=Sequential(residual_scale=residual_scale))
 
     scales: dict[str, Any] = dict(embedding_scale=embedding_scale, logit_divisor=logit_divisor)
     return shape.decoder(map(block, full), **scales)
@@ -129,8 +129,8 @@ def _read_limits(fields: Fields) -> tuple[float, float | None]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mlp, attention, wiring = config.blocks[0].mlp, first_mixer(config, AttentionConfig), config.blocks[0].wiring
-    if not isinstance(mlp, MLPConfig | ExpertsConfig) or not isinstance(wiring, Sequential):
+    mlp, attention, residual = config.blocks[0].mlp, first_mixer(config, AttentionConfig), config.blocks[0].residual
+    if not isinstance(mlp, MLPConfig | ExpertsConfig) or not isinstance(residual, Sequential):
         raise ConversionError("DecoderConfig.blocks must be sequential, and have experts or an MLP.")
     shared = mlp if isinstance(mlp, MLPConfig) else mlp.shared
     settings = {
@@ -141,7 +141,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "attention_multiplier": attention.query_scale,
         "embedding_multiplier": config.embedding_scale,
         "logits_scaling": config.logit_divisor,
-        "residual_multiplier": wiring.residual_scale,
+        "residual_multiplier": residual.residual_scale,
         "position_embedding_type": None if attention.rope is None else "rope",
     }
     if isinstance(mlp, ExpertsConfig):

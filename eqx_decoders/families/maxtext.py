@@ -34,7 +34,7 @@ def default(shape: DecoderSizes = BASE, *, rope: Rope = Rope(), dropout: float =
         mixer=shape.attention(rope=rope),
         mlp=shape.mlp(dropout=dropout),
         pre_mixer_norm=shape.norm,
-        wiring=Parallel(),
+        residual=Parallel(),
         dropout=dropout,
     )
     return shape.decoder(block, dropout=dropout)
@@ -42,13 +42,13 @@ def default(shape: DecoderSizes = BASE, *, rope: Rope = Rope(), dropout: float =
 
 def simple(shape: DecoderSizes = BASE) -> DecoderConfig:
     """`W x`: one matrix a layer, without norm or residual connection."""
-    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), wiring=NoResidual()))
+    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), residual=NoResidual()))
 
 
 def simple_mlp(shape: DecoderSizes = BASE) -> DecoderConfig:
     """`W2 (W1 x)`: an MLP without activation, norm or residual connection."""
     mlp = MLPConfig(mlp_dim=shape.mlp_dim, activation="identity", gated=False)
-    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, wiring=NoResidual()))
+    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, residual=NoResidual()))
 
 
 def qwen3_custom_moe(shape: DecoderSizes, *, latent_dim: int, **options: Any) -> DecoderConfig:
@@ -59,7 +59,7 @@ def qwen3_custom_moe(shape: DecoderSizes, *, latent_dim: int, **options: Any) ->
     """
     plain = qwen3_moe(shape, **options)
     mixer = dataclasses.replace(attentions(plain)[0], out_dim=latent_dim)
-    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, wiring=Chained()))
+    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, residual=Chained()))
 
 
 def deepseek_custom(
@@ -74,8 +74,8 @@ def deepseek_custom(
 
     def block(index: int, block: BlockConfig) -> BlockConfig:
         here = EngramConfig(layer=index, **{**sizes, **engram}) if index in engram_layers else None
-        before = () if here is None else (ExtraLayerConfig(layer=here, pre_norm=block.pre_mixer_norm),)
-        return dataclasses.replace(block, wiring=HyperConnections(streams=streams), before=before)
+        extra = () if here is None else (ExtraLayerConfig(layer=here, pre_norm=block.pre_mixer_norm),)
+        return dataclasses.replace(block, residual=HyperConnections(streams=streams), pre_layers=extra)
 
     return dataclasses.replace(plain, blocks=tuple(block(*each) for each in enumerate(plain.blocks)))
 

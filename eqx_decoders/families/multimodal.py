@@ -147,7 +147,7 @@ def _without_sections(block: BlockConfig) -> BlockConfig:
     mixer = block.mixer
     if not isinstance(mixer, AttentionConfig) or mixer.rope is None:
         return block
-    rope = dataclasses.replace(mixer.rope, sections=(), in_turn=True)
+    rope = dataclasses.replace(mixer.rope, sections=(), interleaved_sections=True)
     return dataclasses.replace(block, mixer=dataclasses.replace(mixer, rope=rope))
 
 

@@ -153,7 +153,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 def _read_text(fields: Fields) -> DecoderConfig:
     fields.content.setdefault("max_window_layers", 80)
     shape = read_shape(fields, num_kv_heads=8, eps=1e-5, keys=NO_BIAS)
-    rope = read_rope(fields, theta=1e6, sections=SECTIONS, in_turn=False)
+    rope = read_rope(fields, theta=1e6, sections=SECTIONS, interleaved_sections=False)
     return qwen2.qwen2(shape, rope=rope, masks=read_late_windows(fields, shape.num_layers))
 
 
@@ -218,7 +218,7 @@ def _model(shape: DecoderSizes, mlp_dim: int) -> DecoderConfig:
         video_token=VIDEO,
         positions=GridPositions(frames="together", per_second=2.0, whole=True, behind_times=False),
     )
-    rope = Rope(theta=1e6, sections=SECTIONS, in_turn=False)
+    rope = Rope(theta=1e6, sections=SECTIONS, interleaved_sections=False)
     return with_media(qwen2.qwen2(shape, rope=rope), media)
 
 

@@ -70,7 +70,7 @@ def with_media(config: DecoderConfig, media: MediaConfig) -> DecoderConfig:
         raise ConversionError(f"{levels} levels of deepstack need as many layers, not {len(config.blocks)}.")
     added = ExtraLayerConfig(layer=AddedFeaturesConfig())
     blocks = tuple(
-        dataclasses.replace(block, after=(*block.after, added)) if index < levels else block
+        dataclasses.replace(block, post_layers=(*block.post_layers, added)) if index < levels else block
         for index, block in enumerate(config.blocks)
     )
     return dataclasses.replace(config, blocks=blocks, media=media)

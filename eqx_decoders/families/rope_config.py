@@ -36,12 +36,12 @@ def read_rope(
     pairing: Literal["half", "interleaved"] = "half",
     fraction: float | None = None,
     sections: tuple[int, ...] = (),
-    in_turn: bool = True,
+    interleaved_sections: bool = True,
 ) -> Rope:
     """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
     Partial rotation and positions of several dimensions are refused unless their defaults, `fraction` and `sections`,
-    are given. `in_turn` says how the family's pairs are divided among the dimensions.
+    are given. `interleaved_sections` says how the family's pairs are divided among the dimensions.
     """
     outer = _Outer(
         theta=fields.number("rope_theta", None),
@@ -50,7 +50,7 @@ def read_rope(
         fraction=None if fraction is None else fields.number("partial_rotary_factor", None),
         default_fraction=fraction,
         sections=sections,
-        in_turn=in_turn,
+        interleaved_sections=interleaved_sections,
     )
     original = fields.integer("original_max_position_embeddings", None)
     tables = [fields.table(key) for key in ("rope_parameters", "rope_scaling")]
@@ -97,7 +97,7 @@ class _Outer:
     """What stands outside of a table, and what is taken where nothing is said.
 
     `nested`: layers of different types have tables of their own. A `default_fraction` of None: all features are
-    rotated; no `sections`: positions have one dimension, else pairs turn by these `in_turn` or not.
+    rotated; no `sections`: positions have one dimension, else pairs turn by these `interleaved_sections` or not.
     """
 
     theta: float | None
@@ -107,7 +107,7 @@ class _Outer:
     fraction: float | None = None
     default_fraction: float | None = None
     sections: tuple[int, ...] = ()
-    in_turn: bool = True
+    interleaved_sections: bool = True
 
     def common(self, theta: float | None, fraction: float | None) -> dict[str, Any]:
         """The fields that all kinds of rotary embeddings have, with what a table says of two of them."""
@@ -115,7 +115,7 @@ class _Outer:
             "theta": theta or self.theta or self.default,
             "fraction": fraction or self.fraction or self.default_fraction or 1.0,
             "sections": self.sections,
-            "in_turn": self.in_turn,
+            "interleaved_sections": self.interleaved_sections,
         }
 
 
@@ -139,7 +139,7 @@ def _rope(fields: Fields, outer: _Outer) -> Rope:
         fields.allow_only("partial_rotary_factor", 1, 1.0)
     if outer.sections:
         for key in ("mrope_interleaved", "interleaved"):
-            fields.allow_only(key, outer.in_turn)
+            fields.allow_only(key, outer.interleaved_sections)
         common["sections"] = tuple(fields.numbers("mrope_section", outer.sections))
         if len(common["sections"]) != len(outer.sections):
             raise fields.error(f"mrope_section must have {len(outer.sections)} numbers: time, height and width.")
@@ -236,6 +236,6 @@ def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
         table["partial_rotary_factor"] = rope.fraction
     if rope.sections:
         table["mrope_section"] = list(rope.sections)
-    if rope.sections and rope.in_turn:
+    if rope.sections and rope.interleaved_sections:
         table["mrope_interleaved"] = True
     return {"rope_type": _TYPES[type(rope)]} | {key: value for key, value in table.items() if value is not None}

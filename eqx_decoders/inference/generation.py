@@ -19,7 +19,7 @@ from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.merge import check_tokens, without_placeholders
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
-from eqx_decoders.inference.unstack import inference_cache, layers_apart, usual_format
+from eqx_decoders.inference.unstack import default_cache_format, inference_cache, unstack_layers
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
@@ -75,7 +75,7 @@ def generate(
     """
     options = (prompt_lengths, stop_ids, num_draft_tokens, media, cache_dtype)
     asked = _Request.create(model, prompt, max_new_tokens, sampler, key, *options)
-    model = layers_apart(model)
+    model = unstack_layers(model)
     if num_draft_tokens > 0:
         tokens = speculate(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id, asked.cache_format).tokens
     else:
@@ -104,7 +104,7 @@ def stream(
     # now, not at the first token
     options = (prompt_lengths, stop_ids, num_draft_tokens, media, cache_dtype)
     asked = _Request.create(model, prompt, max_new_tokens, sampler, key, *options)
-    model = layers_apart(model)
+    model = unstack_layers(model)
     if num_draft_tokens > 0:
         return stream_speculative(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id, asked.cache_format)
     return _stream(model, asked, max_new_tokens, pad_id)
@@ -144,7 +144,7 @@ class _Request(eqx.Module):
         cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens, media=None, cache_dtype=None
     ) -> "_Request":
         """Check everything that can be known before compiling."""
-        kept = usual_format(model.execution) if cache_dtype is None else CacheFormat.of(cache_dtype)
+        kept = default_cache_format(model.execution) if cache_dtype is None else CacheFormat.of(cache_dtype)
         check_integer("generate: max_new_tokens", new)
         config = model.generation_config
         if sampler is None:

@@ -30,7 +30,7 @@ WORTH = 2**25  # bytes of a model's layers: fewer are in the processor's caches,
 MOST = 64  # layers: a program grows with those that are not scanned
 
 
-def layers_apart(model: Decoder) -> Decoder:
+def unstack_layers(model: Decoder) -> Decoder:
     """The same model with a `Segment` for each repeat of a unit, whose arrays are views of the stacked ones.
 
     For one CPU device and layers of some size; any other model, and one that is traced, is returned as it is. While a
@@ -87,7 +87,7 @@ def _layer(memory: LayerCache, index: int) -> Any:
     return replaced(memory, {n: x[index : index + 1] if "layers" in words[n] else x for n, x in leaves.items()})
 
 
-def usual_format(execution: Execution) -> CacheFormat:
+def default_cache_format(execution: Execution) -> CacheFormat:
     """How a cache stores keys and values where nothing is said: in the dtype of activations, but on CPU in float32.
 
     There 16-bit numbers are moved and multiplied as float32, so XLA would widen the whole cache at every token.

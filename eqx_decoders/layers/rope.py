@@ -28,15 +28,15 @@ class Rope:
     - `sections`: for positions of several dimensions (time, height and width of an image's patches: M-RoPE), how many
         pairs turn by each of them. Where all dimensions are equal, as in text, nothing depends on it. Empty: there is
         one dimension.
-    - `in_turn`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or those of a dimension
-        stand together (Qwen2-VL).
+    - `interleaved_sections`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or
+        those of a dimension stand together (Qwen2-VL).
     """
 
     theta: float = 10_000.0
     fraction: float = 1.0
     pairing: Literal["half", "interleaved", "half_of_axis"] = "half"
     sections: tuple[int, ...] = ()
-    in_turn: bool = True
+    interleaved_sections: bool = True
 
     def __post_init__(self):
         name = type(self).__name__
@@ -82,7 +82,7 @@ class Rope:
     def _axis_of_pairs(self, dim: int) -> np.ndarray:
         """By which dimension of a position each pair turns."""
         pairs, count = np.arange(dim // 2), len(self.sections)
-        if not self.in_turn:
+        if not self.interleaved_sections:
             together = f"{self.sections} must have {dim // 2} pairs together: each turns by one dimension"
             check(sum(self.sections) == dim // 2, f"{type(self).__name__}.sections={together}.")
             return np.repeat(np.arange(count), self.sections)

@@ -13,6 +13,13 @@ from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 
 T = TypeVar("T")
 
+# The names that classes and fields have had on disk, and those that they have now.
+FORMER_CLASSES: dict[Any, Any] = {"BranchConfig": "ExtraLayerConfig", "Plain": "NoResidual"}
+FORMER_FIELDS: dict[Any, Any] = {
+    "wiring": "residual", "before": "pre_layers", "after": "post_layers", "publishes": "shares_kv_as",
+    "borrows": "kv_shared_from", "in_turn": "interleaved_sections",
+}  # fmt: skip
+
 
 def to_plain(value: Any) -> Any:
     """A configuration as JSON values: `{"class": "MLPConfig", "mlp_dim": 12, …}` with all of its fields."""
@@ -28,10 +35,13 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, dict):
         classes: dict[str, Any] = {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
         classes = {name: kind for name, kind in classes.items() if dataclasses.is_dataclass(kind)}
-        kind = classes[check_word(f"{where}: class", value.get("class", ""), classes)]
+        name = value.get("class", "")
+        name = name if name in classes else FORMER_CLASSES.get(name, name)
+        kind = classes[check_word(f"{where}: class", name, classes)]
         hints = typing.get_type_hints(kind)
         names = [field.name for field in dataclasses.fields(kind)]
         fields = {name: each for name, each in value.items() if name != "class"}
+        fields = {name if name in names else FORMER_FIELDS.get(name, name): each for name, each in fields.items()}
         for name in fields:
             check_word(f"{where}: field of {kind.__name__}", name, names)
         needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]

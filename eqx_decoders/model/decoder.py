@@ -14,11 +14,11 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_borrowing
 from eqx_decoders.blocks.layer_inputs import LayerInputs, check_per_layer, takers
 from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_segment
-from eqx_decoders.blocks.residual.registry import WiringConfig
+from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.blocks.stack import Segment, segments
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
 from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs
-from eqx_decoders.core.auto_jit import compiled_alone
+from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs, check_shapes
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders.encoder import Encoder
@@ -106,7 +106,7 @@ class DecoderConfig:
         for index, block in enumerate(self.blocks):
             if not isinstance(block, BlockConfig):
                 raise ConfigError(f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
-        streams = {block.wiring.streams for block in self.blocks}
+        streams = {block.residual.streams for block in self.blocks}
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
         check_number("DecoderConfig.embedding_scale", self.embedding_scale, above=0)
@@ -121,9 +121,9 @@ class DecoderConfig:
         check_media(self.media, self.blocks, self.embed_dim)
 
     @property
-    def wiring(self) -> WiringConfig:
+    def residual(self) -> ResidualConfig:
         """That of the first layer, which says how many residual streams there are."""
-        return self.blocks[0].wiring
+        return self.blocks[0].residual
 
     @property
     def has_grid_positions(self) -> bool:
@@ -208,7 +208,7 @@ class Decoder(eqx.Module):
     | `true_length` | positions of -1, or segment 0, for padding; `prompt_lengths` of `generate` |
     | `slot` | a row of the cache: `cache.with_row`, `cache.reset` |
     | `page_state` | tables of a cache with `pages`, by `cache.with_tables`; without, its rows are contiguous |
-    | `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_further` alone |
+    | `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_mtp` alone |
     | `kv_caches`, `attention_metadata` | `propose`, which writes nothing, and `cache.commit` |
     | `nnx_method`, intermediates | methods (`run`, `logits`, `head_input`), and `Output.stats` |
     """
@@ -327,7 +327,7 @@ class Decoder(eqx.Module):
         kept = rows if cache is None else cache.length.shape[0]
         check(kept == rows, f"cache has {kept} rows, but tokens {rows}: make one with init_cache.")
         begin = None if cache is None else cache.length
-        gapless = all(x is None for x in (positions, segment_ids, cache))
+        dense_positions = all(x is None for x in (positions, segment_ids, cache))
         positions, segment_ids = placed_in_documents(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
         inputs, rope_offset = with_offsets(inputs, positions, cache)
@@ -337,8 +337,8 @@ class Decoder(eqx.Module):
             execution=self.execution,
             cache_is_empty=cache_is_empty,
             keeps_all=keeps_all,
-            gapless=gapless,
-            contiguous=contiguous or gapless,
+            dense_positions=dense_positions,
+            contiguous=contiguous or dense_positions,
             tokens=tokens,
             **_seen_by_layers(inputs, positions),
         )
@@ -352,7 +352,7 @@ class Decoder(eqx.Module):
             given = ctx.constrain(merge_features(given, encoded.by_group, index), "batch length embed")
             further = stacked_deepstack(encoded, index)
             tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
-        x = self.config.wiring.expand(self._inputs(given, ctx, key=embed_key))
+        x = self.config.residual.expand(self._inputs(given, ctx, key=embed_key))
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         made = {} if self.per_layer_embedding is None else {INPUT: self.per_layer_embedding(tokens, given, ctx)}
         entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer | further | made)
@@ -368,7 +368,7 @@ class Decoder(eqx.Module):
             begin += count
         by_layer.finish()
         return (
-            self.config.wiring.reduce(x),
+            self.config.residual.reduce(x),
             Proposal(entries=tuple(entries), positions=self._behind(x, positions, cache), rope_offset=rope_offset),
             join_layer_stats(stats),
         )
@@ -400,7 +400,7 @@ class Decoder(eqx.Module):
         return ctx.constrain(x, "batch length embed")
 
     @typed
-    def predict_further(
+    def predict_mtp(
         self,
         hidden: Float[Array, "batch length embed"],
         tokens: Integer[AnyArray, "batch length"],
@@ -536,7 +536,7 @@ def _as_int32(tokens: Any, positions: Any, segment_ids: Any) -> tuple[Any, Any, 
     return tokens, positions, segment_ids
 
 
-@compiled_alone
+@jit_if_eager
 @typed
 def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, inputs, media) -> Output:
     further: Any = dict(embeds=embeds, inputs=inputs, media=media)
@@ -544,7 +544,7 @@ def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, i
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
 
-@compiled_alone
+@jit_if_eager
 @typed
 def _embeddings(model: Decoder, tokens: Array) -> Float[Array, "batch length embed"]:
     return model.embedding(tokens, Context(positions=jnp.zeros(tokens.shape, jnp.int32), execution=model.execution))
@@ -555,7 +555,7 @@ def _encode(model: Decoder, media: Media) -> Encoded:
     return encode(rounded.vision, rounded.audio, media, model.execution, model.config)
 
 
-@compiled_alone
+@jit_if_eager
 @typed
 def _encoded(model: Decoder, media: Media) -> Encoded:
     return _encode(model, media)

@@ -171,8 +171,10 @@ def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1
 def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
     # the last that mixes tokens and stands by itself
-    able = [block for block in config.blocks if block.mixer is not None and not getattr(block.mixer, "borrows", None)]
-    alone = dataclasses.replace((able or config.blocks)[-1], before=(), after=(), publishes=None)
+    able = [
+        block for block in config.blocks if block.mixer is not None and not getattr(block.mixer, "kv_shared_from", None)
+    ]
+    alone = dataclasses.replace((able or config.blocks)[-1], pre_layers=(), post_layers=(), shares_kv_as=None)
     if alone.mlp is None:  # layers of one branch: both kinds together
         fed = next((block for block in reversed(config.blocks) if block.mlp is not None), alone)
         norms = dict(pre_mlp_norm=fed.pre_mlp_norm, post_mlp_norm=fed.post_mlp_norm)

@@ -81,9 +81,9 @@ class MTPDepth(eqx.Module):
         """The stream of this depth, from that of the last one and the embeddings of later tokens."""
         joined = jnp.concatenate([self.embed_norm(embedded), self.stream_norm(stream)], axis=-1)
         x = ctx.einsum("batch length joined, joined embed -> batch length embed", joined, self.kernel)
-        wiring = self.block.config.wiring
-        x, entries, stats = checkpointed(ctx, prevent_cse=True)(self.block, wiring.expand(x), ctx, past, key)
-        return wiring.reduce(x), entries, stats
+        residual = self.block.config.residual
+        x, entries, stats = checkpointed(ctx, prevent_cse=True)(self.block, residual.expand(x), ctx, past, key)
+        return residual.reduce(x), entries, stats
 
 
 class MTP(eqx.Module):

@@ -23,7 +23,7 @@ from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.roofline import Roofline, network_seconds
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.replication import replicated_share
+from eqx_decoders.sharding.replication import replicated_fraction
 from eqx_decoders.sharding.rules import names_of
 from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from eqx_decoders.training.step.step import Trainer
@@ -130,7 +130,7 @@ def make_plan(
         seconds=time.perf_counter() - begun,
         told=told,
         tokens=batch_size * seq_len,
-        replicated=replicated_share(model, layout),
+        replicated=replicated_fraction(model, layout),
     )
 
 

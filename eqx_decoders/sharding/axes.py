@@ -267,7 +267,7 @@ def frozen(tree: PyTree) -> frozenset[str]:
 def buffers(tree: PyTree, named: Sequence[str] = ()) -> frozenset[str]:
     """The paths of the weights in or below a field with `metadata=BUFFER`, without those that a pattern names.
 
-    Such a pattern matches the path and ends with its last part: `*.wiring.scale` does, `*` and `segments.*` don't.
+    Such a pattern matches the path and ends with its last part: `*.residual.scale` does, `*` and `segments.*` don't.
     """
     patterns = {path: [one for one in named if one.endswith(path.split(".")[-1])] for path in _all_marked(tree, BUFFER)}
     return frozenset(path for path, some in patterns.items() if not any(fnmatch.fnmatch(path, one) for one in some))

@@ -30,7 +30,7 @@ def replicated_weights(model: PyTree, layout: Layout) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def replicated_share(model: PyTree, layout: Layout) -> float:
+def replicated_fraction(model: PyTree, layout: Layout) -> float:
     """The share of a model's weights that is not split along every mesh axis that is there to split weights.
 
     Norms and biases always belong to it, small as they are. 0 where the mesh splits no weights.
@@ -39,13 +39,13 @@ def replicated_share(model: PyTree, layout: Layout) -> float:
 
 
 def check_replicated(model: PyTree, layout: Layout, tolerance: float) -> None:
-    """Raise ConfigError if `replicated_share` is above `tolerance`, with the weights that it is made of.
+    """Raise ConfigError if `replicated_fraction` is above `tolerance`, with the weights that it is made of.
 
     Models of less than ten million weights pass: there is no memory to be won.
     """
     if sum(leaf.size for leaf in named_leaves(model).values()) < FEW:
         return
-    share = replicated_share(model, layout)
+    share = replicated_fraction(model, layout)
     if share <= tolerance:
         return
     words, found = axes(model), list(replicated_weights(model, layout).items())

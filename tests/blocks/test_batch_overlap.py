@@ -72,8 +72,9 @@ def test_what_layers_read_beside_the_stream():
     """Embeddings of their own for each layer and token, and keys and values of an earlier layer."""
     per_layer = PerLayerEmbeddingConfig(features=8, vocab_size=VOCAB)
     further = (ed.ExtraLayerConfig(layer=PerLayerInputConfig(features=8), pre_norm=NORM),)
-    first = dataclasses.replace(DENSE, after=further, publishes="first")
-    later = dataclasses.replace(DENSE, mixer=dataclasses.replace(ATTENTION, borrows="first"), after=further)
+    first = dataclasses.replace(DENSE, post_layers=further, shares_kv_as="first")
+    mixer = dataclasses.replace(ATTENTION, kv_shared_from="first")
+    later = dataclasses.replace(DENSE, mixer=mixer, post_layers=further)
     mtp = ed.MTPConfig(num_depths=1, block=DENSE, norm=NORM)
     model = filled(decoder(first, *(later,) * 3, per_layer_embedding=per_layer, mtp=mtp), remat="full")
     check_equal(model, ed.Layout.create(fsdp=4, tensor=2))

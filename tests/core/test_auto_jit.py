@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.auto_jit import compiled_alone, concrete, is_staged
+from eqx_decoders.core.auto_jit import concrete, is_staged, jit_if_eager
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from tests.commands import ROOT
 from tests.compare import assert_close
@@ -60,7 +60,7 @@ def test_where_a_program_is_recorded():
 
 def test_a_function_is_compiled_only_where_nothing_around_it_is():
     names = []
-    double = compiled_alone(lambda x: names.append(type(x).__name__) or 2 * x)
+    double = jit_if_eager(lambda x: names.append(type(x).__name__) or 2 * x)
     assert double(jnp.ones(3)).tolist() == [2, 2, 2] and double(jnp.ones(3)).tolist() == [2, 2, 2]
     assert len(names) == 1  # traced once
     outer = jax.make_jaxpr(double)(jnp.ones(3))

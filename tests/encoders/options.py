@@ -48,7 +48,8 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     AxialRope: (
         AxialRope(theta=100.0),
         rope,
-        dict(theta=50.0, fraction=0.5, pairing="half_of_axis", sections=(1, 0), in_turn=False, staggered=True),
+        dict(theta=50.0, fraction=0.5, pairing="half_of_axis", sections=(1, 0), staggered=True)
+        | dict(interleaved_sections=False),
     ),
     MediaConfig: (
         MEDIA,
@@ -115,8 +116,8 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         dict(num_heads=1, head_dim=2, chunk=5, left=2, right=3, soft_cap=0.5),
     ),
     LightConvolutionConfig: (
-        NEAR.after[0].layer,
-        lambda c: near(after=(dataclasses.replace(NEAR.after[0], layer=c),)),
+        NEAR.post_layers[0].layer,
+        lambda c: near(post_layers=(dataclasses.replace(NEAR.post_layers[0], layer=c),)),
         dict(taps=1, activation="relu", norm=RMS),
     ),
 }

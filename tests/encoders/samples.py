@@ -36,12 +36,12 @@ EAR = dataclasses.replace(
     EYE, mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(4), rope=None)
 )
 NEAR = BlockConfig(  # the block of a Conformer
-    before=(ExtraLayerConfig(layer=MLPConfig(mlp_dim=12, gated=False), pre_norm=NORM, post_norm=NORM, scale=0.5),),
+    pre_layers=(ExtraLayerConfig(layer=MLPConfig(mlp_dim=12, gated=False), pre_norm=NORM, post_norm=NORM, scale=0.5),),
     mixer=LocalAttentionConfig(num_heads=2, head_dim=4, chunk=2, left=3, soft_cap=2.0),
     mlp=None,
     pre_mixer_norm=NORM,
-    after=(ExtraLayerConfig(layer=LightConvolutionConfig(taps=3), pre_norm=NORM),),
-    wiring=Sequential(output_norm=NORM),
+    post_layers=(ExtraLayerConfig(layer=LightConvolutionConfig(taps=3), pre_norm=NORM),),
+    residual=Sequential(output_norm=NORM),
 )
 INTO = (ProjectionConfig(dim=12, bias=True, activation="gelu"), ProjectionConfig(dim=EMBED))
 JOIN = ProjectorConfig(group=4, norm=LayerNormConfig(), norm_of="patches", layers=INTO)
@@ -87,7 +87,8 @@ def seeing(media: MediaConfig = MEDIA, layers: int = 4, **changes) -> ed.Decoder
     levels = 0 if media.vision is None else len(media.vision.deepstack)
     added = (ed.ExtraLayerConfig(layer=AddedFeaturesConfig()),)
     blocks = [
-        dataclasses.replace((local, full)[index % 2], after=added if index < levels else ()) for index in range(layers)
+        dataclasses.replace((local, full)[index % 2], post_layers=added if index < levels else ())
+        for index in range(layers)
     ]
     config = ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=tuple(blocks), final_norm=NORM, media=media)
     return dataclasses.replace(config, **changes)

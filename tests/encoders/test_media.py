@@ -312,9 +312,9 @@ def test_depths_of_multi_token_prediction_read_features_too(positions):
     inputs = ed.Inputs(spans=media.spans, rotary_positions=media.grid_positions)
     out, plain = model(tokens, media=media), reader(words, inputs=inputs)
     close(out.hidden, plain.hidden)
-    ahead = model.predict_further(out.hidden, tokens, media=media)
-    known = model.predict_further(out.hidden, tokens, media=media, encoded=model.encode(media))
-    expected = reader.predict_further(plain.hidden, words, inputs=inputs)
+    ahead = model.predict_mtp(out.hidden, tokens, media=media)
+    known = model.predict_mtp(out.hidden, tokens, media=media, encoded=model.encode(media))
+    expected = reader.predict_mtp(plain.hidden, words, inputs=inputs)
     for one, again, other, real in zip(ahead.hidden, known.hidden, expected.hidden, expected.real, strict=True):
         close(one[real], other[real])
         close(again[real], other[real])

@@ -21,7 +21,7 @@ TOKENS = text("xiiiiiixvvxxvvvxaaax")[None]
 IMAGES, VIDEOS = [(1, 4, 6)], [(2, 2, 2), (1, 2, 6)]
 SECONDS = np.asarray([0.7, 1.0])
 # an axis has half of the pairs; only tables beside the embedding look a placeholder up
-UNREAD = {(AxialRope, "in_turn"), (MediaConfig, "lookup_token")}
+UNREAD = {(AxialRope, "interleaved_sections"), (MediaConfig, "lookup_token")}
 
 
 def drawn(config):

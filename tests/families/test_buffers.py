@@ -17,7 +17,7 @@ from eqx_decoders.training.step.step import Trainer
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-LAYER_SCALAR = {"wiring.scale"}  # `layer_scalar`
+LAYER_SCALAR = {"residual.scale"}  # `layer_scalar`
 CORRECTION_BIAS = {"router.selection_bias"}  # `e_score_correction_bias`, which moves by a rule of its own
 CLIPS = {f"{side}_{end}" for side in ("input", "output") for end in ("min", "max")}
 PUBLISHED = {
@@ -42,9 +42,9 @@ def test_buffers_are_not_trained_unless_they_are_named(name):
     trainer = Trainer.create(OptimizerConfig(trainable=("*", "segments.*")), model, steps=9)
     assert trainer.trainable == axes(model).keys() - kept
     if LAYER_SCALAR & PUBLISHED.get(name, set()):
-        named = Trainer.create(OptimizerConfig(trainable=("*.wiring.scale",)), model, steps=9)
+        named = Trainer.create(OptimizerConfig(trainable=("*.residual.scale",)), model, steps=9)
         assert named.trainable == buffers(model)
-        both = Trainer.create(OptimizerConfig(trainable=("*", "*.wiring.scale")), model, steps=9)
+        both = Trainer.create(OptimizerConfig(trainable=("*", "*.residual.scale")), model, steps=9)
         assert both.trainable == axes(model).keys() - frozen(model)
     elif kept:
         with pytest.raises(ConfigError, match="no weight matches"):

@@ -36,7 +36,7 @@ def test_parameters_are_those_of_the_formula():
     vectors = 2 * 8 * 512
     engram = vectors * embed * (streams + 1) + embed * (streams + 1) + streams * embed * (3 + 4) + embed
     config = ed.get_config("deepseek-custom")
-    rows = sum(sum(config.blocks[layer].before[0].layer.table_sizes) for layer in (1, 4))
+    rows = sum(sum(config.blocks[layer].pre_layers[0].layer.table_sizes) for layer in (1, 4))
     assert rows > 2 * 16 * 226_240
     assert ed.count_parameters(config) == 2 * vocab * embed + embed + layers + 2 * engram + 512 * rows
 
@@ -45,7 +45,7 @@ def test_equal_layers_are_stacked():
     config = ed.get_config("deepseek-custom")
     cuts = [(len(unit), repeats) for unit, repeats in ed.segments(config.blocks)]
     assert cuts == [(2, 1), (1, 2), (2, 1)]
-    assert [len(block.before) for block in config.blocks] == [0, 1, 0, 0, 1, 0]
+    assert [len(block.pre_layers) for block in config.blocks] == [0, 1, 0, 0, 1, 0]
 
 
 def test_json_gives_the_same_configuration():

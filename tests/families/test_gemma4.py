@@ -56,9 +56,11 @@ def test_layers_of_each_type(name, period, window, full_heads):
 @pytest.mark.parametrize(("name", "first"), [("gemma4-e2b", 15), ("gemma4-e4b", 24)])
 def test_the_last_layers_borrow(name, first):
     config = ed.get_config(name)
-    givers = [index for index, block in enumerate(config.blocks) if block.publishes is not None]
+    givers = [index for index, block in enumerate(config.blocks) if block.shares_kv_as is not None]
     assert givers == [first - 2, first - 1]
-    assert [mixer.borrows is not None for mixer in mixers(config)] == [i >= first for i in range(len(config.blocks))]
+    assert [mixer.kv_shared_from is not None for mixer in mixers(config)] == [
+        i >= first for i in range(len(config.blocks))
+    ]
     wide = {block.mlp.mlp_dim for block in config.blocks[first:]}
     assert wide == {config.blocks[0].mlp.mlp_dim * (2 if name == "gemma4-e2b" else 1)}
 
@@ -146,7 +148,7 @@ def test_other_models_are_no_gemma4():
 
 def test_what_belongs_together():
     small = MODELS["small"]
-    with pytest.raises(ed.ConfigError, match=r"blocks\[1\].mixer.borrows='full_attention' is not known"):
+    with pytest.raises(ed.ConfigError, match=r"blocks\[1\].mixer.kv_shared_from='full_attention' is not known"):
         type(small)(**(vars(small) | dict(blocks=small.blocks[:1] + small.blocks[3:])))
     with pytest.raises(ed.ConfigError, match=r"per_layer_embedding makes \[\] features, but layers take \[4\]"):
         type(small)(**(vars(small) | dict(per_layer_embedding=None)))

@@ -110,8 +110,8 @@ def test_which_matrices_are_clipped(model):
     own = {path.split("unit.0.")[1] for path in bounded if path.startswith("audio.")}
     assert own == {
         *(f"mixer.{name}" for name in ("query", "key", "value", "out")),
-        *(f"{place}.layer.{name}" for place in ("before.0", "after.1") for name in ("up", "down")),
-        *("after.0.layer.into", "after.0.layer.out"),
+        *(f"{place}.layer.{name}" for place in ("pre_layers.0", "post_layers.1") for name in ("up", "down")),
+        *("post_layers.0.layer.into", "post_layers.0.layer.out"),
     }
     assert frozen(model) == {path for path in named_leaves(model) if path.endswith(("_min", "_max"))}
 
@@ -202,7 +202,7 @@ def test_other_encoders_have_no_settings():
     block = audio.blocks[0]
     nearer = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, left=5))
     others = (
-        dataclasses.replace(audio, blocks=(dataclasses.replace(block, after=block.after[::-1]),) * 2),
+        dataclasses.replace(audio, blocks=(dataclasses.replace(block, post_layers=block.post_layers[::-1]),) * 2),
         dataclasses.replace(audio, blocks=(block, nearer)),
         dataclasses.replace(audio, stem=dataclasses.replace(audio.stem, mel_bands=12)),
         dataclasses.replace(audio, stem=dataclasses.replace(audio.stem, filters=(8,))),
@@ -261,8 +261,8 @@ def test_gradients_are_finite_differences_and_the_same_without_a_scan(model, med
     generator = np.random.default_rng(0)
     for name, leaf in leaves.items():
         np.testing.assert_allclose(leaf, other[name], atol=1e-4, rtol=1e-3, err_msg=name)
-    for name in ("audio.stem.convolutions.0.kernel", "audio.segments.0.unit.0.wiring.norm.scale",
-                 "audio.segments.0.unit.0.mixer.scale", "audio.segments.0.unit.0.after.0.layer.taps",
+    for name in ("audio.stem.convolutions.0.kernel", "audio.segments.0.unit.0.residual.norm.scale",
+                 "audio.segments.0.unit.0.mixer.scale", "audio.segments.0.unit.0.post_layers.0.layer.taps",
                  "audio.projector.layers.1.kernel"):  # fmt: skip
         way = generator.normal(size=leaves[name].shape).astype(np.float32)
         way /= np.linalg.norm(way)

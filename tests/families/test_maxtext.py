@@ -146,7 +146,7 @@ NORMS = dict(
 )
 def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, mlp):
     norms = {name: norm for name, norm in NORMS.items() if {"mixer": mixer, "mlp": mlp}[name.split("_")[1]]}
-    config = ed.BlockConfig(mixer=mixer, mlp=mlp, wiring="plain", **norms)
+    config = ed.BlockConfig(mixer=mixer, mlp=mlp, residual="plain", **norms)
     decoder = ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(config,), final_norm=None)
     model = filled(decoder)
     (block,) = model.unstacked()
@@ -196,7 +196,7 @@ def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
 
 def test_plain_attention_decodes_as_it_runs():
     mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)
-    block = ed.BlockConfig(mixer=mixer, mlp=LinearConfig(), wiring="plain", pre_mixer_norm=RMSNormConfig())
+    block = ed.BlockConfig(mixer=mixer, mlp=LinearConfig(), residual="plain", pre_mixer_norm=RMSNormConfig())
     model = filled(ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(block,), final_norm=None))
     cache, pieces = ed.init_cache(model.config, 2, 4, dtype=jnp.float32), []
     for token in range(4):
@@ -226,7 +226,7 @@ def test_sizes_of_the_custom_model_are_those_of_maxtext():
     assert block.mixer == AttentionConfig(
         num_heads=16, num_kv_heads=2, head_dim=256, rope=Rope(theta=1e7), qk_norm=QKNorm(norm=norm), out_dim=768
     )
-    assert (block.wiring, block.pre_mixer_norm, block.post_mixer_norm) == (Chained(), norm, None)
+    assert (block.residual, block.pre_mixer_norm, block.post_mixer_norm) == (Chained(), norm, None)
     assert (block.pre_mlp_norm, block.post_mlp_norm) == (norm, None)
     experts = block.mlp
     assert (experts.num_experts, experts.num_experts_per_token, experts.mlp_dim) == (128, 8, 2048)
@@ -242,7 +242,7 @@ def test_one_residual_connection_is_around_both_layers(custom, logits):
         latent = attention_by_hand(block.mixer, normed(block.pre_mixer_norm, x), POSITIONS, SAME_SEGMENT)
         assert latent.shape == (2, 4, 4)
         fed, _ = experts_by_hand(block.mlp, normed(block.pre_mlp_norm, latent), POSITIONS)
-        x = x + fed @ wide(block.wiring.up)
+        x = x + fed @ wide(block.residual.up)
     assert_close(logits, normed(custom.final_norm, x) @ wide(custom.head.kernel))
 
 
@@ -270,9 +270,9 @@ def test_it_has_no_hugging_face_form(custom, tmp_path):
 
 
 def test_a_narrow_output_needs_a_chained_block():
-    for wiring in ("sequential", "parallel", "plain"):
-        with pytest.raises(ed.ConfigError, match=r"out_dim=4 needs BlockConfig\.wiring='chained'"):
-            dataclasses.replace(CUSTOM.blocks[0], wiring=wiring)
+    for residual in ("sequential", "parallel", "plain"):
+        with pytest.raises(ed.ConfigError, match=r"out_dim=4 needs BlockConfig\.residual='chained'"):
+            dataclasses.replace(CUSTOM.blocks[0], residual=residual)
 
 
 def test_dropout_is_that_of_the_whole_output():

@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.inference import generation as generate_module, unstack
-from eqx_decoders.inference.unstack import inference_cache, layers_apart, usual_format
+from eqx_decoders.inference.unstack import default_cache_format, inference_cache, unstack_layers
 from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Causal
@@ -48,18 +48,18 @@ def test_views_take_no_memory_and_let_go_of_it(cut_all):
 
 
 def test_what_is_small_split_or_traced_stays(model, monkeypatch):
-    assert layers_apart(model) is model  # too small
+    assert unstack_layers(model) is model  # too small
     monkeypatch.setattr(unstack, "WORTH", 0)
-    assert layers_apart(model.replace(scan=False)).segments is model.segments
+    assert unstack_layers(model.replace(scan=False)).segments is model.segments
     placed = model.without_mtp().place(ed.Layout.create(data=2, devices=jax.devices()[:2]))
-    assert layers_apart(placed) is placed
+    assert unstack_layers(placed) is placed
     seen = []
-    jax.eval_shape(lambda m: seen.append(len(layers_apart(m).segments)), eqx.filter(model, eqx.is_array))
+    jax.eval_shape(lambda m: seen.append(len(unstack_layers(m).segments)), eqx.filter(model, eqx.is_array))
     assert seen == [len(model.segments)]
-    cut = layers_apart(model)
-    assert [segment.repeats for segment in cut.segments] == [1] * 2 and layers_apart(cut) is cut
+    cut = unstack_layers(model)
+    assert [segment.repeats for segment in cut.segments] == [1] * 2 and unstack_layers(cut) is cut
     monkeypatch.setattr(unstack, "MOST", 3)
-    assert layers_apart(model) is model
+    assert unstack_layers(model) is model
 
 
 @pytest.mark.parametrize("drafts", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -79,17 +79,17 @@ def test_generates_the_same_tokens(model, drafts, cut_all, monkeypatch):
 def test_sixteen_bits_are_stored_as_float32_on_cpu(model, cut_all):
     """And read as such: the logits of a step are those of the whole text, in 16 bits."""
     half = model.without_mtp().replace(precision=ed.Precision(compute=jnp.bfloat16))
-    assert usual_format(half.execution).dtype == "float32" == usual_format(model.execution).dtype
+    assert default_cache_format(half.execution).dtype == "float32" == default_cache_format(model.execution).dtype
     tokens = some_tokens(2, 9)
 
     @eqx.filter_jit
     def step(model, tokens):
-        cache = inference_cache(model, 2, 16, usual_format(model.execution))
+        cache = inference_cache(model, 2, 16, default_cache_format(model.execution))
         _, cache, _ = model.run(tokens[:, :-1], cache=cache, cache_is_empty=True)
         hidden, cache, _ = model.run(tokens[:, -1:], cache=cache)
         return model.logits(hidden), cache
 
-    logits, cache = step(layers_apart(half), tokens)
+    logits, cache = step(unstack_layers(half), tokens)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {"float32", "int32"}
     assert logits.dtype == jnp.float32 and len(cache.segments) == 2
     assert_close(logits[:, 0], half(tokens).logits[:, -1], units=16, dtype="bfloat16")
@@ -117,7 +117,7 @@ def test_a_wide_past_is_read_as_it_is():
 def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     """In the loop over tokens no array of a cache's size is copied, cast or turned around."""
     half = ed.Precision(params=dtype, compute=dtype)
-    model = layers_apart(ed.init(model.without_mtp().config, key=jax.random.key(0), precision=half))
+    model = unstack_layers(ed.init(model.without_mtp().config, key=jax.random.key(0), precision=half))
     asked = generate_module._Request.create(model, np.ones((rows, 40), np.int32), 8, None, None, None, None, 0)
     arrays, static = eqx.partition((model, asked), eqx.is_array_like)
     run = jax.jit(lambda arrays: generate_module._all_tokens(*eqx.combine(arrays, static), 0))
@@ -141,7 +141,7 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
 def test_numbers_of_four_bits_reach_compiled_programs(monkeypatch):
     """A program compiled ahead, as the engine's are, takes the weights of each layer."""
     monkeypatch.setattr(unstack, "WORTH", 0)
-    model = layers_apart(ed.quantize(ed.load_hf(ROOT / "tests" / "fixtures" / "llama_rope"), "int4", group_size=4))
+    model = unstack_layers(ed.quantize(ed.load_hf(ROOT / "tests" / "fixtures" / "llama_rope"), "int4", group_size=4))
     assert len(model.segments) > 1
     arrays, static = eqx.partition(model, eqx.is_array)
     tokens = jnp.zeros((1, 4), jnp.int32)

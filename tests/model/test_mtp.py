@@ -64,7 +64,7 @@ def documents(segments):
 
 @eqx.filter_jit
 def run_ahead(model, tokens, segments):
-    return model.predict_further(model(tokens, segment_ids=segments).hidden, tokens, None, segments)
+    return model.predict_mtp(model(tokens, segment_ids=segments).hidden, tokens, None, segments)
 
 
 @eqx.filter_jit
@@ -135,7 +135,7 @@ def plain_loss(model, batch, weight):
 
     out = model(batch.tokens, batch.positions, batch.segment_ids)
     main, count = nll(out.logits, *next_tokens(batch))
-    ahead = model.predict_further(out.hidden, batch.tokens, batch.positions, batch.segment_ids)
+    ahead = model.predict_mtp(out.hidden, batch.tokens, batch.positions, batch.segment_ids)
     parts = [nll(model.logits(x, depth=depth), *mtp_targets(batch, depth)) for depth, x in enumerate(ahead.hidden, 1)]
     return main / count + weight * sum(part[0] for part in parts) / sum(part[1] for part in parts)
 
@@ -182,7 +182,7 @@ def test_logits_do_not_depend_on_the_depths():
     np.testing.assert_array_equal(run(model, tokens), run(model.without_mtp(), tokens))
     assert model.without_mtp().config.mtp is None
     with pytest.raises(ed.ConfigError, match="multi-token prediction"):
-        model.without_mtp().predict_further(jnp.zeros((4, 13, 16)), tokens)
+        model.without_mtp().predict_mtp(jnp.zeros((4, 13, 16)), tokens)
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ def test_guesses_with_caches_are_those_of_the_whole_text(name):
         """What the head and each depth say at every token of a text."""
         segments = (jnp.arange(width) < count).astype(jnp.int32)[None]
         out = model(tokens, segment_ids=segments)
-        ahead = model.predict_further(out.hidden, tokens, None, segments)
+        ahead = model.predict_mtp(out.hidden, tokens, None, segments)
         said = [out.logits, *(model.logits(x, depth=depth) for depth, x in enumerate(ahead.hidden, 1))]
         return [jnp.argmax(each, axis=-1)[0] for each in said]
 

@@ -215,7 +215,7 @@ def loaded(config, mesh):
 def caches_for(model, use_mla, dtype=jnp.float32):
     if use_mla:
         return [jnp.zeros((PAGES, PAGE, 1, 256), dtype) for _ in model.config.blocks]
-    own = [block.mixer for block in model.config.blocks if getattr(block.mixer, "borrows", None) is None]
+    own = [block.mixer for block in model.config.blocks if getattr(block.mixer, "kv_shared_from", None) is None]
     return [jnp.zeros((PAGES, PAGE, 2 * mixer.num_kv_heads, 1, 128), dtype) for mixer in own]
 
 

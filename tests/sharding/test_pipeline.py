@@ -266,9 +266,9 @@ def test_what_layers_read_beside_the_stream():
     """Embeddings of their own for each layer and token, and keys and values of a layer before the pipeline."""
     per_layer = PerLayerEmbeddingConfig(features=8, vocab_size=VOCAB)
     further = (ed.ExtraLayerConfig(layer=PerLayerInputConfig(features=8), pre_norm=NORM),)
-    first = dataclasses.replace(DENSE, after=further, publishes="first")
-    borrowing = dataclasses.replace(ATTENTION, borrows="first")
-    later = dataclasses.replace(DENSE, mixer=borrowing, after=further)
+    first = dataclasses.replace(DENSE, post_layers=further, shares_kv_as="first")
+    borrowing = dataclasses.replace(ATTENTION, kv_shared_from="first")
+    later = dataclasses.replace(DENSE, mixer=borrowing, post_layers=further)
     model = filled(decoder(first, *(later,) * 5, per_layer_embedding=per_layer), remat="full")
     check_equal(model, ed.Layout.create(**MIXED), ed.Pipeline(microbatches=4, repeats=2))
 
@@ -280,7 +280,7 @@ def test_a_fresh_case_equals_the_plain_one(number):
     drop_compiled_programs()
     seed = int(os.environ["FRESH_SEED"])
     generator = np.random.default_rng([seed, number])
-    fixed = dict(dropout=0.0, cache="none", mesh="one device", borrows=False)
+    fixed = dict(dropout=0.0, cache="none", mesh="one device", kv_shared_from=False)
     drawn = (draw(generator) | fixed for _ in itertools.count())
     case = next(case for case in drawn if legal(case) and case["heads"] != "multi-query") | dict(mesh="stage")
     print(f"repeat with FRESH_SEED={seed}: {case}")

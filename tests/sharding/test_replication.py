@@ -20,7 +20,7 @@ def test_norms_are_replicated_and_nothing_else():
     assert found and all("norm" in name for name in found)
     weights = {name: leaf.size for name, leaf in named_leaves(model).items()}
     norms = sum(size for name, size in weights.items() if "norm" in name)
-    assert ed.replicated_share(model, layout) == pytest.approx(norms / sum(weights.values()), rel=1e-9)
+    assert ed.replicated_fraction(model, layout) == pytest.approx(norms / sum(weights.values()), rel=1e-9)
     fair = sum(leaf.size for leaf in jax.tree.leaves(model)) * 4 / 8
     held = sum(map(device_bytes, jax.tree.leaves(model)))
     assert held - fair == pytest.approx(norms * 4 * 7 / 8)  # all that is held beyond a fair part
@@ -30,7 +30,7 @@ def test_norms_are_replicated_and_nothing_else():
 def test_meshes_that_split_no_weights_replicate_none(sizes):
     layout = ed.Layout.create(**sizes) if sizes else ed.Layout()
     model = ed.abstract(rich_decoder(2), layout=layout)
-    assert splitting_axes(layout) == () and ed.replicated_share(model, layout) == 0
+    assert splitting_axes(layout) == () and ed.replicated_fraction(model, layout) == 0
     check_replicated(model, layout, 0.0)
 
 
@@ -41,7 +41,7 @@ def test_a_table_decides_which_axes_split_weights():
     table = {word: names for word, names in WEIGHTS.items() if word != "mlp"}
     layout = ed.Layout.create(fsdp=4, tensor=2, weights=table)
     model = ed.abstract(ed.get_config("llama3-8b"), layout=layout)
-    assert ed.replicated_share(model, layout) > 0.5
+    assert ed.replicated_fraction(model, layout) > 0.5
     with pytest.raises(ed.ConfigError) as caught:
         check_replicated(model, layout, 0.02)
     for word in (

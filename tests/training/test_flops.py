@@ -73,7 +73,7 @@ def test_of_experts_those_count_that_a_token_uses():
     assert matmul_parameters(config) == 256 * 8 + 3 * 256 * (3 * 10 + 20) + 256 * 4096
     mixer = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, out_dim=32)
     narrow = dataclasses.replace(experts, shared=None, bias=False)
-    chained = dataclasses.replace(block, mixer=mixer, mlp=narrow, wiring="chained", pre_mixer_norm=RMSNormConfig())
+    chained = dataclasses.replace(block, mixer=mixer, mlp=narrow, residual="chained", pre_mixer_norm=RMSNormConfig())
     count = 256 * 8 * 6 + 16 * 32 + 32 * 8 + 3 * 32 * 3 * 10 + 32 * 256
     assert matmul_parameters(dataclasses.replace(TINY, blocks=(chained,))) == count + 256 * 4096
 

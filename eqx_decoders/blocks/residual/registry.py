@@ -6,9 +6,9 @@ from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential
 
 
-WiringConfig = Sequential | Parallel | NoResidual | Chained | HyperConnections
+ResidualConfig = Sequential | Parallel | NoResidual | Chained | HyperConnections
 
-WIRINGS: dict[str, WiringConfig] = {
+RESIDUALS: dict[str, ResidualConfig] = {
     "sequential": Sequential(),
     "parallel": Parallel(),
     "plain": NoResidual(),
@@ -17,6 +17,6 @@ WIRINGS: dict[str, WiringConfig] = {
 
 # A block takes the name of a wiring for one without options, as configurations on disk may have it.
 if TYPE_CHECKING:
-    WiringOrName = WiringConfig
+    ResidualOrName = ResidualConfig
 else:
-    WiringOrName = WiringConfig | Literal["sequential", "parallel", "plain", "chained"]
+    ResidualOrName = ResidualConfig | Literal["sequential", "parallel", "plain", "chained"]

@@ -5,6 +5,7 @@ There an error would leave it waiting: they tell each other how it went, and go 
 
 import errno
 import itertools
+import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -134,7 +135,18 @@ def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
         f"it was written by eqx_decoders {manifest['library_version']}, install that version or a later one.",
         CheckpointError,
     )
+    manifest["arrays"] = {_present_name(name): entry | {"stored": name} for name, entry in manifest["arrays"].items()}
     return manifest
+
+
+# Names that parts of a block have had in checkpoints, and those that they have now.
+FORMER_PARTS = {"wiring": "residual", "before": "pre_layers", "after": "post_layers"}
+_FORMER_PART = re.compile(rf"(?<=\.)({'|'.join(FORMER_PARTS)})(?=\.)")
+
+
+def _present_name(name: str) -> str:
+    """Return the path that a stored array has in the trees of this version."""
+    return _FORMER_PART.sub(lambda part: FORMER_PARTS[part[0]], name)
 
 
 def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str) -> dict[str, Any]:
@@ -158,7 +170,9 @@ def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str)
     filled = {name: x for name, x in shapes.items() if x.size}  # Orbax saves no array without elements
     try:
         with orbax_context(in_place=steps.in_place, alone=True):
-            loaded |= ocp.load_checkpointables(str(path), {"arrays": filled})["arrays"] if filled else {}
+            stored = {have[name]["stored"]: x for name, x in filled.items()}
+            read = ocp.load_checkpointables(str(path), {"arrays": stored})["arrays"] if stored else {}
+            loaded |= {name: read[have[name]["stored"]] for name in filled}
     except Exception as error:
         raise _unreadable(error, f"Checkpoint {path} cannot be read") from error
     return loaded

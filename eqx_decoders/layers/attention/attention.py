@@ -96,8 +96,8 @@ class AttentionConfig:
     - `fused_qkv`: one product for queries, keys and values.
     - `shared_kv`: values are the raw key projection; there is no value projection.
     - `value_norm`: normalisation of each head's values; None for none.
-    - `borrows`: keys and values are those of an earlier layer, the latest whose `BlockConfig.publishes` is this word
-        (Gemma 4); the layer has no projections for them and remembers nothing. None: its own.
+    - `kv_shared_from`: keys and values are those of an earlier layer, the latest whose `BlockConfig.shares_kv_as` is
+        this word (Gemma 4); the layer has no projections for them and remembers nothing. None: its own.
     - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
     - `out_dim`: features of the output; None for those of the input. Another number needs a chained block.
     """
@@ -121,7 +121,7 @@ class AttentionConfig:
     out_dim: int | None = None
     value_norm: NormConfig | None = None
     selection: BlockSelection | None = None
-    borrows: str | None = None
+    kv_shared_from: str | None = None
 
     def __post_init__(self):
         for field in ("num_heads", "num_kv_heads", "head_dim"):
@@ -141,8 +141,11 @@ class AttentionConfig:
             "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse.",
         )
         for field in ("fused_qkv", "shared_kv", "value_norm"):
-            rule = f"borrows={self.borrows!r} excludes {field}={getattr(self, field)}: keys and values are another's"
-            check(self.borrows is None or not getattr(self, field), f"AttentionConfig.{rule}.")
+            rule = f"kv_shared_from={self.kv_shared_from!r} excludes {field}={getattr(self, field)}"
+            check(
+                self.kv_shared_from is None or not getattr(self, field),
+                f"AttentionConfig.{rule}: keys and values are another's.",
+            )
         plain = isinstance(self.mask, Causal) and not self.spans
         rule = "AttentionConfig.selection needs mask=Causal() and spans=False: blocks are chosen of what came before"
         check(self.selection is None or plain, f"{rule}.")
@@ -151,7 +154,7 @@ class AttentionConfig:
 
     def memory(self, max_length: int) -> KVShape | None:
         """A ring of `size` slots for a window or chunk, else a slot for each position."""
-        if self.borrows is not None:
+        if self.kv_shared_from is not None:
             return None
         return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
@@ -172,7 +175,7 @@ class AttentionConfig:
         def zeros(count, wanted=True):
             return jnp.zeros((count, head_dim)) if self.qkv_bias and wanted else None
 
-        split, own = not self.fused_qkv, self.borrows is None
+        split, own = not self.fused_qkv, self.kv_shared_from is None
         own_key, own_value = split and own, split and own and not self.shared_kv
         norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
         out_dim = self.out_dim or embed_dim
@@ -248,8 +251,8 @@ class Attention(eqx.Module):
 
     def _borrowed(self, ctx: Context) -> tuple[AnyPast | None, Any]:
         """What the mixer of an earlier layer remembers and proposes."""
-        name = self.config.borrows or ""
-        past, entries = ctx.shared[check_word("AttentionConfig.borrows", name, ctx.shared)]
+        name = self.config.kv_shared_from or ""
+        past, entries = ctx.shared[check_word("AttentionConfig.kv_shared_from", name, ctx.shared)]
         return None if past is None else past["mixer"], entries["mixer"]
 
     def _project(self, x: Array, ctx: Context) -> tuple[Array, Array | None, Array | None]:
@@ -318,7 +321,7 @@ class Attention(eqx.Module):
         chosen = self._choose_blocks(query, entries.key, past, ctx)
         own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, **segments)
         own["aligned"] = ctx.execution.context_order == "plain"
-        own |= dict(gapless=ctx.gapless and own["aligned"], contiguous=ctx.contiguous)
+        own |= dict(dense_positions=ctx.dense_positions and own["aligned"], contiguous=ctx.contiguous)
         parts = [attend_on_mesh(query, entries.key, entries.value, **own, **common)]
         if past is not None:
             parts.append(attend_past(query, past, selected=chosen.past, **common))

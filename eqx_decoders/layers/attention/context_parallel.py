@@ -47,7 +47,7 @@ def attend_on_mesh(
     selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
     soft_cap: float | None = None,
     aligned: bool = False,
-    gapless: bool = False,
+    dense_positions: bool = False,
     contiguous: bool = False,
     needs_lse: bool = True,
     key_axis: Literal["length", "slots"] = "length",
@@ -61,7 +61,7 @@ def attend_on_mesh(
     """
     layout = execution.layout
     options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
-    promises: dict[str, Any] = dict(aligned=aligned, gapless=gapless, needs_lse=needs_lse, local=True)
+    promises: dict[str, Any] = dict(aligned=aligned, dense_positions=dense_positions, needs_lse=needs_lse, local=True)
     of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
     of_keys = dict(key_positions=key_positions, key_segments=key_segments)
     if layout.single:
@@ -69,7 +69,9 @@ def attend_on_mesh(
         return attend(query, key, value, selected=selected, scales=scales, **places, **options, **promises)
     plan = _make_plan(execution, query.shape, key.shape, key_axis)
     whole = plan.exchanges or not plan.shared
-    promises |= dict(aligned=aligned and whole, gapless=gapless and whole, needs_lse=needs_lse or plan.merges)
+    promises |= dict(
+        aligned=aligned and whole, dense_positions=dense_positions and whole, needs_lse=needs_lse or plan.merges
+    )
     in_order = aligned and plan.goes_round and not plan.turned
     bounded = in_order and contiguous and query_spans is None
     pieces = _pieces_seen(plan.pieces, mask, key.shape[1] // plan.pieces, bounded)

@@ -47,7 +47,7 @@ class LearnedInitConfig:
     def __post_init__(self):
         for field in ("teacher_heads", "teacher_kv_heads", "teacher_head_dim"):
             check_integer(f"LearnedInitConfig.{field}", getattr(self, field))
-        for field in ("fused_qkv", "shared_kv", "borrows"):
+        for field in ("fused_qkv", "shared_kv", "kv_shared_from"):
             rule = "the kernels of query, key and value are computed one by one. Leave it out"
             value = getattr(self.attention, field)
             check(not value, f"LearnedInitConfig.attention has {field}={value!r}: {rule}.")

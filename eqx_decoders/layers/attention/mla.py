@@ -338,8 +338,8 @@ class LatentAttention(eqx.Module):
     ) -> Result:
         """Attention over the tokens of this call."""
         present = self._present(ctx, selected)
-        gapless = ctx.gapless and present["aligned"]
-        present |= dict(needs_lse=needs_lse, gapless=gapless, contiguous=ctx.contiguous)
+        dense_positions = ctx.dense_positions and present["aligned"]
+        present |= dict(needs_lse=needs_lse, dense_positions=dense_positions, contiguous=ctx.contiguous)
         return attend_on_mesh(query, key, value, execution=ctx.execution, **present)
 
     def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:

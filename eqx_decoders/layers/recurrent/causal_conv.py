@@ -54,8 +54,8 @@ def causal_convolution(
     if x.shape[1] == 1 or size == 0:
         y = together(x, kernel, bias, tail, document)
     else:
-        gapless = _gapless(real, tail is None)
-        y = jax.lax.cond(gapless, lambda *arrays: together(*arrays, document), apart, x, kernel, bias, tail)
+        dense_positions = _dense_positions(real, tail is None)
+        y = jax.lax.cond(dense_positions, lambda *arrays: together(*arrays, document), apart, x, kernel, bias, tail)
     return jnp.where(real[:, :, None], y, 0)
 
 
@@ -97,7 +97,7 @@ def document_numbers(real: Array, segment_ids: Array | None) -> Int[Array, "batc
     return jnp.zeros(real.shape, jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)
 
 
-def _gapless(real: Array, anywhere: bool) -> Bool[Array, ""]:
+def _dense_positions(real: Array, anywhere: bool) -> Bool[Array, ""]:
     """Whether every row's tokens stand side by side, from its start on unless they may begin anywhere."""
     ended = jnp.cumsum(real[:, :-1] & ~real[:, 1:], axis=1) > 0
     together = jnp.all(~(real[:, 1:] & ended))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from eqx_decoders.inference.unstack import inference_cache, layers_apart
+from eqx_decoders.inference.unstack import inference_cache, unstack_layers
 from eqx_decoders.layers.attention.cached import by_rows
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
@@ -346,8 +346,8 @@ class ModelRunner:
         small: Decoder | None = None,
         drafting: DeviceDrafting | None = None,
     ):
-        model = layers_apart(_in_auto_mode(model))
-        small = None if small is None else layers_apart(_in_auto_mode(small))
+        model = unstack_layers(_in_auto_mode(model))
+        small = None if small is None else unstack_layers(_in_auto_mode(small))
         layout = model.execution.layout
         cache = inference_cache(model, count, length, kind, pages=pages)
         models = Models(model, small, drafting)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eqx_decoders.inference.unstack import usual_format
+from eqx_decoders.inference.unstack import default_cache_format
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
@@ -53,7 +53,9 @@ class SlotManager:
             columns=(1,) if drafts is None else (1, 1 + drafts.num_tokens),
             biases=config.max_logit_bias,
             top=config.max_logprobs,
-            kind=usual_format(model.execution) if config.cache_dtype is None else CacheFormat.of(config.cache_dtype),
+            kind=default_cache_format(model.execution)
+            if config.cache_dtype is None
+            else CacheFormat.of(config.cache_dtype),
             pages=config.pages,
             small=drafts.model if isinstance(drafts, DraftModel) else None,
             drafting=device_drafting(drafts),

@@ -65,7 +65,7 @@ class OptimizerConfig:
     """Patterns of weights' paths without weight decay."""
     trainable: tuple[str, ...] = ("*",)
     """Patterns of weights' paths that are trained; the rest has no optimizer state. What the published model keeps as a
-    buffer (Gemma 4's scale of a layer) is trained where a pattern ends with its name, such as '*.wiring.scale'."""
+    buffer (Gemma 4's scale of a layer) is trained where a pattern ends with its name, such as '*.residual.scale'."""
     beta1: float = 0.9
     """adamw, lion, muon (in AdamW's part): decay of the first moment."""
     beta2: float = 0.95

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.stats import BlockStats, add_stats, join_layer_stats
-from eqx_decoders.core.auto_jit import compiled_alone
+from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.data.batches import Batch
 from eqx_decoders.encoders.merge import without_placeholders
@@ -137,7 +137,7 @@ def token_loss_sum(
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
         places = positions, segments
-        streams = model.predict_further(hidden, batch.tokens, *places, key, **beside, order=order)
+        streams = model.predict_mtp(hidden, batch.tokens, *places, key, **beside, order=order)
         stats = join_layer_stats([(stats,), (streams.stats,)])
         more, mtp = _mtp_loss_sum(model, streams.hidden, plain, full_batch, fused=fused, key=key)
         loss = loss + more
@@ -258,7 +258,7 @@ def next_token_loss(
     return _mean_loss(model, batch, z_loss, fused, as_key(key))
 
 
-@compiled_alone
+@jit_if_eager
 @typed
 def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PRNGKeyArray | None):
     loss, metrics = token_loss_sum(model, batch, z_loss=z_loss, fused=fused, key=key)
@@ -296,7 +296,7 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     said = _argmax_tokens(model, hidden, 0)
     accepted, proposed = [], []
     places = positions, segments
-    further = model.predict_further(hidden, batch.tokens, *places, **beside, order=order).hidden
+    further = model.predict_mtp(hidden, batch.tokens, *places, **beside, order=order).hidden
     for depth, x in enumerate(further, 1):
         weights = mtp_targets(plain, depth, order)[1]
         right = _argmax_tokens(model, x, depth) == shift_left(said, depth, order)

@@ -28,13 +28,13 @@ BRANCHES = [lambda y, m=m: jnp.tanh(y @ m) for m in MATRICES]
 
 def drawn(config: HyperConnections, branches: int = 2):
     """A wiring with every array drawn by NumPy: coefficients that differ much between tokens."""
-    wiring = config.build(EMBED, branches=branches, inner_dim=EMBED, key=jax.random.key(0))
+    residual = config.build(EMBED, branches=branches, inner_dim=EMBED, key=jax.random.key(0))
     generator = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.2, 0.7, leaf.shape), leaf.dtype), wiring)
+    return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.2, 0.7, leaf.shape), leaf.dtype), residual)
 
 
-def run(wiring, x, branches=BRANCHES):
-    return wiring(x, [BranchFunction(branch) for branch in branches], lambda y: y, CTX)
+def run(residual, x, branches=BRANCHES):
+    return residual(x, [BranchFunction(branch) for branch in branches], lambda y: y, CTX)
 
 
 def sigmoid(x):
@@ -81,12 +81,12 @@ def token_by_hand(config, connection, x, branch):
     ids=["sinkhorn", "permutations", "once"],
 )
 def test_equals_sums_by_hand(config):
-    wiring = drawn(config)
+    residual = drawn(config)
     want = wide(X)
-    for connection, matrix in zip(wiring.connections, MATRICES, strict=True):
+    for connection, matrix in zip(residual.connections, MATRICES, strict=True):
         for place in np.ndindex(2, 5):
             want[place] = token_by_hand(config, connection, want[place], lambda y, m=wide(matrix): np.tanh(y @ m))
-    assert_close(run(wiring, jnp.asarray(X)), want.astype(np.float32))
+    assert_close(run(residual, jnp.asarray(X)), want.astype(np.float32))
 
 
 @pytest.mark.parametrize("config", [SINKHORN, PERMUTATIONS], ids=["sinkhorn", "permutations"])
@@ -101,17 +101,17 @@ def test_mixing_keeps_the_sum_of_streams(config):
 @pytest.mark.parametrize("mixing", ["sinkhorn", "permutations"])
 def test_one_new_stream_is_a_residual_connection(mixing):
     config = HyperConnections(streams=1, mixing=mixing, norm=RMSNormConfig(scale=False))
-    wiring = config.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0))
-    wiring = eqx.tree_at(lambda w: [c.scale for c in w.connections], wiring, [jnp.zeros(3)] * 2)
+    residual = config.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0))
+    residual = eqx.tree_at(lambda w: [c.scale for c in w.connections], residual, [jnp.zeros(3)] * 2)
     want = X[:, :, 0]
     for branch in BRANCHES:
         want = want + branch(jnp.asarray(0.5 * want))
-    assert_close(run(wiring, jnp.asarray(X[:, :, :1]))[:, :, 0], want, units=200)
+    assert_close(run(residual, jnp.asarray(X[:, :, :1]))[:, :, 0], want, units=200)
 
 
 def test_streams_have_no_order():
     """Streams and what belongs to them permuted: the same result, permuted."""
-    wiring = drawn(SINKHORN, branches=1)
+    residual = drawn(SINKHORN, branches=1)
     order = np.array([2, 0, 1])
     n = STREAMS
     matrix = 2 * n + (np.arange(n * n).reshape(n, n)[order][:, order]).reshape(-1)
@@ -125,18 +125,18 @@ def test_streams_have_no_order():
             (connection.norm.scale[rows], connection.kernel[rows][:, columns], connection.bias[columns]),
         )
 
-    other = eqx.tree_at(lambda w: w.connections, wiring, tuple(map(permuted, wiring.connections)))
+    other = eqx.tree_at(lambda w: w.connections, residual, tuple(map(permuted, residual.connections)))
     assert_close(
-        run(other, jnp.asarray(X[:, :, order]), BRANCHES[:1]), run(wiring, jnp.asarray(X), BRANCHES[:1])[:, :, order]
+        run(other, jnp.asarray(X[:, :, order]), BRANCHES[:1]), run(residual, jnp.asarray(X), BRANCHES[:1])[:, :, order]
     )
     assert np.ptp(X, axis=2).min() > 1e-3
 
 
 def test_a_branch_of_all_streams_is_added():
-    wiring = drawn(SINKHORN, branches=1)
+    residual = drawn(SINKHORN, branches=1)
     double = BranchFunction(lambda x: 2 * x, reads_streams=True)
-    got = wiring(jnp.asarray(X), [double, BranchFunction(BRANCHES[0])], lambda y: y, CTX)
-    assert_close(got, run(wiring, jnp.asarray(3 * X), BRANCHES[:1]))
+    got = residual(jnp.asarray(X), [double, BranchFunction(BRANCHES[0])], lambda y: y, CTX)
+    assert_close(got, run(residual, jnp.asarray(3 * X), BRANCHES[:1]))
 
 
 def test_expand_copies_and_reduce_adds():
@@ -150,9 +150,9 @@ def test_expand_copies_and_reduce_adds():
 
 @pytest.mark.parametrize("config", [SINKHORN, PERMUTATIONS], ids=["sinkhorn", "permutations"])
 def test_gradients_are_those_of_differences(config):
-    wiring = drawn(config, branches=1)
+    residual = drawn(config, branches=1)
     x = jnp.asarray(X)
-    arrays, static = eqx.partition(wiring, eqx.is_array)
+    arrays, static = eqx.partition(residual, eqx.is_array)
     direction = jax.tree.map(
         lambda leaf: jnp.asarray(np.random.default_rng(3).normal(size=leaf.shape), leaf.dtype), (arrays, x)
     )

@@ -62,7 +62,7 @@ def test_attention_is_the_loop(options):
 def test_borrowed_keys_and_values_are_those_of_the_other_layer():
     """With the same queries and output: the same result, and nothing to remember."""
     giver = drawn(lambda key: attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True).build(6, key=key))
-    taker = attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True, borrows="giver")
+    taker = attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True, kv_shared_from="giver")
     layer = drawn(lambda key: taker.build(6, key=key))
     own = [layer.query, layer.query_bias, layer.query_norm.scale, layer.out]
     assert len(jax.tree.leaves(layer)) == len(own) and taker.memory(8) is None
@@ -76,7 +76,7 @@ def test_borrowed_keys_and_values_are_those_of_the_other_layer():
     out, proposed = apply(layer, x, dataclasses.replace(ctx, shared={"giver": (None, {"mixer": entries})}))
     assert_close(out, want)
     assert proposed is None
-    with pytest.raises(ed.ConfigError, match=r"AttentionConfig.borrows='giver' is not known"):
+    with pytest.raises(ed.ConfigError, match=r"AttentionConfig.kv_shared_from='giver' is not known"):
         layer(x, ctx)
 
 

@@ -181,7 +181,7 @@ def test_decoders_have_none():
     """They remember nothing."""
     for layers in (
         dict(mixer=CONFIGS["published"], mlp=None),
-        dict(mixer=None, mlp=None, after=(ed.ExtraLayerConfig(layer=CONVOLUTION),)),
+        dict(mixer=None, mlp=None, post_layers=(ed.ExtraLayerConfig(layer=CONVOLUTION),)),
     ):
         with pytest.raises(ed.ConfigError, match="it is for the layers of encoders"):
             ed.DecoderConfig(vocab_size=4, embed_dim=EMBED, blocks=(ed.BlockConfig(**layers),), final_norm=None)

@@ -50,10 +50,10 @@ LAYERS = {
     "engram": (ENGRAM, 3),
     "per-layer input": (PerLayerInputConfig(features=2), 2),
     "hyper-connections": (
-        BlockConfig(mixer=None, mlp=LinearConfig(), after=(FURTHER,), wiring=HyperConnections(streams=2)),
+        BlockConfig(mixer=None, mlp=LinearConfig(), post_layers=(FURTHER,), residual=HyperConnections(streams=2)),
         1 + 3 + 2,
     ),
-    "block": (BlockConfig(mixer=ATTENTION, mlp=EXPERTS, wiring="chained"), 14),
+    "block": (BlockConfig(mixer=ATTENTION, mlp=EXPERTS, residual="chained"), 14),
 }
 
 

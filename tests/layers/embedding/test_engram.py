@@ -202,7 +202,7 @@ def test_padding_changes_nothing(layer, places):
 def test_tokens_over_a_memory_on_a_mesh():
     """The memory splits the features of what a product adds up over split weights."""
     config = dataclasses.replace(SMALL, embed_dim=16, streams=1, head_dim=8)
-    block = ed.BlockConfig(mlp=LinearConfig(), mixer=None, before=(ed.ExtraLayerConfig(layer=config),))
+    block = ed.BlockConfig(mlp=LinearConfig(), mixer=None, pre_layers=(ed.ExtraLayerConfig(layer=config),))
     model = filled(ed.DecoderConfig(vocab_size=VOCAB, embed_dim=16, blocks=(block,), final_norm=None))
     many = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, VOCAB, (8, 3)), jnp.int32)

@@ -165,7 +165,7 @@ def test_other_weights_to_train(trained):
 def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
     """Not by its patterns, which meant buffers, too, in earlier versions: all others keep their moments."""
     model = ed.init(run_directory.read_config(BASE.parent / "gemma4_dense")[0], key=jax.random.key(0))
-    optimizer, named = OptimizerConfig(name="muon", ema_decay=0.5), ("*", "*.wiring.scale")
+    optimizer, named = OptimizerConfig(name="muon", ema_decay=0.5), ("*", "*.residual.scale")
     trainer, earlier = (
         Trainer.create(dataclasses.replace(optimizer, trainable=patterns), model, steps=10)
         for patterns in (("*",), named)

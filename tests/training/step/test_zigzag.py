@@ -176,7 +176,7 @@ ENGRAM = EngramConfig(
             lambda: changed(mixer=AttentionConfig(**ATTENTION, selection=BlockSelection(size=4, top_k=2))),
             r"blocks\[0\].mixer",
         ),
-        (lambda: changed(before=(ed.ExtraLayerConfig(layer=ENGRAM),)), r"blocks\[0\].before.0 \(EngramConfig\)"),
+        (lambda: changed(pre_layers=(ed.ExtraLayerConfig(layer=ENGRAM),)), r"pre_layers.0 \(EngramConfig\)"),
         (
             lambda: dataclasses.replace(
                 rich_decoder(1), mtp=MTPConfig(num_depths=1, block=changed(mixer=DELTA).blocks[0], norm=RMSNormConfig())

@@ -15,7 +15,7 @@ class AttentionCall:
 
     **Arguments:**
 
-    - `mask`, `soft_cap`, `platform`, `aligned`, `gapless`, `local`, `needs_lse`: as `attend` has them.
+    - `mask`, `soft_cap`, `platform`, `aligned`, `dense_positions`, `local`, `needs_lse`: as `attend` has them.
     - `batch`, `length`, `kv_length`, `head_dim`, `value_dim`: sizes.
     - `dtypes`: of queries, keys and values.
     - `segments`, `spans`: whether there are any.
@@ -35,7 +35,7 @@ class AttentionCall:
     spans: bool = False
     selected_heads: int = 0
     aligned: bool = False
-    gapless: bool = False
+    dense_positions: bool = False
     local: bool = False
     needs_lse: bool = True
 

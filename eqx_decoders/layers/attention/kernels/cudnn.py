@@ -45,7 +45,7 @@ def largest_head_dim() -> int:
 def _needs_mask(call: AttentionCall) -> bool:
     asked = call.segments or call.spans or call.selected_heads > 0
     blocks = isinstance(call.mask, Chunked) or (isinstance(call.mask, Bidirectional) and call.mask.size is not None)
-    return not call.gapless or asked or blocks
+    return not call.dense_positions or asked or blocks
 
 
 def cudnn_attention(

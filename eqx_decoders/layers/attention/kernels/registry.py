@@ -127,7 +127,7 @@ def attend(
     selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
     soft_cap: float | None = None,
     aligned: bool = False,
-    gapless: bool = False,
+    dense_positions: bool = False,
     needs_lse: bool = True,
     local: bool = False,
     kernel: str = "auto",
@@ -140,19 +140,22 @@ def attend(
     out = 0 and lse = EMPTY. The tokens of one of `query_spans` also see the ones of their span after them. Of what a
     query sees only the keys that are `selected` count, for all heads alike or for each. `aligned` is the caller's
     promise that queries and keys are the same tokens in the same order, with positions that increase strictly within a
-    segment; `gapless` promises, beside that, that each row is one document at positions 0, 1, 2, …, without padding.
-    Without `needs_lse` nothing reads lse, which may then be NaN. `local` says that the arrays are one device's own:
-    inside `shard_map`, or without a mesh. `kernel` is a name in KERNELS or "auto": see `choose`. `scales` multiply keys
+    segment; `dense_positions` promises, beside that, that each row is one document at positions 0, 1, 2, …, without
+    padding. Without `needs_lse` nothing reads lse, which may then be NaN. `local` says that the arrays are one device's
+    own: inside `shard_map`, or without a mesh. `kernel` is a name in KERNELS or "auto": see `choose`. `scales` multiply keys
     and values. Raises ConfigError where the kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
-    check(aligned or not gapless, "gapless=True needs aligned=True: it is about queries that are the keys.")
+    check(
+        aligned or not dense_positions,
+        "dense_positions=True needs aligned=True: it is about queries that are the keys.",
+    )
     call = _checked_call(
         *(query, key, value, places, selected),
         mask=mask,
         soft_cap=soft_cap,
         aligned=aligned,
-        gapless=gapless,
+        dense_positions=dense_positions,
         needs_lse=needs_lse,
         local=local,
         platform=platform,

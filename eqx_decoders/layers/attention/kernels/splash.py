@@ -31,7 +31,7 @@ def refusal(call: AttentionCall) -> str | None:
     """What splash attention cannot do of this call, in words, or None."""
     if not call.aligned:
         return "queries that are not the keys, in the same order"
-    if isinstance(call.mask, SlidingWindow) and not call.gapless:
+    if isinstance(call.mask, SlidingWindow) and not call.dense_positions:
         return "a window over positions that may have gaps"
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
     if precision not in EXACT_IN_16_BITS and any(jnp.dtype(dtype).itemsize < 4 for dtype in call.dtypes):

@@ -51,7 +51,7 @@ def results(qkv, places, **options):
 
 
 @pytest.mark.parametrize(
-    ("mask", "places", "gapless"),
+    ("mask", "places", "dense_positions"),
     [
         (Causal(), ORDERED, True),
         (SlidingWindow(7), ORDERED, True),
@@ -62,10 +62,18 @@ def results(qkv, places, **options):
         (Causal(), SPLIT, False),
     ],
 )
-def test_arguments_say_the_mask(by_xla, mask, places, gapless):
+def test_arguments_say_the_mask(by_xla, mask, places, dense_positions):
     """Values and gradients are those of `dot`, also of queries that see nothing."""
     qkv = make(places["query_positions"].shape[1], places["key_positions"].shape[1])
-    found = results(qkv, places, mask=mask, kernel="cudnn", gapless=gapless, aligned=gapless, needs_lse=False)
+    found = results(
+        qkv,
+        places,
+        mask=mask,
+        kernel="cudnn",
+        dense_positions=dense_positions,
+        aligned=dense_positions,
+        needs_lse=False,
+    )
     same(found, results(qkv, places, mask=mask, kernel="dot"))
 
 
@@ -75,24 +83,26 @@ def test_of_nothing_comes_nothing(by_xla):
     assert not out.any() and jnp.isnan(lse).all()
 
 
-@pytest.mark.parametrize("places", [ORDERED, packed_places(40)], ids=["gapless", "packed"])
+@pytest.mark.parametrize("places", [ORDERED, packed_places(40)], ids=["dense_positions", "packed"])
 def test_what_cudnn_is_asked_for(hopper, monkeypatch, places):
     """Lowered for CUDA, values and gradients are its fused kernels, with a mask where positions are not the indices."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
-    gapless, qkv = places is ORDERED, make(40, dtype=jnp.bfloat16)
+    dense_positions, qkv = places is ORDERED, make(40, dtype=jnp.bfloat16)
     options = dict(mask=SlidingWindow(7), kernel="cudnn", platform="gpu", aligned=True, needs_lse=False)
 
     def bars(qkv):
-        return jax.grad(lambda qkv: attend(*qkv, **places, **options, gapless=gapless)[0].astype(jnp.float32).sum())(
-            qkv
-        )
+        return jax.grad(
+            lambda qkv: attend(*qkv, **places, **options, dense_positions=dense_positions)[0].astype(jnp.float32).sum()
+        )(qkv)
 
     text = jax.jit(bars).trace(qkv).lower(lowering_platforms=("cuda",)).as_text()
-    name = "__cudnn$fmhaSoftmax" if gapless else "__cudnn$fmhaScaleBiasSoftmax"
+    name = "__cudnn$fmhaSoftmax" if dense_positions else "__cudnn$fmhaScaleBiasSoftmax"
     calls = [line for line in text.splitlines() if "__cudnn$" in line]
     assert [f"@{name}(" in calls[0], f"@{name}Backward(" in calls[1], len(calls)] == [True, True, 2]
     for call in calls:
-        assert ("\\22CAUSAL\\22" in call) == gapless and ("sliding_window_length\\22: 7" in call) == gapless, call
+        assert ("\\22CAUSAL\\22" in call) == dense_positions and (
+            "sliding_window_length\\22: 7" in call
+        ) == dense_positions, call
         assert "fmha_scale\\22: 1.0" in call
 
 
@@ -111,7 +121,7 @@ def exact_by_cudnn(call):
         return False
     if set(call.dtypes) not in ({jnp.bfloat16}, {jnp.float16}) or call.head_dim not in range(8, 257, 8):
         return False
-    indices = call.gapless and not (call.segments or call.spans or call.selected_heads)
+    indices = call.dense_positions and not (call.segments or call.spans or call.selected_heads)
     if indices and (isinstance(call.mask, Causal | SlidingWindow) or call.mask == Bidirectional()):
         return True
     even = call.length % 2 == call.kv_length % 2 == 0
@@ -121,7 +131,8 @@ def exact_by_cudnn(call):
 VARIANTS = dict(
     mask=MASKS,
     positions=[
-        dict(gapless=True), dict(), dict(segments=True), dict(gapless=True, segments=True), dict(spans=True),
+        dict(dense_positions=True), dict(), dict(segments=True), dict(dense_positions=True, segments=True),
+        dict(spans=True),
         dict(aligned=False, kv_length=8192), dict(aligned=False, kv_length=4097), dict(aligned=False, length=1),
     ],
     sizes=[dict(), dict(head_dim=256, value_dim=256), dict(head_dim=264, value_dim=264), dict(value_dim=64),
@@ -163,7 +174,7 @@ def test_head_dims_of_devices(monkeypatch, device, largest):
     kind = type("Device", (), {} if device is None else {"compute_capability": device})
     monkeypatch.setattr(cudnn.jax, "devices", lambda: [kind()])
     assert cudnn.largest_head_dim() == largest
-    call = AttentionCall(**USUAL | dict(gapless=True, head_dim=192, value_dim=192))
+    call = AttentionCall(**USUAL | dict(dense_positions=True, head_dim=192, value_dim=192))
     assert choose(call) == ("cudnn" if largest == 256 else "chunked")
 
 
@@ -184,7 +195,7 @@ def test_refusals(hopper):
         with pytest.raises(ConfigError, match=f"kernel='cudnn' {sentence}.* These can: dot, chunked"):
             call(**options)
     with pytest.raises(ConfigError, match="gapless=True needs aligned=True"):
-        call(gapless=True)
+        call(dense_positions=True)
 
 
 # --- what layers promise ---
@@ -206,7 +217,7 @@ def test_what_layers_say_of_their_calls(monkeypatch, mixer):
     def said(order="plain", **given):
         model = filled(config, context_order=order)
         eqx.filter_eval_shape(lambda model: model.run(tokens, **given), model)
-        found = [(call.gapless, call.aligned, call.needs_lse) for call in calls]
+        found = [(call.dense_positions, call.aligned, call.needs_lse) for call in calls]
         calls.clear()
         return found
 
