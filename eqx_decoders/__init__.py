@@ -1,14 +1,48 @@
 """Decoder language models as immutable Equinox pytrees.
 
-- A model is data: `DecoderConfig`, one `BlockConfig` for each layer (the parts are in `eqx_decoders.layers`), or
-  `get_config(name)` for one of `list_models()`.
-- `init(config, key=key)` makes it, `load_hf(source)` reads one from Hugging Face, `save_hf` writes it back;
-  `abstract` and `abstract_hf` give its shapes alone.
-- `model(tokens)` returns logits and more (`Output`), with a cache from `init_cache` if there is one.
-  `generate` and `stream` let it write, `Greedy()` or a `Sample(...)` choosing the tokens.
-- `next_token_loss(model, Batch(tokens=...))` is what is trained; `eqx_decoders.training` has optimizers, steps, data.
-- `Execution`, `Layout`, `Precision`, `LowPrecision` and `Remat` say how and where it runs:
-  `model.replace(remat="full")`.
+    model = ed.init(ed.get_config("tiny"), key=jax.random.key(0))
+    logits = model(tokens).logits
+
+Describe a model
+    `DecoderConfig`, `BlockConfig`, `ExtraLayerConfig`, `MTPConfig`, `MediaConfig`, `EncoderConfig`; the layers'
+    configurations are in `eqx_decoders.layers`. `get_config` returns a published one, `list_models` names them,
+    `describe_model` counts weights and cache (`ModelInfo`).
+
+Make it
+    `init` makes the weights, `abstract` their shapes alone; `count_parameters`, `with_mtp`, `add_mtp`.
+
+Read and write Hugging Face's directories
+    `load_hf`, `abstract_hf`, `save_hf`; with tokenizer and chat template `load_text_model`.
+
+Run it
+    `Decoder` is the model and returns an `Output`. `Inputs` and `Media` are what it reads beside tokens. `Block`,
+    `Segment`, `segments` and `Context` are what it consists of.
+
+Choose how and where it runs
+    `Execution` and `model.replace(remat="full")`: `Remat`, `Precision`, `LowPrecision`; `Layout`, `Pipeline`,
+    `Offload`, `replicated_fraction`.
+
+Train it
+    `Batch`, `next_token_loss` (`LossMetrics`), `Trainer`, `OptimizerConfig`, `Checkpoints`. More is in
+    `eqx_decoders.training`.
+
+Fine-tune it
+    `add_lora`, `merge_lora`; `load_peft` and `save_peft` read and write adapters as PEFT does.
+
+Look into it
+    `ActivationStats`, `BlockStats`, `RoutingStats`; `load_balance_loss`, `router_z_loss`, `update_router_bias`.
+
+Generate
+    `generate`, `stream`; `Greedy`, `Sample`; `init_cache`, `abstract_cache`, `Cache`, `CacheFormat`, `PageConfig`.
+
+Serve
+    `Engine`, `EngineConfig`, `Request`. More is in `eqx_decoders.serving`.
+
+Use fewer bits
+    `quantize`, `dequantize`.
+
+Catch errors
+    `EqxDecodersError` and its kinds: `ConfigError`, `DataError`, `CheckpointError`, `ConversionError`.
 
 `EQX_DECODERS_TYPECHECK=1` checks every signature's shapes and dtypes at trace time (jaxtyping with beartype).
 """
@@ -23,16 +57,15 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     # the tower: whole numbers are welcome where a float is asked for
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-from eqx_decoders.blocks.block import Block as Block, BlockConfig as BlockConfig
-from eqx_decoders.blocks.branch import ExtraLayerConfig as ExtraLayerConfig
-from eqx_decoders.blocks.stack import Segment as Segment, segments as segments
+from eqx_decoders.blocks.block import Block as Block, BlockConfig as BlockConfig, ExtraLayerConfig as ExtraLayerConfig
+from eqx_decoders.blocks.segmentation import segments as segments
+from eqx_decoders.blocks.stack import Segment as Segment
 from eqx_decoders.blocks.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
 from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
 from eqx_decoders.core.lazy_imports import lazy
 from eqx_decoders.core.sampling import Greedy as Greedy, Sample as Sample
-from eqx_decoders.encoders.encoder import EncoderConfig as EncoderConfig
 from eqx_decoders.encoders.media import Media as Media
-from eqx_decoders.encoders.media_config import MediaConfig as MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig as EncoderConfig, MediaConfig as MediaConfig
 from eqx_decoders.errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
@@ -48,51 +81,68 @@ from eqx_decoders.layers.moe.router import (
     load_balance_loss as load_balance_loss,
     router_z_loss as router_z_loss,
 )
+from eqx_decoders.model.caches import abstract_cache as abstract_cache, init_cache as init_cache
 from eqx_decoders.model.decoder import Decoder as Decoder, DecoderConfig as DecoderConfig, Output as Output
 from eqx_decoders.model.init import (
     abstract as abstract,
-    abstract_cache as abstract_cache,
     add_mtp as add_mtp,
     count_parameters as count_parameters,
     init as init,
-    init_cache as init_cache,
     with_mtp as with_mtp,
 )
-from eqx_decoders.model.mtp import MTPConfig as MTPConfig
+from eqx_decoders.model.mtp_config import MTPConfig as MTPConfig
 from eqx_decoders.numerics.int8_matmul import LowPrecision as LowPrecision
-from eqx_decoders.numerics.matmul import Precision as Precision
+from eqx_decoders.numerics.precision import Precision as Precision
 from eqx_decoders.remat import Remat as Remat
 from eqx_decoders.sharding.layout import Layout as Layout
 from eqx_decoders.sharding.offload import Offload as Offload
 from eqx_decoders.sharding.pipeline import Pipeline as Pipeline
 
 
-# Imported when they are asked for: a model alone needs none of them.
+# Imported at their first use: a model alone needs none of them, and optax, orbax and the engine are slow to import.
 if TYPE_CHECKING:
-    from eqx_decoders.data.batches import Batch as Batch
+    from eqx_decoders.data.batch import Batch as Batch
     from eqx_decoders.families import get_config as get_config, list_models as list_models
     from eqx_decoders.families.summary import ModelInfo as ModelInfo, describe_model as describe_model
     from eqx_decoders.inference.generation import generate as generate, stream as stream
+    from eqx_decoders.inference.load_text import load_text_model as load_text_model
+    from eqx_decoders.io.checkpoint.checkpoints import Checkpoints as Checkpoints
     from eqx_decoders.io.huggingface.export import save_hf as save_hf
     from eqx_decoders.io.huggingface.load import abstract_hf as abstract_hf, load_hf as load_hf
+    from eqx_decoders.io.huggingface.peft import load_peft as load_peft, save_peft as save_peft
     from eqx_decoders.model.quantize import dequantize as dequantize, quantize as quantize
+    from eqx_decoders.serving.engine.config import EngineConfig as EngineConfig
+    from eqx_decoders.serving.engine.engine import Engine as Engine
+    from eqx_decoders.serving.engine.request import Request as Request
     from eqx_decoders.sharding.replication import replicated_fraction as replicated_fraction
+    from eqx_decoders.training.lora import add_lora as add_lora, merge_lora as merge_lora
+    from eqx_decoders.training.optimizer.optimizer import OptimizerConfig as OptimizerConfig
     from eqx_decoders.training.step.balance import update_router_bias as update_router_bias
     from eqx_decoders.training.step.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
+    from eqx_decoders.training.step.step import Trainer as Trainer
 
 __getattr__, _late = lazy(
     __name__,
     {
+        "data.batches": "Batch",
         "families": "get_config list_models",
+        "families.summary": "ModelInfo describe_model",
         "inference.generation": "generate stream",
+        "inference.load_text": "load_text_model",
+        "io.checkpoint.checkpoints": "Checkpoints",
         "io.huggingface.export": "save_hf",
         "io.huggingface.load": "abstract_hf load_hf",
-        "families.summary": "ModelInfo describe_model",
+        "io.huggingface.peft": "load_peft save_peft",
         "model.quantize": "dequantize quantize",
+        "serving.engine.config": "EngineConfig",
+        "serving.engine.engine": "Engine",
+        "serving.engine.request": "Request",
         "sharding.replication": "replicated_fraction",
+        "training.lora": "add_lora merge_lora",
+        "training.optimizer.optimizer": "OptimizerConfig",
         "training.step.balance": "update_router_bias",
-        "data.batches": "Batch",
         "training.step.loss": "LossMetrics next_token_loss",
+        "training.step.step": "Trainer",
     },
     "families inference io serving training",
 )

@@ -1,19 +1,22 @@
-"""What rides along one forward pass: how it is executed, and where its tokens stand."""
+"""Options and inputs of one forward pass: its execution, and the positions of its tokens."""
 
 import dataclasses
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import equinox as eqx
 from jaxtyping import Array, Int, Integer, Num
 
 from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.numerics.clipped_weight import ClippedWeight
+from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded
-from eqx_decoders.numerics.matmul import ClippedWeight, LowRank, Precision, einsum
+from eqx_decoders.numerics.low_rank import LowRank
+from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight
 from eqx_decoders.remat import Remat, RematName, get_remat
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline import Pipeline
+from eqx_decoders.sharding.pipeline_config import Pipeline
 
 
 AttentionName = Literal["auto", "dot", "chunked", "interval", "splash", "cudnn"]
@@ -33,7 +36,7 @@ _WORDS = {
 
 
 class RunOptions(TypedDict, total=False):
-    """The fields of `Execution` that say nothing of devices and dtypes, as keywords of functions."""
+    """Fields of `Execution` other than devices and dtypes, as keywords of functions."""
 
     remat: RematName | Remat | None
     attention: AttentionName
@@ -53,7 +56,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class PrecisionOptions(RunOptions, total=False):
-    """The fields of `Execution` but its layout."""
+    """Fields of `Execution` but its layout."""
 
     precision: Precision
 
@@ -66,59 +69,61 @@ class ExecutionOptions(PrecisionOptions, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a model runs, apart from what it computes: no choice here changes a value by more than rounding, which with
-    `low_precision` is that to 8 bits, except that `experts` decides whether a capacity is kept.
+    """Options that choose how a model runs, not what it computes.
+
+    Results differ by no more than rounding, with `low_precision` that to 8 bits; but `experts` decides whether there is
+    a capacity.
 
     **Arguments:**
 
     - `layout`: where weights and activations live.
     - `precision`: dtypes of weights and activations.
     - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
-    - `attention`: an attention kernel's name: `"dot"`, all scores at once; `"chunked"`, block by block; for TPU
-        `"interval"`, a Pallas kernel of our own, or `"splash"`, JAX's, which can do less; for NVIDIA's GPUs `"cudnn"`,
-        fused kernels for 16-bit numbers, without soft caps, sinks and a past; or `"auto"`, the one that suits platform
-        and shapes: `dot` for a few tokens, else `interval` on TPU, `cudnn` on GPU where it is exact, and `chunked`
+    - `attention`: name of the attention kernel: `"dot"`, all scores at once; `"chunked"`, block by block; for TPU
+        `"interval"`, a Pallas kernel of this library, or `"splash"`, JAX's, which supports less; for NVIDIA's GPUs
+        `"cudnn"`, fused kernels for 16-bit numbers, without soft caps, sinks and a past; or `"auto"`, by platform and
+        shapes: `dot` for a few tokens, else `interval` on TPU, `cudnn` on GPU where it is exact, and `chunked`
         everywhere else.
-    - `experts`: how experts are run: `"dense"`, all on all tokens; `"dropless"`, sorted by expert; `"capacity"`, which
+    - `experts`: algorithm of experts: `"dense"`, all on all tokens; `"dropless"`, sorted by expert; `"capacity"`, which
         drops tokens beyond `ExpertsConfig.capacity_factor`; `"auto"`, capacity where there is such a factor, else
         dropless. The first two ignore the factor.
-    - `expert_exchange`: how dropless experts that a mesh splits get their tokens: `"gather"`, each device gets those of
-        all devices among which the experts are split, and results are added and scattered; `"all_to_all"`, rows travel
-        to the devices that have their experts, and back: on TPU as many as there are, elsewhere in pieces with room for
-        the worst case; `"auto"`, the latter on TPU if these devices are at least twice as many as a token has experts,
-        since it then moves less, else the former. Tokens that are not split among these devices (a batch that they do
-        not divide) stay where they are, and results are added.
+    - `expert_exchange`: communication of dropless experts that a mesh splits: `"gather"`, each device gathers the
+        tokens of all devices among which the experts are split, and results are reduced and scattered; `"all_to_all"`,
+        tokens are sent to the devices that have their experts, and back: on TPU ragged, elsewhere in pieces with room
+        for the worst case; `"auto"`, the latter on TPU if these devices are at least twice as many as a token has
+        experts, since it then moves less, else the former. Tokens that are not split among these devices (a batch that
+        they do not divide) are not sent, and results are added.
     - `scan`: one `lax.scan` over equal layers; False runs them one by one.
     - `layer_stats`: whether `Output.stats` describes each layer's activations.
     - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
         QK-clip needs. They cost the products of the scores once more.
-    - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
+    - `lookup`: lookup of embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
-    - `head_bytes`: what a device of a mesh may take for the head's kernel, gathered, and its gradient while the fused
-        loss runs. Where both need more, the vocabulary is gone through in parts, which costs a fourth product of the
-        size of the head beside three.
-    - `exchange_bytes`: what a device of a mesh may take for the tokens that it gathers for its experts, or has room for
-        if rows travel. Where these are more, a device's tokens go in several rounds, and experts see fewer at a time.
-    - `context_order`: how losses order the tokens of rows that a mesh splits: `"plain"`, or `"zigzag"`, where each
-        device has a piece from the front and one from the end. Of causal attention the last device has nearly twice the
-        average to do in the first; all have the same in the second. That needs layers that go by positions alone: no
+    - `head_bytes`: bytes that a device of a mesh may use for the head's gathered kernel and its gradient in the fused
+        loss. If both need more, the vocabulary is processed in parts, which costs four products of the size of the head
+        instead of three.
+    - `exchange_bytes`: bytes that a device of a mesh may use for the tokens of its experts. If they need more, they are
+        sent in several rounds.
+    - `context_order`: order of the tokens of rows that a mesh splits, in losses: `"plain"`, or `"zigzag"`, where each
+        device has a piece from the front and one from the end. Causal attention takes the last device nearly twice the
+        average in the first order; it is balanced in the second, which needs layers that depend on positions alone: no
         recurrence, convolution, n-grams, selected blocks or capacities.
-    - `context_form`: what devices get that a row is split over: `"gather"`, the keys and values of all its tokens;
-        `"all_to_all"`, queries, keys and values of all its tokens, but of fewer heads, whose results travel back. That
-        moves less where fewer than three query heads share a head of keys, and causal work is equal, too. Where these
-        devices do not divide the heads of keys that each has, it is the former. `"ring"`, keys and values of one other
-        device at a time, which are sent while others are attended to: no device ever has a whole row of them, and
-        behind a window only the devices send that are that close. `"ring_all_to_all"`, both: devices side by side, as
-        many as divide the heads of keys, exchange heads, and keys and values go round among such groups.
-    - `batch_split`: into how many parts a batch is cut that pass each layer one behind the other, where there is no
-        cache: what one sends to other devices travels while another is multiplied. Weights are gathered once for all
-        parts. Each device needs a multiple of so many rows, or of each microbatch of a pipeline. Parts draw dropout
-        each for themselves, and have capacities of their own.
-    - `pipeline`: how layers run over the mesh axis `stage`, without a cache; what runs before and after then has the
-        batch split over `stage`, too. None: `stage` splits the weights of layers, and each device gathers them all.
-        Microbatches draw dropout each for themselves.
-    - `low_precision`: which weights are multiplied in 8 bits, and how; None for none.
+    - `context_form`: communication among devices that split a row: `"gather"`, each has the keys and values of all
+        tokens; `"all_to_all"`, queries, keys and values of all tokens, but of fewer heads, whose results are sent back.
+        That moves less if fewer than three query heads share a head of keys, and causal work is balanced; if these
+        devices do not divide the heads of keys, it is `"gather"`. `"ring"`, keys and values of one other device at a
+        time, sent while those before are attended to: no device ever has a whole row, and with a window only close
+        devices send. `"ring_all_to_all"`, both: adjacent devices, as many as divide the heads of keys, exchange heads,
+        and keys and values rotate among these groups.
+    - `batch_split`: number of parts of a batch that are run staggered, without a cache, so that communication of one
+        overlaps with computation of another (`blocks/batch_overlap.py`). Weights are gathered once for all parts. Each
+        device needs a multiple of so many rows, also of each microbatch of a pipeline. Each part has its own dropout
+        and capacities.
+    - `pipeline`: pipeline of layers over the mesh axis `stage`, without a cache; before and after it `stage` splits the
+        batch. None: `stage` splits the weights of layers, and each device gathers them all. Each microbatch has its own
+        dropout.
+    - `low_precision`: weights that are multiplied in 8 bits, and their format; None for none.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -145,26 +150,37 @@ class Execution:
         for field in ("head_bytes", "exchange_bytes", "batch_split"):
             check_integer(f"Execution.{field}", getattr(self, field))
         object.__setattr__(self, "remat", get_remat(self.remat))
-        kept = self.pipeline is None or not self.layout.offload.weights
+        offloaded = self.layout.offload.weights
         rule = "exclude each other: a pipeline's stages hold their weights"
-        check(kept, f"Offload.weights={self.layout.offload.weights} and Execution.pipeline {rule}. Leave one out.")
+        check(
+            self.pipeline is None or not offloaded,
+            f"Offload.weights={offloaded} and Execution.pipeline {rule}. Leave one out.",
+        )
         if self.pipeline is not None:
             object.__setattr__(self, "layout", self.layout.with_batch_over_stage())
 
 
 class Inputs(eqx.Module):
-    """What layers may read beside the residual stream; None or absent: nothing.
+    """Inputs of layers besides the residual stream; None or absent: no such input.
 
     **Arguments:**
 
-    - `spans`: of each token the number of its span (an image, say), whose tokens see each other whole; 0 for none.
+    - `spans`: number of each token's span (an image, say), all of whose tokens see each other; 0 for none.
     - `rotary_positions`: positions of several dimensions, for rotary embeddings that have them.
-    - `by_layer`: what single layers get, by name: an array for each of the layers that take it, in their order.
+    - `by_layer`: inputs of single layers, by name: an array for each of the layers that take it, in their order.
     """
 
     spans: Integer[AnyArray, "batch length"] | None = None
     rotary_positions: Num[AnyArray, "batch length dimensions"] | None = None
     by_layer: dict[str, Any] = eqx.field(default_factory=dict)
+
+
+class Promises(NamedTuple):
+    """Guarantees of the caller that save computation; fields of `Context` of the same names."""
+
+    cache_is_empty: bool = False
+    accept_all: bool = False
+    contiguous: bool = False
 
 
 class Context(eqx.Module):
@@ -174,26 +190,25 @@ class Context(eqx.Module):
 
     - `positions`: position of each token in its document; -1 where there is no token (padding). Within a document
         they increase along the row.
-    - `segment_ids`: which tokens of a row belong together; None when each row is one document.
-    - `execution`: how the pass is run.
-    - `cache_is_empty`: whether caches are known to be empty, so that nothing of the past is read.
-    - `keeps_all`: whether none of the tokens will be rejected, so that a recurrent layer may propose its state.
-    - `dense_positions`: whether each row is known to be one document at positions 0, 1, 2, …, without padding.
-    - `contiguous`: whether each document is known to stand in one piece: its tokens side by side, without padding in
-        between, at positions one apart. Then rings behind windows need not look further back than windows reach, and
-        selected blocks need none where a row has too few.
+    - `segment_ids`: document of each token in its row; None when each row is one document.
+    - `execution`: options of the run.
+    - `cache_is_empty`: caches are known to be empty, so that no past is read.
+    - `accept_all`: none of the tokens will be rejected, so that a recurrent layer may propose its state.
+    - `dense_positions`: each row is known to be one document at positions 0, 1, 2, …, without padding.
+    - `contiguous`: each document is known to be contiguous: adjacent tokens at adjacent positions, without padding in
+        between. Then rings with windows need not look back beyond them, and block selection is skipped for short rows.
     - `tokens`: their ids; None where embeddings were given.
-    - `spans`: of each token the last position of its span, -1 for none; None where there are none.
-    - `rotary_positions`: positions of several dimensions; None where they are those of `positions`.
-    - `layer_inputs`: what this layer alone gets, by name.
-    - `shared`: what earlier layers remember and propose, by the name under which they publish it.
+    - `spans`: last position of each token's span, -1 for none; None if there are none.
+    - `rotary_positions`: positions of several dimensions; None if they are those of `positions`.
+    - `layer_inputs`: inputs of this layer alone, by name.
+    - `shared`: past and new entries of earlier layers, by their `shares_kv_as`.
     """
 
     positions: Int[Array, "batch length"]
     segment_ids: Int[Array, "batch length"] | None = None
     execution: Execution = eqx.field(static=True, default=Execution())
     cache_is_empty: bool = eqx.field(static=True, default=False)
-    keeps_all: bool = eqx.field(static=True, default=False)
+    accept_all: bool = eqx.field(static=True, default=False)
     dense_positions: bool = eqx.field(static=True, default=False)
     contiguous: bool = eqx.field(static=True, default=False)
     tokens: Int[Array, "batch length"] | None = None
@@ -203,7 +218,7 @@ class Context(eqx.Module):
     shared: dict[str, Any] = eqx.field(default_factory=dict)
 
     def constrain(self, x: Array, words: str) -> Array:
-        """`layout.constrain`: how an activation is split over the mesh."""
+        """Tell XLA how an activation is split over the mesh (`layout.constrain`)."""
         return self.execution.layout.constrain(x, words)
 
     def einsum(
@@ -213,7 +228,7 @@ class Context(eqx.Module):
         weight: Array | LowRank | ClippedWeight | Rounded | QuantizedWeight,
         **options: Any,
     ) -> Array:
-        """`numerics.einsum` in the form that suits the layout's devices.
+        """Call `numerics.einsum` in the form that suits the layout's devices.
 
         Flattened products are faster on one CPU; elsewhere XLA lays products out itself, and flattening dimensions that
         are split over different mesh axes would cost communication.

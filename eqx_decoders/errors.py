@@ -1,4 +1,4 @@
-"""What can go wrong, by whose hand: each sentence has field = value, the rule and the remedy."""
+"""Exceptions and checks: each message has field = value, the rule and the remedy."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,23 +10,23 @@ class EqxDecodersError(Exception):
 
 
 class ConfigError(EqxDecodersError, ValueError):
-    """A configuration that describes no model, mesh or run."""
+    """Invalid configuration of a model, a mesh or a run."""
 
 
 class CheckpointError(EqxDecodersError):
-    """A checkpoint that is absent, damaged, in use, or of another model."""
+    """Checkpoint that is absent, damaged, in use, or of another model."""
 
 
 class DataError(EqxDecodersError):
-    """Training data that cannot be read or holds what the model cannot take."""
+    """Training data that cannot be read, or that the model cannot take."""
 
 
 class ConversionError(EqxDecodersError):
-    """A foreign checkpoint that cannot be expressed here, or the reverse."""
+    """Foreign checkpoint that cannot be expressed here, or the reverse."""
 
 
 class MissingPackage(EqxDecodersError, ImportError):
-    """An optional package that is not installed."""
+    """Optional package that is not installed."""
 
 
 def check_word(what: str, word: str, known: Iterable[str], error: type[EqxDecodersError] = ConfigError) -> str:
@@ -46,13 +46,13 @@ def check(rule: bool, sentence: str, error: type[EqxDecodersError] = ConfigError
 
 
 def check_integer(field: str, value: object, minimum: int = 1) -> None:
-    """`field` must be a whole number of at least `minimum` (True and False are no numbers)."""
+    """Raise ConfigError unless `field` is an integer of at least `minimum` (True and False are none)."""
     good = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
     check(good, f"{field}={value!r} must be an integer of at least {minimum}.")
 
 
 def check_number(field: str, value: Any, *, above: int | float | None = None, least: int | float | None = None) -> None:
-    """`field` must be a finite number, strictly above `above` or at least `least` where these are given."""
+    """Raise ConfigError unless `field` is a finite number, strictly above `above` or at least `least` if given."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     good = number and value - value == 0  # neither NaN nor infinite
     if good and above is not None:
@@ -64,5 +64,5 @@ def check_number(field: str, value: Any, *, above: int | float | None = None, le
 
 
 def need_extra(module: str, extra: str) -> MissingPackage:
-    """The error for an optional package that is not installed: raise it `from` the ImportError."""
+    """Return the error for an optional package that is not installed: raise it `from` the ImportError."""
     return MissingPackage(f"This needs the package {module!r}: pip install 'eqx_decoders[{extra}]'.")

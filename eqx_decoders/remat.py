@@ -1,7 +1,8 @@
-"""Rematerialisation: which intermediate values of a block are kept for its gradient, as data.
+"""Rematerialization: the intermediate values of a block that are saved for its gradient, as data.
 
-A block runs inside `jax.checkpoint`. Its layers name what may be kept with `save(x, "query_proj")`; a `Remat` lists the
-names that stay on the device and those that are sent to the host. All else is computed again in the backward pass.
+A block runs inside `jax.checkpoint`. Its layers name values that may be saved with `save(x, "query_proj")`; a `Remat`
+lists the names that stay on the device and those that are sent to the host. All else is computed again in the backward
+pass.
 """
 
 import dataclasses
@@ -42,18 +43,18 @@ NAMES: dict[str, str] = {
 
 
 def save(x: Array, name: str) -> Array:
-    """`x` itself, under a name that a `Remat` can list."""
+    """Return `x` under a name that a `Remat` can list."""
     return checkpoint_name(x, check_word("save: name", name, NAMES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat:
-    """What the gradient of a block finds instead of computing it again.
+    """Intermediate values of a block that are saved for its gradient; all others are computed again.
 
     **Arguments:**
 
-    - `save`: names kept on the device.
-    - `offload`: names kept in the host's memory.
+    - `save`: values saved on the device.
+    - `offload`: values saved in the host's memory.
     """
 
     save: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class Remat:
         check(not both, f"Remat: {', '.join(both)} can't be both saved and offloaded. Name each once.")
 
     def policy(self) -> Callable[..., bool]:
-        """The `jax.checkpoint` policy."""
+        """Return the `jax.checkpoint` policy."""
         if self.offload:
             return checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=self.save,
@@ -121,7 +122,7 @@ RematName = Literal[
 
 
 def get_remat(policy: "str | Remat | None") -> Remat | None:
-    """`"full"` -> `Remat()`; a `Remat` of one's own (MaxText's `custom`) and None pass through."""
+    """Return the `Remat` of a name; other values (MaxText's `custom`, None) pass through."""
     if isinstance(policy, str):
         return POLICIES[check_word("remat", policy, POLICIES)]
     return policy

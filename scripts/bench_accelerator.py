@@ -1,6 +1,6 @@
-"""What an accelerator does of what it could: a training step, attention kernels and decoding, beside its data sheet.
+"""Measure an accelerator against its data sheet: a training step, attention kernels and decoding.
 
-Each measurement is a program of shapes: it can be compiled for devices that are not here, and is run where they are.
+Each measurement is a program of shapes: it can be compiled for devices that are not here, and runs where they are.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from jax.sharding import SingleDeviceSharding
 import eqx_decoders as ed
 from eqx_decoders.context import AttentionName
 from eqx_decoders.core.chips import Chip, chip_of
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.recurrent.pallas_scan import run_kernel
 from eqx_decoders.layers.recurrent.recurrence import delta_rule
-from eqx_decoders.planning.step_plan import abstract_batch
+from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
@@ -60,13 +60,13 @@ class Recurrence(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What is measured.
+    """Shapes of the measured programs.
 
     **Arguments:**
 
-    - `model`: whose steps are made, with `rows` of `seq_len` tokens a device.
-    - `attention`: each by all kernels of the platform.
-    - `recurrences`: each in chunks by XLA, and in a kernel where the platform has one.
+    - `model`: the model of the steps, with `rows` of `seq_len` tokens a device.
+    - `attention`: layers, each measured with all kernels of the platform.
+    - `recurrences`: layers, each in chunks by XLA, and in a kernel where the platform has one.
     - `decoding`: rows that are decoded together, each with `past` tokens behind it.
     """
 
@@ -94,10 +94,10 @@ class Program:
 
     **Arguments:**
 
-    - `name`: what it is.
-    - `function`: compiled by JAX; with `carried` arguments, it returns as many results that take their places.
+    - `name`: its name in the output.
+    - `function`: compiled by JAX; its first `carried` results take the positions of as many arguments.
     - `arguments`: trees of `jax.ShapeDtypeStruct` with shardings.
-    - `flops`, `bytes`: what a device computes, and reads at least; 0 where it isn't told.
+    - `flops`, `bytes`: operations and least reads of a device; 0 where they are not measured.
     - `tokens`: of all devices.
     """
 
@@ -111,7 +111,7 @@ class Program:
 
 
 def programs(devices: Sequence[Any], shapes: Shapes = Shapes()) -> Iterator[Program]:
-    """All of them: the step on all devices, the rest on the first."""
+    """Yield all programs: the step on all devices, the others on the first."""
     yield training(devices, shapes)
     platform = devices[0].platform
     for case in shapes.attention:
@@ -126,7 +126,7 @@ def programs(devices: Sequence[Any], shapes: Shapes = Shapes()) -> Iterator[Prog
 
 
 def training(devices: Sequence[Any], shapes: Shapes) -> Program:
-    """A step with AdamW, state in float32, activations in bfloat16, weights and rows split over the devices."""
+    """Make a step with AdamW, state in float32, activations in bfloat16, weights and rows split over the devices."""
     layout, rows = ed.Layout.create(fsdp=-1, devices=list(devices)), shapes.rows * len(devices)
     precision = ed.Precision(compute=jnp.bfloat16)
     model = ed.abstract(ed.get_config(shapes.model), layout=layout, precision=precision, remat="save_qkv_proj")
@@ -134,8 +134,8 @@ def training(devices: Sequence[Any], shapes: Shapes) -> Program:
     state = trainer.abstract(model, key=jax.random.key(0))
 
     def step(state, tokens):
-        places = jnp.broadcast_to(jnp.arange(shapes.seq_len, dtype=jnp.int32), tokens.shape)
-        batch = Batch(tokens=tokens, segment_ids=jnp.ones_like(tokens), positions=places, contiguous=True)
+        positions = jnp.broadcast_to(jnp.arange(shapes.seq_len, dtype=jnp.int32), tokens.shape)
+        batch = Batch(tokens=tokens, segment_ids=jnp.ones_like(tokens), positions=positions, contiguous=True)
         return trainer.advance(state, batch)
 
     tokens = rows * shapes.seq_len
@@ -150,7 +150,7 @@ def training(devices: Sequence[Any], shapes: Shapes) -> Program:
 
 
 def kernels(case: Attention, platform: str) -> list[str]:
-    """The names of the kernels that can do it on such a platform."""
+    """Return the names of the attention kernels that can do a case on such a platform."""
     names = [name for name in get_args(AttentionName) if name != "auto"]
     scores = 4 * case.batch * case.heads * case.length**2
     call = AttentionCall(
@@ -171,24 +171,24 @@ def kernels(case: Attention, platform: str) -> list[str]:
 
 
 def attention(case: Attention, kernel: str, device: Any) -> Iterator[Program]:
-    """Forward, and forward with backward. Operations are those of scores that the mask leaves, 2 and 7 products."""
-    here = SingleDeviceSharding(device)
+    """Yield forward, and forward with backward; FLOPs are of scores that the mask leaves, of 2 and 7 products."""
+    sharding = SingleDeviceSharding(device)
 
     def like(heads: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((case.batch, case.length, heads, case.head_dim), jnp.bfloat16, sharding=here)
+        return jax.ShapeDtypeStruct((case.batch, case.length, heads, case.head_dim), jnp.bfloat16, sharding=sharding)
 
     def forward(query, key, value):
-        places = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
-        own: dict[str, Any] = dict(query_positions=places, key_positions=places, aligned=True, local=True)
-        own |= dict(dense_positions=True, needs_lse=False)
-        return attend(query, key, value, mask=case.mask, kernel=kernel, platform=device.platform, **own)[0]
+        positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
+        options: dict[str, Any] = dict(query_positions=positions, key_positions=positions, aligned=True, local=True)
+        options |= dict(dense_positions=True, needs_lse=False)
+        return attend(query, key, value, mask=case.mask, kernel=kernel, platform=device.platform, **options)[0]
 
     def both(query, key, value):
         out, back = jax.vjp(forward, query, key, value)
         return back(out)
 
     arguments = (like(case.heads), like(case.kv_heads), like(case.kv_heads))
-    product = 2.0 * case.batch * case.heads * case.head_dim * seen(case)
+    product = 2.0 * case.batch * case.heads * case.head_dim * visible_pairs(case)
     about = f"{kernel}, {case.batch} x {case.length}, {case.heads} heads of {case.head_dim}, {case.kv_heads} of keys"
     about += f", window {case.mask.size}" if isinstance(case.mask, SlidingWindow) else ""
     yield Program(f"{about}: forward", jax.jit(forward), arguments, flops=2 * product)
@@ -196,11 +196,11 @@ def attention(case: Attention, kernel: str, device: Any) -> Iterator[Program]:
 
 
 def recurrence(case: Recurrence, device: Any, kernel: bool) -> Iterator[Program]:
-    """Forward, and forward with backward: the operations of the definition, token by token, and thrice as many."""
-    here = SingleDeviceSharding(device)
+    """Yield forward, and forward with backward; FLOPs are those of the definition, token by token, and thrice these."""
+    sharding = SingleDeviceSharding(device)
 
     def like(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((case.batch, case.length, *shape), jnp.float32, sharding=here)
+        return jax.ShapeDtypeStruct((case.batch, case.length, *shape), jnp.float32, sharding=sharding)
 
     def forward(query, key, value, log_decay, beta):
         run = run_kernel if kernel else functools.partial(delta_rule, platform="cpu")
@@ -219,22 +219,22 @@ def recurrence(case: Recurrence, device: Any, kernel: bool) -> Iterator[Program]
     yield Program(f"{about}: both", jax.jit(both), arguments, flops=3 * operations)
 
 
-def seen(case: Attention) -> int:
-    """Pairs of a query and a key that it sees, in one row."""
+def visible_pairs(case: Attention) -> int:
+    """Count the pairs of a query and a visible key in one row."""
     window = case.mask.size if isinstance(case.mask, SlidingWindow) else case.length
     full = min(window, case.length)
     return full * (full + 1) // 2 + (case.length - full) * full
 
 
 def decoding(rows: int, device: Any, shapes: Shapes) -> Program:
-    """One token for each row, weights and cache in bfloat16: all weights and the whole cache are read."""
+    """Make a decoding step of one token a row, weights and cache in bfloat16: all of both are read."""
     layout = ed.Layout.create(devices=[device])
     precision = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
     config = ed.get_config(shapes.model)
     model = ed.abstract(config, layout=layout, precision=precision)
     cache = ed.abstract_cache(config, rows, shapes.past + 1, layout=layout)
-    here = layout.activation_sharding("batch length", (rows, 1))
-    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=here)
+    sharding = layout.activation_sharding("batch length", (rows, 1))
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=sharding)
 
     def step(cache, model, tokens):
         positions = jnp.full_like(tokens, shapes.past)
@@ -250,7 +250,7 @@ def decoding(rows: int, device: Any, shapes: Shapes) -> Program:
 
 
 def filled(tree: Any) -> Any:
-    """Arrays in place of shapes: small random numbers; ones where integers are asked for."""
+    """Replace shapes by arrays: small random numbers, ones for integers."""
 
     def array(like: Any) -> jax.Array:
         def make() -> jax.Array:
@@ -266,7 +266,7 @@ def filled(tree: Any) -> Any:
 
 
 def seconds(program: Program, repeats: int, calls: int = 10) -> float:
-    """Median time of a call, of which several are given to the device one behind the other."""
+    """Measure the median time of a call, of which several are given to the device one behind the other."""
     arguments = [filled(each) for each in program.arguments]
 
     def call() -> Any:
@@ -287,8 +287,8 @@ def seconds(program: Program, repeats: int, calls: int = 10) -> float:
     return statistics.median(taken)
 
 
-def told(program: Program, time: float, chip: Chip | None) -> str:
-    """One line: milliseconds, and what share of the chip's peak or bandwidth that is."""
+def format_line(program: Program, time: float, chip: Chip | None) -> str:
+    """Format milliseconds and the share of the chip's peak or bandwidth in one line."""
     line = f"{program.name}: {1000 * time:.3f} ms"
     if program.tokens:
         line += f", {program.tokens / time:,.0f} tokens/s"
@@ -308,7 +308,7 @@ def told(program: Program, time: float, chip: Chip | None) -> str:
 
 
 def accelerator(repeats: int, shapes: Shapes = Shapes(), say: Callable[[str], None] = print) -> bool:
-    """Run everything on the devices that are here. What a program fails with is said, and the next one is run."""
+    """Measure all programs on the devices that are here; errors of a program are printed, and the next one runs."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
         say(NEEDED)
@@ -318,12 +318,12 @@ def accelerator(repeats: int, shapes: Shapes = Shapes(), say: Callable[[str], No
 
 
 def measure(devices: Sequence[Any], repeats: int, shapes: Shapes, say: Callable[[str], None]) -> None:
-    """A line for each program."""
+    """Print a line for each program."""
     chip = chip_of(devices[0].device_kind)
     known = f"figures: {chip.source}" if chip is not None else "no figures of it are known"
     say(f"{len(devices)} x {devices[0].device_kind} ({known})")
     for program in programs(devices, shapes):
         try:
-            say(told(program, seconds(program, repeats), chip))
+            say(format_line(program, seconds(program, repeats), chip))
         except (jax.errors.JaxRuntimeError, ed.ConfigError) as error:
             say(f"{program.name}: {str(error).splitlines()[0][:200]}")

@@ -1,4 +1,4 @@
-"""Measurements of data and starts for `bench.py`: restarts, tokenising, plans of rows, and memory of processes."""
+"""Measurements of data and starts for `bench.py`: restarts, tokenizing, plans of rows, and memory of processes."""
 
 import itertools
 import json
@@ -19,12 +19,12 @@ from eqx_decoders.data.sources.readers import ReadOptions, read_source
 from eqx_decoders.data.sources.sources import Source
 from eqx_decoders.data.store.corpus import read_documents
 from eqx_decoders.data.store.corpus_stats import CorpusStats
-from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
 
 
 def restart(folder: Path, steps: int, **environment: str) -> float:
-    """Seconds from the start of the training program, resumed for one step more, to the row of its first step."""
+    """Measure seconds from the start of the training program, resumed for one more step, to the row of that step."""
     metrics, command = folder / "metrics.jsonl", [sys.executable, str(Path(__file__).with_name("train.py"))]
     options = ["--tokenizer", "bytes", "--data", str(Path(__file__).parents[1] / "README.md"), "--trackers"]
     options += ["--held-out-fraction", "0", "--sample-tokens", "0", "--steps", str(steps)]
@@ -41,7 +41,7 @@ def restart(folder: Path, steps: int, **environment: str) -> float:
 
 
 def make_text(folder: Path, size: int) -> None:
-    """JSON lines of so many bytes from the standard library's text, and a tokenizer of 32,000 ids trained on it."""
+    """Write JSON lines of the standard library's text, and a tokenizer of 32,000 ids trained on it."""
     text = "".join(document.text or "" for document in read_documents(None))
     train_bpe(itertools.islice((one.text or "" for one in read_documents(None)), 300), 32_000).save(folder)
     generator, written = random.Random(0), 0
@@ -52,7 +52,7 @@ def make_text(folder: Path, size: int) -> None:
 
 
 def encode(folder: str, begin: int, end: int) -> dict[str, float]:
-    """Bytes a second, and a second of the processor, of `encode_batch_fast` alone over a part of the text."""
+    """Measure `encode_batch_fast` alone over a part of the text: bytes a second, and a second of the processor."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
@@ -68,7 +68,7 @@ def encode(folder: str, begin: int, end: int) -> dict[str, float]:
 
 
 def tokenise(folder: str) -> dict[str, float]:
-    """Bytes of text a second of a store that is made, start of its processes and counting included; and memory."""
+    """Measure making a store, start of its processes and counting included: bytes of text a second, and memory."""
     peak, done = [0], threading.Event()
     watch = threading.Thread(target=watch_memory, args=(peak, done))
     watch.start()
@@ -87,7 +87,7 @@ def tokenise(folder: str) -> dict[str, float]:
 
 
 def watch_memory(peak: list[int], done: threading.Event) -> None:
-    """Keep the most that this process and those that it started have in memory together."""
+    """Record the peak of the memory of this process and of those that it started together."""
     while not done.wait(0.25):
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         sizes = []
@@ -100,13 +100,13 @@ def watch_memory(peak: list[int], done: threading.Event) -> None:
 
 
 def memory(field: str, pid: str = "self") -> int:
-    """Bytes of a field of Linux's account of a process."""
+    """Read the bytes of a field of Linux's account of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 class EndlessCorpus:
-    """So many documents of about 1000 tokens, whose sizes repeat after a million of them."""
+    """Documents of about 1000 tokens, whose sizes repeat after a million of them."""
 
     content_hash, has_targets = "endless", False
 
@@ -138,7 +138,7 @@ class EndlessCorpus:
 
 
 def plan(documents: int) -> dict[str, float]:
-    """Batches of 256 x 2048 of so many documents, whose tokens are not read: seconds, rows a second, memory."""
+    """Measure batches of 256 x 2048 of documents whose tokens are not read: seconds, rows a second, memory."""
     seconds, corpus = {}, EndlessCorpus(documents)
     with tempfile.TemporaryDirectory() as folder:
         part = Corpus("", corpus, False, Path(folder))  # pyright: ignore[reportArgumentType]

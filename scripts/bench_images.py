@@ -18,8 +18,8 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.qwen3 import qwen3
-from eqx_decoders.families.qwen3_vl import qwen3_vl
-from eqx_decoders.families.qwen_vision import qwen_vision
+from eqx_decoders.families.qwen3_vl import qwen3_vl, qwen_vision
+from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.rope import Rope
 
 
@@ -28,32 +28,31 @@ REPEATS = 5
 
 
 def image_config() -> ed.DecoderConfig:
-    """A Qwen3-VL of 110 M weights: an encoder of 12 layers with features at three depths, and a decoder of 12."""
+    """Configure a Qwen3-VL of 110 M weights: an encoder of 12 layers, features of three depths, a decoder of 12."""
     shape = DecoderSizes(
         vocab_size=32_000, embed_dim=512, num_layers=12, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=1536
     )
-    vision = qwen_vision(
-        embed_dim=512, layers=12, heads=8, mlp_dim=2048, out_dim=512, deepstack=(2, 5, 8), side=32, size=16
-    )
+    sizes = EncoderSizes(embed_dim=512, layers=12, heads=8, mlp_dim=2048, out_dim=512, size=16)
+    vision = qwen_vision(sizes, deepstack=(2, 5, 8), side=32)
     text = qwen3(shape, rope=Rope(theta=5e6, sections=(12, 10, 10)))
-    made = qwen3_vl(text, vision)
-    assert made.media is not None
-    media = dataclasses.replace(made.media, image_token=31_998, video_token=31_999)
-    return dataclasses.replace(made, media=media)
+    config = qwen3_vl(text, vision)
+    assert config.media is not None
+    media = dataclasses.replace(config.media, image_token=31_998, video_token=31_999)
+    return dataclasses.replace(config, media=media)
 
 
 def inputs() -> dict[str, Any]:
-    """Tokens and patches of a prompt with all images, in transformers' words."""
+    """Make tokens and patches of a prompt with all images, in transformers' names."""
     rows, generator = SIDE // 16, np.random.default_rng(0)
-    own = np.concatenate([np.full((rows // 2) ** 2, 31_998), np.arange(1, 3)])
-    ids = np.concatenate([*[own] * IMAGES, np.arange(3, 3 + WORDS)])[None]
+    row = np.concatenate([np.full((rows // 2) ** 2, 31_998), np.arange(1, 3)])
+    ids = np.concatenate([*[row] * IMAGES, np.arange(3, 3 + WORDS)])[None]
     pixels = generator.normal(size=(IMAGES * rows * rows, 3 * 2 * 16 * 16)).astype(np.float32)
     grids = np.asarray([[1, rows, rows]] * IMAGES)
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grids}
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """The median of a few runs, in seconds."""
+    """Return the median of a few runs, in seconds."""
     seconds = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()
@@ -63,13 +62,13 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def bench_images(_: Any) -> None:
-    """Print a table."""
-    given = inputs()
-    ids = given.pop("input_ids")
+    """Print a table of both sides."""
+    arguments = inputs()
+    ids = arguments.pop("input_ids")
     rows = []
     for dtype in ("float32", "bfloat16"):
         model = ed.init(image_config(), key=jax.random.key(0), precision=ed.Precision(params=dtype, compute=dtype))
-        media = ed.Media.create(model.config, ids, **given)
+        media = ed.Media.create(model.config, ids, **arguments)
         cache = ed.init_cache(model.config, 1, 2048, dtype=jnp.dtype(dtype))
         encoding = timed(lambda model=model, media=media: jax.block_until_ready(model.encode(media)))
         prefill = timed(
@@ -79,9 +78,9 @@ def bench_images(_: Any) -> None:
         if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
             with tempfile.TemporaryDirectory() as folder:
                 ed.save_hf(model, Path(folder) / "model")
-                np.savez(Path(folder) / "inputs.npz", input_ids=ids, **given)
-                found = subprocess.check_output([sys.executable, __file__, folder, dtype], text=True)
-            encoding, prefill = map(float, found.split()[-2:])
+                np.savez(Path(folder) / "inputs.npz", input_ids=ids, **arguments)
+                output = subprocess.check_output([sys.executable, __file__, folder, dtype], text=True)
+            encoding, prefill = map(float, output.split()[-2:])
             rows.append(("transformers", dtype, encoding, prefill))
     tokens = ids.shape[1]
     print(f"\n{IMAGES} images of {SIDE} x {SIDE} pixels before {WORDS} words: {tokens} tokens")
@@ -90,19 +89,19 @@ def bench_images(_: Any) -> None:
 
 
 def transformers_seconds(folder: str, dtype: str) -> None:
-    """The same with transformers, in a process of its own."""
+    """Measure the same with transformers, in a process of its own."""
     import torch
     import transformers
 
-    given = {name: torch.from_numpy(value) for name, value in np.load(Path(folder) / "inputs.npz").items()}
+    arguments = {name: torch.from_numpy(value) for name, value in np.load(Path(folder) / "inputs.npz").items()}
     kind = transformers.Qwen3VLForConditionalGeneration
     model = kind.from_pretrained(Path(folder) / "model", dtype=getattr(torch, dtype)).eval()
-    given["pixel_values"] = given["pixel_values"].to(model.dtype)
-    given["mm_token_type_ids"] = (given["input_ids"] == 31_998).int()
-    images = given["pixel_values"], given["image_grid_thw"]
+    arguments["pixel_values"] = arguments["pixel_values"].to(model.dtype)
+    arguments["mm_token_type_ids"] = (arguments["input_ids"] == 31_998).int()
+    images = arguments["pixel_values"], arguments["image_grid_thw"]
     with torch.inference_mode():
         encoding = timed(lambda: model.get_image_features(*images))
-        prefill = timed(lambda: model(**given, use_cache=True))
+        prefill = timed(lambda: model(**arguments, use_cache=True))
     print(encoding, prefill)
 
 

@@ -1,4 +1,4 @@
-"""Read a prompt and continue it, here and with transformers, in turn: what else the machine does then hits both.
+"""Read a prompt and continue it, here and with transformers, in turn: other load of the machine hits both.
 
 Each side is a process of its own, and may be another interpreter; this file is all that the other one needs of this
 project, so JAX and this package are imported where they are used.
@@ -31,7 +31,7 @@ Seconds = tuple[float, float]  # of the prompt, and of the tokens behind it
 
 
 def our_model(work: Work, sizes: dict[str, int]) -> tuple[Any, Any]:
-    """A model of drawn weights, and prompts for it."""
+    """Make a model of drawn weights, and prompts for it."""
     import jax
     import numpy as np
 
@@ -50,7 +50,7 @@ def our_model(work: Work, sizes: dict[str, int]) -> tuple[Any, Any]:
 
 
 def our_generate(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seconds]:
-    """By `generate`: the seconds of one token, and how many more those of all take."""
+    """Measure `generate`: seconds of one token, and the further seconds of all tokens."""
     import jax
 
     import eqx_decoders as ed
@@ -60,7 +60,7 @@ def our_generate(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seco
 
 
 def our_engine(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seconds]:
-    """By an engine of eight slots, as a server has it, of which a single request uses one."""
+    """Measure an engine of eight slots, as a server has it, of which a single request uses one."""
     from eqx_decoders.serving import Engine, EngineConfig, Request
 
     model, ids = our_model(work, sizes)
@@ -75,7 +75,7 @@ def our_engine(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Second
 
 
 def _first_and_others(work: Work, answer: Callable[[int], Any]) -> Callable[[], Seconds]:
-    """Seconds of one token, the prompt's, and how many more those of all take."""
+    """Measure the seconds of the prompt's token, and the further seconds of all tokens."""
 
     def seconds(new: int) -> float:
         begin = time.perf_counter()
@@ -91,7 +91,7 @@ def _first_and_others(work: Work, answer: Callable[[int], Any]) -> Callable[[], 
 
 
 def their_generate(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seconds]:
-    """By the forward of transformers' Llama with its cache, without the overhead of its `generate`."""
+    """Measure the forward of transformers' Llama with its cache, without the overhead of its `generate`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -124,7 +124,7 @@ def their_generate(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Se
 
 
 def our_roofs(work: Work) -> Callable[[], Seconds]:
-    """The best that XLA does here: a product of 2048-cubed, and the seconds of reading 400 MB."""
+    """Measure the best of XLA on this machine: a product of 2048-cubed, and reading 400 MB."""
     import jax
     import jax.numpy as jnp
 
@@ -137,7 +137,7 @@ def our_roofs(work: Work) -> Callable[[], Seconds]:
 
 
 def their_roofs(work: Work) -> Callable[[], Seconds]:
-    """The same with torch."""
+    """Measure the same with torch."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -146,7 +146,7 @@ def their_roofs(work: Work) -> Callable[[], Seconds]:
 
 
 def best(run: Callable[[], Any]) -> float:
-    """The least seconds of a few runs after a first one."""
+    """Return the least seconds of a few runs after a first one."""
     seconds = []
     for _ in range(6):
         begin = time.perf_counter()
@@ -164,26 +164,26 @@ KINDS: dict[str, dict[str, Callable[[Work], Callable[[], Seconds]]]] = {
 
 
 def in_turn(kind: str, work: Work, peer: str, repeats: int) -> dict[str, list[Seconds]]:
-    """Seconds of both sides, which take turns."""
+    """Measure the seconds of both sides in turn."""
     interpreters = {"here": sys.executable, "transformers": peer}
     pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     sides: dict[str, Any] = {
         name: subprocess.Popen([python, __file__, kind, name, json.dumps(work)], **pipes)
         for name, python in interpreters.items()
     }
-    found: dict[str, list[Seconds]] = {name: [] for name in sides}
+    rows: dict[str, list[Seconds]] = {name: [] for name in sides}
     try:
         for process in sides.values():
             _answer(process)  # both are ready
         for _ in range(repeats):
             for name, process in sides.items():
                 process.stdin.write("go\n")
-                found[name].append(tuple(_answer(process)))
+                rows[name].append(tuple(_answer(process)))
     finally:
         for process in sides.values():
             process.stdin.close()
             process.wait()
-    return found
+    return rows
 
 
 def _answer(process: Any) -> Any:
@@ -194,12 +194,12 @@ def _answer(process: Any) -> Any:
 
 
 def median(rows: list[Seconds], place: int) -> float:
-    """Of one of the two figures."""
+    """Return the median of one of the two figures."""
     return statistics.median(row[place] for row in rows)
 
 
 def show_inference(peer: str | None, repeats: int, works: tuple[Work, ...] = WORKS, say: Any = print) -> bool:
-    """Print a table; whether there was something to compare with."""
+    """Print a table; return whether there was a side to compare with."""
     if peer is None and all(map(importlib.util.find_spec, ("torch", "transformers"))):
         peer = sys.executable
     if peer is None:
@@ -211,16 +211,16 @@ def show_inference(peer: str | None, repeats: int, works: tuple[Work, ...] = WOR
             product, read = (min(row[place] for row in rows) for place in (0, 1))
             say(f"{dtype:9} {name:12}: {2 * 2.048**3 / product:5.0f} GFLOP/s, reads {0.4 / read:5.1f} GB/s at best")
     for kind, work in itertools.product(("generate", "engine"), works):
-        found = in_turn(kind, work, peer, repeats)
+        sides = in_turn(kind, work, peer, repeats)
         for place, (what, count) in enumerate((("prefill", work.prompt), ("decode", work.new))):
-            here, there = (work.batch * count / median(rows, place) for rows in found.values())
-            text = f"{here:8.1f} tokens/s, transformers {there:8.1f}: {here / there:.2f}"
+            ours, theirs = (work.batch * count / median(rows, place) for rows in sides.values())
+            text = f"{ours:8.1f} tokens/s, transformers {theirs:8.1f}: {ours / theirs:.2f}"
             say(f"{kind:8} {work.dtype:9} batch {work.batch} {what:8} {text}", flush=True)
     return True
 
 
 def serve_measurements(kind: str, side: str, work: str) -> None:
-    """Prepare, then measure once for each line that comes in."""
+    """Prepare, then measure once for each line of the input."""
     run = KINDS[kind][side](Work(*json.loads(work)))
     print(json.dumps("ready"), flush=True)
     for _ in sys.stdin:

@@ -1,4 +1,4 @@
-"""Measurements of single layers for `bench.py`: experts by how they are run, and recurrences beside attention."""
+"""Measurements of single layers for `bench.py`: experts by dispatch, and recurrences with attention."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from eqx_decoders.layers.recurrent.recurrence import delta_rule as gated_delta_r
 
 
 def both(function: Callable, *args: Any) -> Callable:
-    """The compiled gradient of a function by all arguments, as a function without any."""
+    """Return the compiled gradient of a function by all arguments, as a function without arguments."""
 
     def pair(*args):
         out, back = jax.vjp(function, *args)
@@ -27,7 +27,7 @@ def both(function: Callable, *args: Any) -> Callable:
 
 
 def in_turns(programs: dict[str, Callable], repeats: int, once: tuple[str, ...] = ()) -> dict[str, list[float]]:
-    """Seconds of each program, `repeats` times; all take turns, so that what else the machine does slows all of them.
+    """Measure each program `repeats` times in turn, so that other load of the machine slows all of them.
 
     Those in `once` are timed once.
     """
@@ -44,9 +44,9 @@ def in_turns(programs: dict[str, Callable], repeats: int, once: tuple[str, ...] 
 
 
 def experts(repeats: int) -> dict[str, list[float]]:
-    """Seconds, forward and backward, of 64 experts of which each of 2048 tokens uses four, by how they are run.
+    """Measure 64 experts, of which each of 2048 tokens uses four, forward and backward, by dispatch.
 
-    The first is the yardstick: the same active work as three plain products.
+    The first row is the yardstick: the same active work as three plain products.
     """
     tokens, count, chosen, embed, mlp = 2048, 64, 4, 512, 256
     config = ExpertsConfig(num_experts=count, num_experts_per_token=chosen, mlp_dim=mlp, capacity_factor=1.25)
@@ -77,12 +77,12 @@ def experts(repeats: int) -> dict[str, list[float]]:
 
 
 def delta_rule(length: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds, forward and backward, of two rows of so many tokens in four heads of 64, in f32."""
+    """Measure two rows in four heads of 64, forward and backward, in f32."""
     shape = (2, length, 4, 64)
     query, key, value, decay = (jax.random.normal(jax.random.key(seed), shape) for seed in range(4))
     key, decay = key / jnp.linalg.norm(key, axis=-1, keepdims=True), -jax.nn.softplus(decay)
-    beta, places = jnp.full(shape[:3], 0.5), jnp.tile(jnp.arange(length), (2, 1))
-    options: dict[str, Any] = dict(mask=Causal(), query_positions=places, key_positions=places, aligned=True)
+    beta, positions = jnp.full(shape[:3], 0.5), jnp.tile(jnp.arange(length), (2, 1))
+    options: dict[str, Any] = dict(mask=Causal(), query_positions=positions, key_positions=positions, aligned=True)
     forms = {
         "attention": lambda q, k, v: attend(q, k, v, kernel="chunked", **options)[0],
         "delta rule": lambda q, k, v: gated_delta_rule(q, k, v, decay[..., :1], beta)[0],

@@ -1,7 +1,7 @@
-"""A server under load: clients that each ask again as soon as they are answered; beside it llama.cpp and transformers.
+"""Measure a server under load, with clients that send again as soon as they have an answer; also llama.cpp and others.
 
 Prompts and answers have the lengths of people's chats, as far as these are log-normal: medians of 96 and 64 tokens.
-Each client reads its answer as a stream; what it waits for is measured where it reads.
+Each client reads its answer as a stream; waits are measured where it reads.
 """
 
 import abc
@@ -31,33 +31,36 @@ LENGTH, SLOTS = 512, 16
 ROOT = Path(__file__).parents[1]
 
 
-class Asked(NamedTuple):
-    """One request: ids of a prompt, and how many tokens are to follow."""
+class CompletionWork(NamedTuple):
+    """One request: ids of a prompt, and the number of tokens that follow."""
 
     prompt: list[int]
     new: int
 
 
-class Waited(NamedTuple):
-    """What a client saw of one: seconds to the first token, and between the others."""
+class Waits(NamedTuple):
+    """Waits of a client for one answer: seconds to the first token, and between the others."""
 
     first: float
     between: list[float]
     tokens: int
 
 
-def requests(count: int, seed: int = 0) -> list[Asked]:
-    """The same ones for every side, others for each seed: what a side remembers of prompts is of no use."""
+def requests(count: int, seed: int = 0) -> list[CompletionWork]:
+    """Make the same requests for every side, others for each seed: a cache of prompts is of no use to any side."""
     pick = random.Random(seed)
 
     def length(median: int, most: int) -> int:
         return max(1, min(most, round(median * pick.lognormvariate(0, 0.8))))
 
-    return [Asked([pick.randrange(3, 32_000) for _ in range(length(96, 300))], length(64, 200)) for _ in range(count)]
+    return [
+        CompletionWork([pick.randrange(3, 32_000) for _ in range(length(96, 300))], length(64, 200))
+        for _ in range(count)
+    ]
 
 
 def save_model(folder: Path) -> None:
-    """A Llama of 134 M drawn weights, as transformers reads it."""
+    """Save a Llama of 134 M drawn weights as transformers reads it."""
     import jax
 
     import eqx_decoders as ed
@@ -72,7 +75,7 @@ def save_model(folder: Path) -> None:
 
 
 def save_gguf(folder: Path, file: Path) -> None:
-    """That model as llama.cpp reads it; its tokens are called by their ids, since all prompts are ids."""
+    """Save that model as llama.cpp reads it; names of its tokens are their ids, since all prompts are ids."""
     try:
         import gguf
     except ImportError as error:
@@ -112,7 +115,7 @@ def save_gguf(folder: Path, file: Path) -> None:
 
 
 class Server(abc.ABC):
-    """A server on a free port, for a `with` block. Its kinds say how it is started and asked."""
+    """A server on a free port, for a `with` block. Its kinds define the command and the requests."""
 
     path: str
 
@@ -123,12 +126,12 @@ class Server(abc.ABC):
         self.command = [*command, "--port", str(self.port)]
 
     @abc.abstractmethod
-    def asks(self, asked: Asked) -> dict[str, Any]:
-        """The body of a request."""
+    def body(self, work: CompletionWork) -> dict[str, Any]:
+        """Return the body of a request."""
 
     @abc.abstractmethod
     def tokens(self, event: dict[str, Any]) -> int:
-        """How many tokens an event of the stream brings."""
+        """Return the number of tokens in an event of the stream."""
 
     def __enter__(self) -> "Server":
         self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
@@ -147,20 +150,20 @@ class Server(abc.ABC):
         self.process.send_signal(signal.SIGTERM)
         self.process.wait()
 
-    def answer(self, asked: Asked) -> Waited:
-        """Ask, and read the stream."""
+    def answer(self, work: CompletionWork) -> Waits:
+        """Send a request, and read the stream."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         begin = time.perf_counter()
-        link.request("POST", self.path, json.dumps(self.asks(asked)), {"Content-Type": "application/json"})
+        link.request("POST", self.path, json.dumps(self.body(work)), {"Content-Type": "application/json"})
         answer, times, tokens = link.getresponse(), [], 0
         assert answer.status == 200, answer.read()
         for line in answer:
             if line.startswith(b"data: {"):
-                found = self.tokens(json.loads(line[6:]))
-                tokens += found
-                times += [time.perf_counter()] * bool(found)
+                new = self.tokens(json.loads(line[6:]))
+                tokens += new
+                times += [time.perf_counter()] * bool(new)
         link.close()
-        return Waited(times[0] - begin, [b - a for a, b in itertools.pairwise(times)], tokens)
+        return Waits(times[0] - begin, [b - a for a, b in itertools.pairwise(times)], tokens)
 
 
 class OurServer(Server):
@@ -172,9 +175,9 @@ class OurServer(Server):
         sizes = ["--max-batch-size", str(SLOTS), "--max-length", str(LENGTH)]
         super().__init__(sys.executable, str(ROOT / "scripts" / "serve.py"), "--model", str(folder), *sizes, *flags)
 
-    def asks(self, asked: Asked) -> dict[str, Any]:
-        told = dict(prompt=asked.prompt, max_tokens=asked.new, temperature=0)
-        return told | dict(stream=True, ignore_eos=True, return_token_ids=True)
+    def body(self, work: CompletionWork) -> dict[str, Any]:
+        options = dict(prompt=work.prompt, max_tokens=work.new, temperature=0)
+        return options | dict(stream=True, ignore_eos=True, return_token_ids=True)
 
     def tokens(self, event: dict[str, Any]) -> int:
         return len(event["choices"][0].get("token_ids") or [])
@@ -191,27 +194,27 @@ class LlamaCpp(Server):
         cache = ["--cache-type-k", "f32", "--cache-type-v", "f32"]
         super().__init__(program, "--model", str(file), *threads, *sizes, *cache, "--log-disable")
 
-    def asks(self, asked: Asked) -> dict[str, Any]:
-        return dict(prompt=asked.prompt, n_predict=asked.new, temperature=0, stream=True, ignore_eos=True)
+    def body(self, work: CompletionWork) -> dict[str, Any]:
+        return dict(prompt=work.prompt, n_predict=work.new, temperature=0, stream=True, ignore_eos=True)
 
     def tokens(self, event: dict[str, Any]) -> int:
         return 0 if event["stop"] else len(event["tokens"])
 
 
-def load(server: Server, clients: int, work: list[Asked]) -> tuple[float, list[Waited]]:
-    """Seconds in which so many clients have all answers, and what each waited."""
-    left: queue.SimpleQueue[Asked] = queue.SimpleQueue()
-    for asked in work:
-        left.put(asked)
-    seen: list[Waited] = []
+def load(server: Server, clients: int, work: list[CompletionWork]) -> tuple[float, list[Waits]]:
+    """Measure the seconds in which a number of clients have all answers, and their waits."""
+    left: queue.SimpleQueue[CompletionWork] = queue.SimpleQueue()
+    for one in work:
+        left.put(one)
+    answers: list[Waits] = []
 
     def client() -> None:
         while True:
             try:
-                asked = left.get_nowait()
+                one = left.get_nowait()
             except queue.Empty:
                 return
-            seen.append(server.answer(asked))
+            answers.append(server.answer(one))
 
     threads = [threading.Thread(target=client) for _ in range(clients)]
     begin = time.perf_counter()
@@ -219,11 +222,11 @@ def load(server: Server, clients: int, work: list[Asked]) -> tuple[float, list[W
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - begin, seen
+    return time.perf_counter() - begin, answers
 
 
 def percentile(numbers: list[float], share: float) -> float:
-    """The number below which so much of them lies."""
+    """Return the number below which a share of them lies."""
     ordered = sorted(numbers) or [0.0]
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -253,26 +256,26 @@ def bench_serving(options: Any) -> None:
 
 
 def measure(title: str, server: Server) -> dict[int, float]:
-    """Print a table of one server; tokens a second by the number of clients."""
+    """Print a table of one server; return tokens a second by the number of clients."""
     print(title)
     print("clients  tokens/s   first token s p50    p99   between tokens ms p50    p99", flush=True)
     rates = {}
     with server:
         server.answer(requests(1)[0])
         for clients in CLIENTS:
-            seconds, seen = load(server, clients, requests(asked_by(clients), seed=clients))
-            rates[clients] = sum(waited.tokens for waited in seen) / seconds
-            print(row(clients, rates[clients], seen), flush=True)
+            seconds, answers = load(server, clients, requests(request_count(clients), seed=clients))
+            rates[clients] = sum(waits.tokens for waits in answers) / seconds
+            print(row(clients, rates[clients], answers), flush=True)
     return rates
 
 
-def asked_by(clients: int) -> int:
-    """How many requests so many clients send together."""
+def request_count(clients: int) -> int:
+    """Return the number of requests of a number of clients together."""
     return max(6, 3 * clients)
 
 
 def draw(file: str, rates: dict[str, dict[int, float]]) -> None:
-    """Tokens a second over clients, as an image."""
+    """Draw tokens a second over clients, as an image."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -287,22 +290,22 @@ def draw(file: str, rates: dict[str, dict[int, float]]) -> None:
     figure.savefig(file, dpi=110)
 
 
-def row(clients: int, rate: float, seen: list[Waited]) -> str:
-    """A line of the table."""
-    first = [waited.first for waited in seen]
-    between = [1000 * gap for waited in seen for gap in waited.between]
+def row(clients: int, rate: float, answers: list[Waits]) -> str:
+    """Format a line of the table."""
+    first = [waits.first for waits in answers]
+    between = [1000 * gap for waits in answers for gap in waits.between]
     waits = f"{percentile(first, 0.5):20.2f} {percentile(first, 0.99):6.2f}"
     return f"{clients:7} {rate:9.1f} {waits} {percentile(between, 0.5):21.0f} {percentile(between, 0.99):6.0f}"
 
 
 def batched(peer: str, folder: Path) -> dict[int, float]:
-    """Tokens a second of transformers' continuous batching, with as many requests at a time as there are clients."""
-    told = subprocess.run([peer, __file__, str(folder)], check=True, capture_output=True, text=True).stdout.split()
-    return dict(zip(CLIENTS, map(float, told[-len(CLIENTS) :]), strict=True))
+    """Measure transformers' continuous batching, with as many requests at a time as there are clients."""
+    output = subprocess.run([peer, __file__, str(folder)], check=True, capture_output=True, text=True).stdout.split()
+    return dict(zip(CLIENTS, map(float, output[-len(CLIENTS) :]), strict=True))
 
 
 def batched_there(folder: str) -> None:
-    """The same requests with `generate_batch`, as many at a time as there are clients."""
+    """Answer the same requests with `generate_batch`, as many at a time as there are clients."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -310,22 +313,22 @@ def batched_there(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     answer_together(model, requests(1))
     for clients in CLIENTS:
-        work, tokens, seconds = requests(asked_by(clients), seed=clients), 0, 0.0
+        work, tokens, seconds = requests(request_count(clients), seed=clients), 0, 0.0
         for begin in range(0, len(work), clients):
-            found = answer_together(model, work[begin : begin + clients])
-            tokens, seconds = tokens + found[0], seconds + found[1]
+            new, taken = answer_together(model, work[begin : begin + clients])
+            tokens, seconds = tokens + new, seconds + taken
         print(tokens / seconds, flush=True)
 
 
-def answer_together(model: Any, work: list[Asked]) -> tuple[int, float]:
-    """Answer some requests at once; tokens and seconds. Its requests share one length: the mean of theirs."""
+def answer_together(model: Any, work: list[CompletionWork]) -> tuple[int, float]:
+    """Answer requests at once, all of the mean of their lengths; return tokens and seconds."""
     from transformers import GenerationConfig
 
-    new = round(statistics.mean(asked.new for asked in work))
+    new = round(statistics.mean(one.new for one in work))
     config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
     begin = time.perf_counter()
-    found = model.generate_batch(inputs=[asked.prompt for asked in work], generation_config=config)
-    return sum(len(each.generated_tokens) for each in found.values()), time.perf_counter() - begin
+    results = model.generate_batch(inputs=[one.prompt for one in work], generation_config=config)
+    return sum(len(each.generated_tokens) for each in results.values()), time.perf_counter() - begin
 
 
 if __name__ == "__main__":

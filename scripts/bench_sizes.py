@@ -1,4 +1,4 @@
-"""Plan all published sizes for slices of TPUs, each in a process of its own; rows are kept, and not made again."""
+"""Plan all published sizes for slices of TPUs, each in a process of its own; planned rows are not made again."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from eqx_decoders.planning.size_sweep import flags, rows_tried, sized, spread, t
 
 
 def plan_sizes(file: Path, only: list[str] | None = None) -> None:
-    """Plan those of `only`, or of all, of which `file` has no plan; then print the table of all rows."""
+    """Plan the models of `only`, or all, of which `file` has no plan; then print the table of all rows."""
     sizes, rows = sized(only or list_models()), read_rows(file)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     known = {row["model"] for row in rows if "plan" in row}
@@ -25,14 +25,14 @@ def plan_sizes(file: Path, only: list[str] | None = None) -> None:
 
 
 def read_rows(file: Path) -> list[dict]:
-    """The last row of each model; a line that was cut off is none."""
+    """Read the last row of each model; a line that was cut off is left out."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return list({row["model"]: row for row in rows}.values())
 
 
 def planned(name: str, weights: int) -> dict:
-    """The plan with the most rows that fit, or the error: the last line that was said."""
+    """Return the plan with the most rows that fit, or the error: the last line of the output."""
     said = ""
     for rows in rows_tried(weights):
         command = [sys.executable, str(Path(__file__).with_name("plan.py")), *flags(name, weights, rows)]

@@ -1,4 +1,4 @@
-"""Between Hugging Face directories and run directories: the program `eqx-decoders convert`."""
+"""Convert between Hugging Face directories and run directories: the program `eqx-decoders convert`."""
 
 import sys
 

@@ -37,11 +37,12 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
-from eqx_decoders.model.mtp import MTPConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.loss import token_loss_sum
-from eqx_decoders.training.step.step import StepConfig, Trainer
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close, root_mean_square, unit
 from tests.models import EMBED, VOCAB, filled
 
@@ -467,7 +468,7 @@ def logits_of(model: ed.Decoder, batch: ed.Batch, cache: str):
 def _guessing(model: ed.Decoder, memory: ed.Cache, token: jax.Array):
     """One token with two wrong guesses behind it, which are rejected."""
     wrong = [(token + shift) % VOCAB for shift in (3, 5)]
-    hidden, proposal, _ = model.propose(jnp.concatenate([token, *wrong], axis=1), cache=memory)
+    hidden, proposal, _ = model.forward_uncommitted(jnp.concatenate([token, *wrong], axis=1), cache=memory)
     kept = jnp.where(jnp.arange(3)[None] == 0, proposal.positions, -1)
     return memory.commit(proposal.entries, kept), model.logits(hidden[:, :1])
 

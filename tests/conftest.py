@@ -151,7 +151,7 @@ def getkey():
 def checked_signatures(request):
     """Types and shapes of what functions are given and return, in all that `--jaxtyping-packages` names."""
     quick = request.config.option.markexpr == "not slow"
-    jaxtyping.config.update("jaxtyping_disable", quick and request.path.parent.name in UNCHECKED)
+    jaxtyping.config.update("jaxtyping_disable", quick and request.path.relative_to(ROOT).parts[1] in UNCHECKED)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 

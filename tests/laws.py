@@ -59,9 +59,9 @@ def check_documents(model: Decoder) -> None:
 def check_rejection(model: Decoder) -> None:
     """Tokens that are proposed and then rejected leave no trace."""
     tokens = some_tokens(2, 9)
-    propose = eqx.filter_jit(lambda model, tokens, cache: model.propose(tokens, cache=cache)[1])
+    forward_uncommitted = eqx.filter_jit(lambda model, tokens, cache: model.forward_uncommitted(tokens, cache=cache)[1])
     cache = extend(model, tokens[:, :4], ed.init_cache(model.config, 2, 12, dtype=jnp.float32)).cache
-    proposal = propose(model, tokens[:, 4:7], cache)
+    proposal = forward_uncommitted(model, tokens[:, 4:7], cache)
     kept = cache.commit(
         proposal.entries, jnp.where(jnp.arange(3)[None] < jnp.asarray([[1], [2]]), proposal.positions, -1)
     )

@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
+from tests.layers.common import attend_on_mesh
 from tests.programs import tpu_devices
 
 

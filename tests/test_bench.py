@@ -35,14 +35,14 @@ def test_everything_runs_small(script):
     bench.measure(jax.devices()[:2], 1, shapes, lines.append)
     assert len(lines) == 1 + 1 + 2 * 2 + 2 + 1 and all(" ms" in line for line in lines[1:])
     assert "tokens/s" in lines[1] and "dot" in lines[2] and "chunked" in lines[4] and "GB/s" in lines[-1]
-    assert bench.seen(case) == 2080
-    assert bench.seen(case._replace(mask=bench.SlidingWindow(2))) == 1 + 63 * 2
+    assert bench.visible_pairs(case) == 2080
+    assert bench.visible_pairs(case._replace(mask=bench.SlidingWindow(2))) == 1 + 63 * 2
 
 
 def test_shares_are_of_the_data_sheet(script):
     bench = script("bench_accelerator")
     chip = bench.chip_of("TPU v5")
-    line = bench.told(bench.Program("p", None, (), flops=4.59e12, bytes=2.765e10, tokens=5), 0.1, chip)
+    line = bench.format_line(bench.Program("p", None, (), flops=4.59e12, bytes=2.765e10, tokens=5), 0.1, chip)
     assert "50 tokens/s" in line and "MFU 10.0%" in line and "10.0% of its bandwidth" in line
 
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ ORDER = [
 
 
 # JAX has no public way to what its processes tell each other, nor to where it finds them; nor Orbax to its counter.
-PRIVATE = {("coordination.py", "jax._src.distributed"), ("coordination.py", "jax._src.clusters")}
+PRIVATE = {("key_value_store.py", "jax._src.distributed"), ("rendezvous.py", "jax._src.clusters")}
 PRIVATE |= {("checkpoints.py", "orbax.checkpoint._src.futures.synchronization")}
 
 
@@ -82,7 +83,7 @@ def test_nothing_dangerous_is_called():
         assert "pickle" not in set(imported(file)), file
 
 
-@pytest.mark.parametrize("package", ["eqx_decoders", "eqx_decoders.training"])
+@pytest.mark.parametrize("package", ["eqx_decoders", "eqx_decoders.training", "eqx_decoders.serving"])
 def test_what_is_imported_late_is_what_type_checkers_see(package):
     """The names under TYPE_CHECKING and those of `__getattr__` are the same, and each is there."""
     module = importlib.import_module(package)
@@ -95,3 +96,13 @@ def test_what_is_imported_late_is_what_type_checkers_see(package):
         assert callable(getattr(module, name)) or name.isupper()
     with pytest.raises(AttributeError, match=rf"module '{package}' has no attribute 'nothing'"):
         _ = module.nothing
+
+
+@pytest.mark.parametrize("package", ["eqx_decoders", "eqx_decoders.training", "eqx_decoders.serving"])
+def test_the_doc_of_a_package_names_all_that_it_offers(package):
+    """Each public name stands in backticks in the text that `help` shows, and each of these names is there."""
+    module = importlib.import_module(package)
+    tree = ast.parse(pathlib.Path(module.__file__).read_text())
+    offered = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    named = set(re.findall(r"`(\w+)`", module.__doc__))
+    assert named == offered - {None}

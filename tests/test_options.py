@@ -21,7 +21,7 @@ from jaxtyping import TypeCheckError
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
@@ -40,7 +40,7 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
-from eqx_decoders.model.mtp import MTPConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.step.balance import update_router_bias
 from tests.encoders.options import ENCODER_OPTIONS
@@ -391,7 +391,7 @@ def test_every_option_is_read(kind, field):
         return
     if field == "init_std":
         short = [dataclasses.replace(config, blocks=(EMPTY,), tied=True) for config in (before, after)]
-        tables = [config.build(key=jax.random.key(0)).embedding.table for config in short]
+        tables = [ed.Decoder.build(config, key=jax.random.key(0)).embedding.table for config in short]
         np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
         return
     plain, other = logits(before), logits(after)
@@ -537,11 +537,13 @@ DATA = {
     "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
+    "EncoderSizes", "ConformerSizes", "MultimodalFamily",
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
-    "Estimate", "AttentionCall", "Ring", "StateLayout", "ExternalCall",
-    "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "Block", "Echo", "EngineStats", "EventStream",
-    "SequenceState", "TextFrontend", "Delta",
+    "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
+    "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "CachedBlock", "Echo", "EngineStats",
+    "EventStream", "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
+    "PreparedRun",
     "HttpResponse", "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "Usage", "RequestQueue",
 }  # fmt: skip
 

@@ -1,17 +1,22 @@
-"""The README's examples run as users run them, and print what is true."""
+"""The examples of all READMEs run as users run them, and print what is true."""
 
-import pathlib
+import ast
+import contextlib
+import importlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import eqx_decoders
 from tests.commands import AS_USERS_RUN, ROOT, call, write_corpus
 
 
-README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
+READMES = [ROOT / "README.md", *sorted((ROOT / "eqx_decoders").rglob("README.md")), ROOT / "scripts" / "README.md"]
+EXAMPLES = [example for file in READMES for example in re.findall(r"```python\n(.*?)```", file.read_text(), re.S)]
+TARGETS = {target for file in READMES for target in re.findall(r"`make ([a-z-]+)", file.read_text())}
 
 
 COUNTER = """
@@ -23,23 +28,26 @@ jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: even
 # Programs of each example: a new model, a step, what generates, and small ones such as zeros for an optimizer.
 MOST_PROGRAMS = {
     "count by fives": 30,
-    "Layout.create(fsdp=4, tensor=2)": 55,
+    "for _ in range(2)": 45,
+    "visualize_array_sharding": 55,
     "save_peft": 35,
-    "runs/tiny": 20,
-    "drawn_images": 40,
+    "ed.Engine(model": 45,
+    "class TiedMLP(": 15,
     "class ShortConvolution(": 15,
-    "Engine(model": 45,
+    "Engine(model, EngineConfig": 45,
+    "synthetic_images": 40,
+    "runs/tiny": 20,
 }
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-def run_example(text: str, folder: pathlib.Path = ROOT, devices: int = 1) -> tuple[list[str], list[str]]:
-    """The lines that the example with this text prints, compiled and computed as JAX does it for users; those it tells.
+def run_example(text: str, folder: Path = ROOT, devices: int = 1) -> tuple[list[str], list[str]]:
+    """Run the example that contains `text`, compiled and computed as JAX does it for users.
 
-    What it should print stands behind `# > `.
+    Return the lines that it prints, and those that it should print, which stand behind `# > `.
     """
     (example,) = [example for example in EXAMPLES if text in example]
-    told = [line[4:] for line in example.splitlines() if line.startswith("# > ")]
+    expected = [line[4:] for line in example.splitlines() if line.startswith("# > ")]
     environment = AS_USERS_RUN | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     count = "events.count('/jax/core/compile/backend_compile_duration')"
     program = f"{COUNTER}{example}\nprint('programs', {count}, file=sys.stderr)"
@@ -47,15 +55,15 @@ def run_example(text: str, folder: pathlib.Path = ROOT, devices: int = 1) -> tup
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = int(re.search(r"^programs (\d+)$", done.stderr, re.M)[1])
     assert compiled <= MOST_PROGRAMS[text], done.stderr[-2000:]
-    return [line.rstrip() for line in done.stdout.splitlines()], [line.rstrip() for line in told]
+    return [line.rstrip() for line in done.stdout.splitlines()], [line.rstrip() for line in expected]
 
 
-def assert_told(out: list[str], told: list[str]) -> None:
-    """Equal words and whole numbers; decimal fractions may differ by a hundredth, or by 3 in their last place."""
-    assert [NUMBER.sub("0", line) for line in out] == [NUMBER.sub("0", line) for line in told]
-    for got, want in zip(NUMBER.findall(" ".join(out)), NUMBER.findall(" ".join(told)), strict=True):
-        places = len(want.partition(".")[2])
-        assert abs(float(got) - float(want)) <= (max(0.01 * float(want), 3.1 * 10**-places) if places else 0), (
+def assert_printed(out: list[str], expected: list[str]) -> None:
+    """Compare words and whole numbers exactly; fractions may differ by a hundredth, or by 3 in their last digit."""
+    assert [NUMBER.sub("0", line) for line in out] == [NUMBER.sub("0", line) for line in expected]
+    for got, want in zip(NUMBER.findall(" ".join(out)), NUMBER.findall(" ".join(expected)), strict=True):
+        digits = len(want.partition(".")[2])
+        assert abs(float(got) - float(want)) <= (max(0.01 * float(want), 3.1 * 10**-digits) if digits else 0), (
             got,
             want,
         )
@@ -63,22 +71,29 @@ def assert_told(out: list[str], told: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_learns_to_count():
-    out, told = run_example("count by fives")
-    assert_told(out, told)
+    out, expected = run_example("count by fives")
+    assert_printed(out, expected)
     assert out[-1] == "[[20 25 30 35 40 45 50 55]]"
 
 
 @pytest.mark.slow
+def test_many_devices_train():
+    out, expected = run_example("for _ in range(2)", devices=8)
+    assert_printed(out, expected)
+    assert len(out) == 2
+
+
+@pytest.mark.slow
 def test_many_devices_train_save_and_restore():
-    out, told = run_example("Layout.create(fsdp=4, tensor=2)", devices=8)
-    assert_told(out, told)
+    out, expected = run_example("visualize_array_sharding", devices=8)
+    assert_printed(out, expected)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", " ".join(out))]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
 
 
 def test_a_checkpoint_is_tuned_exported_and_answers():
-    out, told = run_example("save_peft")
-    assert_told(out, told)
+    out, expected = run_example("save_peft")
+    assert_printed(out, expected)
     assert out[-1] == "hello, friend" != out[0]
 
 
@@ -88,35 +103,90 @@ def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
     small = ("--model", "gpt3-52k", "--tokenizer", "bytes", "--steps", 1, "--batch-size", 4, "--seq-len", 32)
     quick = ("--sample-tokens", 0, "--held-out-fraction", 0)
     call("train", "--run-dir", tmp_path / "runs/tiny", "--data", write_corpus(tmp_path / "text"), *small, *quick)
-    out, told = run_example("runs/tiny", tmp_path)
-    assert [NUMBER.sub("0", line) for line in out[: len(told)]] == [NUMBER.sub("0", line) for line in told]
-    assert len(told) == 2 and len("".join(out[2:])) > 10
+    out, expected = run_example("runs/tiny", tmp_path)
+    assert [NUMBER.sub("0", line) for line in out[: len(expected)]] == [NUMBER.sub("0", line) for line in expected]
+    assert len(expected) == 2 and len("".join(out[2:])) > 10
 
 
 @pytest.mark.slow
 def test_images_stand_in_the_place_of_placeholders():
-    out, told = run_example("drawn_images")
-    assert_told(out, told)
+    out, expected = run_example("synthetic_images")
+    assert_printed(out, expected)
 
 
 @pytest.mark.slow
-def test_many_people_are_answered_at_once():
-    out, told = run_example("Engine(model")
-    assert out == told
+@pytest.mark.parametrize("text", ["ed.Engine(model", "Engine(model, EngineConfig"])
+def test_many_people_are_answered_at_once(text):
+    out, expected = run_example(text)
+    assert out == expected
+
+
+@pytest.mark.slow
+def test_a_layer_of_ones_own_stands_in_a_model():
+    out, expected = run_example("class TiedMLP(")
+    assert out == expected
 
 
 @pytest.mark.slow
 def test_layers_of_ones_own_remember_what_they_say():
-    out, told = run_example("class ShortConvolution(")
-    assert_told(out, told)
+    out, expected = run_example("class ShortConvolution(")
+    assert_printed(out, expected)
     assert out[-1] == "with a cache as without: True"
 
 
-def test_every_kind_of_user_has_an_example():
-    # a loop of one's own, many devices, a checkpoint of others, many people, images, a run and layers of one's own
-    assert len(EXAMPLES) == 7
+def test_every_example_is_run():
+    """Each example of each README belongs to one entry of `MOST_PROGRAMS`, and each entry to a test above."""
+    for example in EXAMPLES:
+        assert len([text for text in MOST_PROGRAMS if text in example]) == 1, f"no test runs this example:\n{example}"
+    called = Path(__file__).read_text().partition("\ndef run_example")[2]
+    assert len(EXAMPLES) == len(MOST_PROGRAMS) and all(f'"{text}"' in called for text in MOST_PROGRAMS)
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)`", README))))
+def defined(path: str) -> bool:
+    """Return whether a dotted name below `eqx_decoders` is a module, or an attribute of one."""
+    value, rest = eqx_decoders, path.split(".")
+    while rest:
+        name = f"{getattr(value, '__name__', '')}.{rest[0]}"
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+        if not hasattr(value, rest[0]):
+            return False
+        value, rest = getattr(value, rest[0]), rest[1:]
+    return True
+
+
+def test_examples_import_names_that_are_there():
+    for example in EXAMPLES:
+        for node in ast.walk(ast.parse(example)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("eqx_decoders."):
+                module = node.module.removeprefix("eqx_decoders.")
+                missing = [alias.name for alias in node.names if not defined(f"{module}.{alias.name}")]
+                assert not missing, f"an example imports {', '.join(missing)} of {node.module}"
+
+
+def test_names_in_texts_are_there():
+    """Names of `ed.`, and dotted names in backticks that begin with a package; `model.` is a variable everywhere."""
+    packages = {file.parent.name for file in ROOT.glob("eqx_decoders/*/__init__.py")} - {"model"}
+    for file in READMES:
+        dotted = re.findall(r"`(?:eqx_decoders\.)?(\w+\.[\w.]*\w)[`(:]", file.read_text())
+        names = {name for name in dotted if name.split(".")[0] in packages and not name.endswith((".py", ".md"))}
+        names |= set(re.findall(r"\bed\.([A-Za-z]\w+)", file.read_text()))
+        missing = sorted(name for name in names if not defined(name))
+        assert not missing, f"{file.relative_to(ROOT)} names {', '.join(missing)}"
+
+
+def test_words_of_code_in_texts_are_in_the_code():
+    """Words in backticks with capitals inside, or with an underscore, stand in a module, a test or an example."""
+    files = [file for folder in ("eqx_decoders", "scripts", "tests") for file in (ROOT / folder).rglob("*.py")]
+    code = "\n".join([*map(str, files), *(file.read_text() for file in files), *EXAMPLES])
+    for file in READMES:
+        text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.M | re.S)
+        quoted = " ".join(re.findall(r"`([^`\n]+)`", text))
+        names = set(re.findall(r"(?<![\w./-])(?:[A-Z]\w*[a-z]\w*|\w+_\w+)", quoted))
+        missing = sorted(name for name in names if name not in code)
+        assert not missing, f"{file.relative_to(ROOT)} names {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
 def test_commands_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 import eqx_decoders as ed
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, get_remat, save

@@ -1,8 +1,7 @@
-"""What a type checker says to users: nothing about the README's examples, and something about wrong options."""
+"""A type checker finds nothing in the examples of the READMEs, and wrong options in calls of the library."""
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 import typing
@@ -14,12 +13,12 @@ from eqx_decoders.context import Execution
 from eqx_decoders.layers.attention.kernels.registry import KERNELS
 from eqx_decoders.remat import POLICIES, RematName
 from tests.commands import ROOT
+from tests.test_readme import EXAMPLES
 
 
 RIGHT_AND_WRONG = """
 import jax
 import eqx_decoders as ed
-from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.training import load_run
 
 config, key = ed.get_config("tiny"), jax.random.key(0)
@@ -34,7 +33,7 @@ model = ed.load_hf("org/name", "bfloat16", remat="full", precision=ed.Precision(
 ed.load_hf("org/name", dtype="bfloat16", remat="fulll")  # wrong
 ed.abstract_hf("org/name", revison="main")  # wrong
 load_run("runs/tiny", attention="dott")  # wrong
-load_text_model("org/name", experts="some")  # wrong
+ed.load_text_model("org/name", experts="some")  # wrong
 logits: jax.Array = model(jax.numpy.ones((1, 2), int)).logits
 """
 
@@ -49,16 +48,15 @@ def test_the_words_that_are_typed_are_those_that_are_known():
 
 
 @pytest.mark.slow
-def test_a_type_checker_finds_wrong_options_and_nothing_in_the_readme(tmp_path):
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    files = {f"example{number}.py": example for number, example in enumerate(examples)} | {"wrong.py": RIGHT_AND_WRONG}
+def test_a_type_checker_finds_wrong_options_and_nothing_in_the_readmes(tmp_path):
+    files = {f"example{number}.py": example for number, example in enumerate(EXAMPLES)} | {"wrong.py": RIGHT_AND_WRONG}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
-    lines = {one["range"]["start"]["line"] for one in found if one["file"].endswith("wrong.py")}
-    assert [one for one in found if not one["file"].endswith("wrong.py")] == []
+    errors = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
+    lines = {one["range"]["start"]["line"] for one in errors if one["file"].endswith("wrong.py")}
+    assert [one for one in errors if not one["file"].endswith("wrong.py")] == []
     assert lines == {number for number, line in enumerate(RIGHT_AND_WRONG.splitlines()) if line.endswith("# wrong")}

@@ -1,44 +1,73 @@
-"""A decoder block: layers with their norms, wired to the residual stream."""
+"""A decoder block: layers with their norms, around a residual stream."""
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.batch_overlap import run_in_parts, run_in_turn
-from eqx_decoders.blocks.branch import ExtraLayer, ExtraLayerConfig
-from eqx_decoders.blocks.residual.base import BranchFunction, ResidualModule, SteppedResidual, Steps
+from eqx_decoders.blocks.residual.base import BranchFunction, ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
-from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
 from eqx_decoders.blocks.stats import ActivationStats, BlockStats
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_number, check_word
 from eqx_decoders.layers.base import BranchInputs, BranchLayer, BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.layers.registry import Channel, ChannelConfig, Mixer, MixerConfig
-from eqx_decoders.remat import get_remat, save
-from eqx_decoders.sharding.offload import to_device
+from eqx_decoders.layers.registry import Channel, ChannelConfig, ExtraLayerKind, Mixer, MixerConfig
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtraLayerConfig:
+    """An extra layer of a block, with a norm before it and one on its output: `scale * post(layer(pre(x)))`.
+
+    **Arguments:**
+
+    - `layer`: one of `layers.registry.ExtraLayerKind`.
+    - `pre_norm`, `post_norm`: its norms; None for none.
+    - `scale`: multiplies its output (a half in Conformers; Gulati et al. 2020).
+    """
+
+    layer: ExtraLayerKind
+    pre_norm: NormConfig | None = None
+    post_norm: NormConfig | None = None
+    scale: float = 1.0
+
+    def __post_init__(self):
+        rule = "must be one of layers.registry.ExtraLayerKind: statistics of experts are those of the MLP alone"
+        check(isinstance(self.layer, ExtraLayerKind), f"ExtraLayerConfig.layer={self.layer!r} {rule}.")
+        check_number("ExtraLayerConfig.scale", self.scale, above=0)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "ExtraLayer":
+        norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))
+        return ExtraLayer(self.layer.build(embed_dim, key=key), *norms, config=self)
+
+
+class ExtraLayer(eqx.Module):
+    layer: BranchLayer
+    pre_norm: Norm | None
+    post_norm: Norm | None
+    config: ExtraLayerConfig = eqx.field(static=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """A token mixer and a channel mixer, each `post(layer(pre(x)))`, and how they are wired to the stream.
+    """A token mixer and a channel mixer, each `post(layer(pre(x)))`, and their residual connection.
 
     **Arguments:**
 
     - `mixer`: the token mixer; None for none.
     - `mlp`: the channel mixer; None for none.
     - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output.
-        In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalised input.
+        In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalized input.
     - `residual`: one of `eqx_decoders.blocks.residual`, or `"sequential"`, `"parallel"`, `"plain"`, `"chained"`.
     - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
-    - `pre_layers`, `post_layers`: further branches before the mixer and after the MLP.
-    - `shares_kv_as`: a name under which later layers find what this layer's mixer remembers; None for none.
+    - `pre_layers`, `post_layers`: extra layers before the mixer and after the MLP.
+    - `shares_kv_as`: name by which later layers use this mixer's keys and values (`kv_shared_from`); None for none.
     """
 
     mixer: MixerConfig | None
@@ -76,17 +105,17 @@ class BlockConfig:
         check(out_dim is None or self.residual.chains, f"{rule} the stream.")
 
     def branches(self) -> dict[str, Any]:
-        """The configurations of its layers by name, in order: `pre_layers.0`, …, `mixer`, `mlp`, `post_layers.0`, …."""
+        """Return its layers' configurations by name, in order: `pre_layers.0`, `mixer`, `mlp`, `post_layers.0`, …."""
         named = {f"pre_layers.{index}": branch.layer for index, branch in enumerate(self.pre_layers)}
         named |= {"mixer": self.mixer, "mlp": self.mlp}
         named |= {f"post_layers.{index}": branch.layer for index, branch in enumerate(self.post_layers)}
         return {name: layer for name, layer in named.items() if layer is not None}
 
-    def memory(self, max_length: int) -> dict[str, Any]:
-        """The shapes of what its layers remember, by the names of `branches`."""
-        asked = {name: getattr(layer, "memory", None) for name, layer in self.branches().items()}
-        found = {name: shape(max_length) for name, shape in asked.items() if shape is not None}
-        return {name: shapes for name, shapes in found.items() if shapes is not None}
+    def cache_shape(self, max_length: int) -> dict[str, Any]:
+        """Return the shapes of its layers' caches, by the names of `branches`."""
+        layers = {name: layer for name, layer in self.branches().items() if hasattr(layer, "cache_shape")}
+        shapes = {name: layer.cache_shape(max_length) for name, layer in layers.items()}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Block":
         mixer_key, mlp_key = jax.random.split(key)
@@ -117,7 +146,7 @@ class BlockConfig:
 
 
 class Block(eqx.Module):
-    """Layers with their norms, wired to the residual stream."""
+    """Layers with their norms, around a residual stream."""
 
     pre_layers: tuple[ExtraLayer, ...]
     mixer: Mixer | None
@@ -137,154 +166,110 @@ class Block(eqx.Module):
         past: dict[str, Any] | None = None,
         *,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Any], BlockStats]:
-        """The new residual stream, what each layer proposes to its memory, and statistics."""
-        passed = _Pass(self, ctx, past, key)
-        return passed.leave(self.residual(passed.enter(x), passed.branches(), passed.drop, ctx))
+    ) -> "BlockResult":
+        """Return the block's output, the entries that each layer proposes for its cache, and statistics."""
+        run = BlockRun(self, ctx, past, key)
+        x = run.enter(x)
+        if isinstance(self.residual, SequentialResidual):
+            for layer in self.layers():
+                x = self.residual.write(x, run(layer, x))
+            x = self.residual.end(x, run.dropout, ctx)
+        else:
+            x = self.residual(x, [layer.function(run) for layer in self.layers()], run.dropout, ctx)
+        return run.leave(x)
 
-    def in_parts(
-        self,
-        parts: Sequence[Float[Array, "rows length *streams embed"]],
-        contexts: Sequence[Context],
-        keys: Sequence[PRNGKeyArray | None],
-    ) -> "list[BlockResult]":
-        """`__call__` for each part of a batch, without memories: they meet in layers that send.
-
-        With a wiring of one's own that runs its branches itself, parts have nothing to do with each other.
-        """
-        passes = [_Pass(self, ctx, None, key) for ctx, key in zip(contexts, keys, strict=True)]
-        residual = self.residual
-        if not isinstance(residual, SteppedResidual):
-            return [self(x, each.ctx, key=each.key) for each, x in zip(passes, parts, strict=True)]
-
-        def begin(passed: _Pass, x: Array) -> Steps:
-            return residual.steps(passed.enter(x), passed.branches(), passed.drop, passed.ctx)
-
-        begins = [partial(begin, each) for each in passes]
-        streams = run_in_turn(begins, parts, contexts[0].execution.layout)
-        return [each.leave(x) for each, x in zip(passes, streams, strict=True)]
-
-    def _parts(self) -> list[tuple[str, Any, Norm | None, Norm | None, float]]:
-        """The name, layer, norms and scale of each branch, in order."""
+    def layers(self) -> list["BlockLayer"]:
+        """Return its layers with their norms, in order."""
         shared = self.pre_mixer_norm if self.config.residual.shares_norm else None
-        pre_mlp = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
+        pre_mlp_norm = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
+        layers = [
+            *_extra_layers("pre_layers", self.pre_layers),
+            BlockLayer("mixer", self.mixer, self.pre_mixer_norm, self.post_mixer_norm),
+            BlockLayer("mlp", self.mlp, pre_mlp_norm, self.post_mlp_norm),
+            *_extra_layers("post_layers", self.post_layers),
+        ]
+        configs = self.config.branches()
+        return [
+            each._replace(reads_streams=_reads_streams(configs[each.name])) for each in layers if each.name in configs
+        ]
 
-        def extra(where: str, branches: tuple[ExtraLayer, ...]) -> list[Any]:
-            return [
-                (f"{where}.{index}", each.layer, each.pre_norm, each.post_norm, each.config.scale)
-                for index, each in enumerate(branches)
-            ]
 
-        named = extra("pre_layers", self.pre_layers)
-        named += [("mixer", self.mixer, self.pre_mixer_norm, self.post_mixer_norm, 1.0)]
-        named += [("mlp", self.mlp, pre_mlp, self.post_mlp_norm, 1.0)]
-        named += extra("post_layers", self.post_layers)
-        return [part for part in named if part[1] is not None]
+def _extra_layers(name: str, extras: tuple[ExtraLayer, ...]) -> list["BlockLayer"]:
+    return [
+        BlockLayer(f"{name}.{index}", extra.layer, extra.pre_norm, extra.post_norm, extra.config.scale)
+        for index, extra in enumerate(extras)
+    ]
+
+
+class BlockLayer(NamedTuple):
+    """A layer of a block with its norms: `scale * post_norm(layer(pre_norm(x)))`.
+
+    `reads_streams` tells whether it reads and writes all residual streams, rather than the block for it.
+    """
+
+    name: str
+    layer: Any
+    pre_norm: Norm | None
+    post_norm: Norm | None
+    scale: float = 1.0
+    reads_streams: bool = False
+
+    def function(self, run: "BlockRun") -> BranchFunction:
+        """Return the layer as a function of its input in one forward pass."""
+        return BranchFunction(functools.partial(run, self), self.reads_streams)
 
 
 BlockResult = tuple[Array, dict[str, Any], BlockStats]
 
 
-class _Pass:
-    """One pass of a block: what its layers get beside the stream, and what they give beside it."""
+class BlockRun:
+    """One forward pass of a block: arguments of its layers other than the stream, and their other results."""
 
     def __init__(self, block: Block, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None):
-        self.block, self.ctx, self.past, self.key = block, ctx, past, key
+        self.block, self.ctx, self.past = block, ctx, past
         self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)
         self.entries: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
 
     def enter(self, x: Array) -> Array:
-        """The stream, as its first layer finds it."""
-        return save(self.ctx.constrain(x, self._words(x)), "decoder_layer_input")
+        """Return the block's input, split over the mesh and under its name for rematerialization."""
+        return save(self.ctx.constrain(x, _words(x)), "decoder_layer_input")
 
-    def branches(self) -> list[BranchFunction]:
-        """Its layers in order, as functions from what they read to what they return."""
-        configs = self.block.config.branches()
-        return [
-            BranchFunction(_LayerRun(self, *part), _reads_streams(configs[part[0]])) for part in self.block._parts()
-        ]
+    def __call__(self, layer: BlockLayer, y: Array) -> Array:
+        """Run a layer with its norms."""
+        return self.output(layer, layer.layer.branch(*self.inputs(layer, y)))
 
-    def drop(self, y: Array) -> Array:
-        """The block's dropout."""
+    def inputs(self, layer: BlockLayer, y: Array) -> BranchInputs:
+        """Return the layer's arguments; `y` is its input, before the norm."""
+        key = self.layer_key
+        if layer.name != "mlp" and key is not None:
+            key = jax.random.fold_in(key, len(self.entries) + 1)
+        past = None if self.past is None else self.past.get(layer.name)
+        return BranchInputs(y if layer.pre_norm is None else layer.pre_norm(y), self.ctx, past, key)
+
+    def output(self, layer: BlockLayer, result: BranchResult) -> Array:
+        """Return the layer's output for the stream, after its norm; record the rest of its results."""
+        self.entries[layer.name] = result.entries
+        self.stats.update(result.stats)
+        out = result.out if layer.post_norm is None else layer.post_norm(result.out)
+        return out if layer.scale == 1.0 else out * layer.scale
+
+    def dropout(self, y: Array) -> Array:
+        """Apply the block's dropout."""
         return dropout(y, self.block.config.dropout, self.out_key)
 
     def leave(self, x: Array) -> BlockResult:
-        """The stream after the block, what its layers propose to their memories, and statistics."""
-        x = self.ctx.constrain(x, self._words(x))
+        """Return the result of the block whose output is `x`."""
+        x = self.ctx.constrain(x, _words(x))
         if self.ctx.execution.layer_stats:
             self.stats["activations"] = ActivationStats.of(x)
         entries = {name: entry for name, entry in self.entries.items() if entry is not None}
         return x, entries, BlockStats(**self.stats)
 
-    def _words(self, x: Array) -> str:
-        return "batch length embed" if x.ndim == 3 else "batch length streams embed"
 
-
-class _LayerRun:
-    """A layer of a block with its norms in one pass, from what it reads to what it returns."""
-
-    def __init__(self, passed: _Pass, name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None, scale: float):
-        self.passed, self.name, self.layer, self.pre, self.post, self.scale = passed, name, layer, pre, post, scale
-
-    def __call__(self, y: Array) -> Array:
-        return self.after(self.layer.branch(*self.before(y)))
-
-    def before(self, y: Array) -> BranchInputs:
-        """What the layer is called with."""
-        passed, key = self.passed, self.passed.layer_key
-        own = key if self.name == "mlp" or key is None else jax.random.fold_in(key, len(passed.entries) + 1)
-        here = None if passed.past is None else passed.past.get(self.name)
-        return BranchInputs(y if self.pre is None else self.pre(y), passed.ctx, here, own)
-
-    def after(self, result: BranchResult) -> Array:
-        """What of its results goes to the stream; the rest is kept."""
-        self.passed.entries[self.name] = result.entries
-        self.passed.stats.update(result.stats)
-        out = result.out if self.post is None else self.post(result.out)
-        return out if self.scale == 1.0 else out * self.scale
+def _words(x: Array) -> str:
+    return "batch length embed" if x.ndim == 3 else "batch length streams embed"
 
 
 def _reads_streams(layer: Any) -> bool:
-    """Whether a layer reads and writes all residual streams, which else each wiring reads and writes for it."""
     return getattr(layer, "reads_streams", False)
-
-
-def checkpointed(ctx: Context, *, prevent_cse: bool, split: bool = False, in_turn: bool = False) -> Any:
-    """One block's call under the remat policy: what it does not name is computed again in the backward pass.
-
-    With `split` it takes and returns the parts of a batch. With `in_turn` the backward pass hands on the gradient of
-    `x` when those of the weights are there, added up over devices: for several blocks in the body of a loop.
-    """
-
-    def run(block, x, ctx, past, key):
-        # here, so that the backward pass fetches the host's weights again instead of keeping all of them
-        block = to_device(block)
-        if in_turn:
-            block, x = _in_turn(block, x)
-        return run_in_parts(block, x, ctx, past, key) if split else block(x, ctx, past, key=key)
-
-    remat = get_remat(ctx.execution.remat)
-    if remat is None:
-        return run
-    # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it
-    return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
-
-
-def _in_turn(block: Any, x: Any) -> tuple[Any, Any]:
-    """Both as they are; their gradients leave together.
-
-    Nothing else needs those of weights before the loop goes on, and the compiler might leave them to its end: what they
-    are made of is then kept for all blocks at once (gemma3-12b, six blocks a turn: 38 instead of 22 GB of temporaries).
-    """
-    weights, rest = eqx.partition(block, eqx.is_inexact_array)
-    weights, x = _gradients_together((weights, x))
-    return eqx.combine(weights, rest), x
-
-
-@jax.custom_vjp
-def _gradients_together(tree: Any) -> Any:
-    return tree
-
-
-_gradients_together.defvjp(lambda tree: (tree, None), lambda _, bars: (jax.lax.optimization_barrier(bars),))

@@ -1,4 +1,4 @@
-"""Keys and values that layers borrow from earlier ones: checks that they are there."""
+"""Checks of layers that use the keys and values of earlier ones."""
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.layer_inputs import takers
@@ -6,10 +6,10 @@ from eqx_decoders.errors import ConfigError, check, check_word
 from eqx_decoders.layers.attention.attention import AttentionConfig
 
 
-def check_borrowing(blocks: tuple[BlockConfig, ...], ahead: BlockConfig | None) -> None:
-    """Raise ConfigError where keys and values are borrowed that no earlier layer of the same sizes and mask publishes.
+def check_borrowing(blocks: tuple[BlockConfig, ...], mtp_block: BlockConfig | None) -> None:
+    """Raise ConfigError for layers that share keys and values with no earlier layer of the same sizes and mask.
 
-    `ahead` is the block of multi-token prediction, which stands alone.
+    `mtp_block` is the block of multi-token prediction, which cannot share any.
     """
     known: dict[str, tuple] = {}
     for index, block in enumerate(blocks):
@@ -25,11 +25,13 @@ def check_borrowing(blocks: tuple[BlockConfig, ...], ahead: BlockConfig | None) 
                 where = f"DecoderConfig.blocks[{index}].shares_kv_as={block.shares_kv_as!r}"
                 raise ConfigError(f"{where} needs attention with keys and values of its own as mixer.")
             known[block.shares_kv_as] = _lent(mixer)
-    alone = ahead is None or not (getattr(ahead.mixer, "kv_shared_from", None) or takers((ahead,)) or ahead.pre_layers)
+    alone = mtp_block is None or not (
+        getattr(mtp_block.mixer, "kv_shared_from", None) or takers((mtp_block,)) or mtp_block.pre_layers
+    )
     rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
     check(alone, f"DecoderConfig.mtp.block {rule}.")
 
 
 def _lent(mixer: AttentionConfig) -> tuple:
-    """What must be equal of the layer that lends and of that which borrows."""
+    """Return the properties that both layers must have in common."""
     return mixer.num_kv_heads, mixer.head_dim, mixer.mask

@@ -1,4 +1,4 @@
-"""What single layers get beside the residual stream, cut up for the segments of a stack."""
+"""Inputs that single layers have besides the residual stream, split over the segments of a stack."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingC
 
 
 class LayerInputs:
-    """Hands out inputs by layer, one segment after another.
+    """Inputs of single layers, taken by one segment after another.
 
     `by_layer` has, by name, an array for each of the layers that take it, in their order: `[takers, batch,
     length, ...]`.
@@ -21,20 +21,20 @@ class LayerInputs:
         self.used = dict.fromkeys(by_layer, 0)
 
     def cut(self, unit: tuple[BlockConfig, ...], repeats: int) -> tuple[dict[str, Array], ...]:
-        """Those of the next `repeats` units, for each block of the unit, stacked over the repeats."""
-        found: list[dict[str, Array]] = [{} for _ in unit]
+        """Return the inputs of the next `repeats` units, for each block of the unit, stacked over the repeats."""
+        inputs: list[dict[str, Array]] = [{} for _ in unit]
         for name, array in self.by_layer.items():
-            takers = [place for place, block in enumerate(unit) if name in _taken(block)]
+            takers = [number for number, block in enumerate(unit) if name in _taken(block)]
             begin, count = self.used[name], repeats * len(takers)
             self.used[name] += count
             self._check(name, begin + count <= array.shape[0])
-            here = array[begin : begin + count].reshape(repeats, len(takers), *array.shape[1:])
-            for index, place in enumerate(takers):
-                found[place][name] = here[:, index]
-        return tuple(found)
+            arrays = array[begin : begin + count].reshape(repeats, len(takers), *array.shape[1:])
+            for index, number in enumerate(takers):
+                inputs[number][name] = arrays[:, index]
+        return tuple(inputs)
 
     def finish(self) -> None:
-        """Raise ConfigError where inputs are left."""
+        """Raise ConfigError if inputs are left."""
         for name, array in self.by_layer.items():
             self._check(name, self.used[name] == array.shape[0])
 
@@ -44,19 +44,19 @@ class LayerInputs:
 
 
 def _taken(block: BlockConfig) -> set[str]:
-    """The names of what a block's layers take: each configuration's `takes`."""
+    """Return the names of the inputs of a block's layers: each configuration's `takes`."""
     return {name for layer in block.branches().values() for name in getattr(layer, "takes", ())}
 
 
 def check_per_layer(blocks: tuple[BlockConfig, ...], embedding: PerLayerEmbeddingConfig | None) -> None:
-    """Raise ConfigError unless layers take just what the per-layer embedding makes."""
-    made = set() if embedding is None else {embedding.features}
+    """Raise ConfigError unless layers take exactly the features of the per-layer embedding."""
+    provided = set() if embedding is None else {embedding.features}
     taken = {layer.features for layer in takers(blocks)}
-    rule = f"makes {sorted(made)} features, but layers take {sorted(taken)}: give both, equal, or neither"
-    check(made == taken, f"DecoderConfig.per_layer_embedding {rule}.")
+    rule = f"makes {sorted(provided)} features, but layers take {sorted(taken)}: give both, equal, or neither"
+    check(provided == taken, f"DecoderConfig.per_layer_embedding {rule}.")
 
 
 def takers(blocks: tuple[BlockConfig, ...]) -> list[PerLayerInputConfig]:
-    """The layers that get an embedding of their own."""
+    """Return the layers that have an embedding of their own."""
     layers = (layer for block in blocks for layer in block.branches().values())
     return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]

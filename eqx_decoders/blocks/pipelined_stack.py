@@ -1,9 +1,9 @@
-"""A segment of a stack as a pipeline: which of its layers run on which stage, and what they get there."""
+"""The run of a stack, segment by segment; a pipeline over the mesh axis `stage` may run part of it."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key, PyTree
 
 from eqx_decoders.blocks.block import Block
+from eqx_decoders.blocks.layer_inputs import LayerInputs
 from eqx_decoders.blocks.stack import Segment, SegmentOutput
 from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import Context
@@ -22,19 +23,59 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.pipeline import AXIS, cut_rows, run_pipeline
 
 
+class StackOutput(NamedTuple):
+    """Result of a stack: the residual stream, and for each segment the entries for its caches and statistics."""
+
+    x: Array
+    entries: tuple[tuple[dict[str, Any], ...], ...]
+    stats: list[tuple[BlockStats, ...]]
+
+
+def run_stack(
+    stack: tuple[Segment, ...],
+    x: Float[Array, "batch length *streams embed"],
+    ctx: Context,
+    caches: tuple[Any, ...] | None,
+    *,
+    keys: Key[Array, "layers"] | None,
+    by_layer: dict[str, Array],
+) -> StackOutput:
+    """Run all segments of a stack.
+
+    **Arguments:**
+
+    - `caches`: those of each segment, or None.
+    - `keys`: one key per layer, for dropout.
+    - `by_layer`: see `LayerInputs`.
+    """
+    entries, stats, begin, layer_inputs = [], [], 0, LayerInputs(by_layer)
+    for index, segment in enumerate(stack):
+        unit = tuple(block.config for block in segment.unit)
+        end = begin + segment.repeats * len(unit)
+        segment_keys = None if keys is None else keys[begin:end]
+        inputs = layer_inputs.cut(unit, segment.repeats)
+        segment_caches = None if caches is None else caches[index]
+        output = run_segment(segment, x, ctx, segment_caches, keys=segment_keys, inputs=inputs)
+        x, ctx, begin = output.x, dataclasses.replace(ctx, shared=output.shared), end
+        entries.append(output.entries)
+        stats.append(output.stats)
+    layer_inputs.finish()
+    return StackOutput(x, tuple(entries), stats)
+
+
 def run_segment(
     segment: Segment,
     x: Float[Array, "batch length *streams embed"],
     ctx: Context,
-    memories: tuple[dict[str, Any], ...] | None = None,
+    caches: tuple[dict[str, Any], ...] | None = None,
     *,
     keys: Key[Array, "layers"] | None = None,
     inputs: tuple[dict[str, Array], ...] = (),
 ) -> SegmentOutput:
-    """`segment(x, ctx, ...)`, of which as many layers as fill all stages run as a pipeline, if there is one."""
-    count = 0 if memories is not None else piped_repeats(segment, ctx)
+    """Run a segment: as many of its layers as fill all stages as a pipeline, if there is one."""
+    count = 0 if caches is not None else piped_repeats(segment, ctx)
     if count == 0:
-        return segment(x, ctx, memories, keys=keys, inputs=inputs)
+        return segment(x, ctx, caches, keys=keys, inputs=inputs)
     keys = None if keys is None else keys.reshape(segment.repeats, -1)
     arrays, static = eqx.partition(segment.unit, eqx.is_array)
 
@@ -54,9 +95,9 @@ def run_segment(
 
 
 def piped_repeats(segment: Segment, ctx: Context) -> int:
-    """How many repeats of a segment's unit run as a pipeline.
+    """Return the number of repeats of a segment's unit that run as a pipeline.
 
-    None do if its layers publish what later ones read.
+    It is 0 if later layers use keys and values of these layers.
     """
     setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
     shares_kv_as = any(block.config.shares_kv_as is not None for block in segment.unit)
@@ -66,40 +107,40 @@ def piped_repeats(segment: Segment, ctx: Context) -> int:
 
 
 def check_pipeline(stack: tuple[Segment, ...], ctx: Context) -> None:
-    """Raise ConfigError if there is to be a pipeline, but nothing that could run in it."""
+    """Raise ConfigError if there is a pipeline, but no layers that could run in it."""
     setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
     if setup is None or stages == 1:
         return
     text = f"Layout.stage={stages} x Pipeline.repeats={setup.repeats} needs {stages * setup.repeats} equal layers, or"
-    found = ", ".join(str(segment.repeats) for segment in stack)
-    rule = f"{text} repeats of some layers, in a row; this model has {found}"
+    counts = ", ".join(str(segment.repeats) for segment in stack)
+    rule = f"{text} repeats of some layers, in a row; this model has {counts}"
     check(any(piped_repeats(segment, ctx) for segment in stack), f"{rule}. Choose fewer, or leave the pipeline out.")
 
 
 def _piped(
     static: tuple[Block, ...], segment: Segment, weights: PyTree, keys: Any, inputs: Any, x: Array, ctx: Context
 ) -> tuple[Array, tuple[BlockStats, ...]]:
-    """The stream after these layers of a segment, and their statistics."""
+    """Return the stream after these layers of a segment, and their statistics."""
     execution = ctx.execution
     setup, layout = execution.pipeline, execution.layout
     assert setup is not None
     stages, count = layout.sizes[AXIS], setup.microbatches
     setup.check_fits(x.shape[0], stages)
     layers = len(jax.tree.leaves(weights)[0]) // (stages * setup.repeats)
-    # the checkpoint around a stage's work is that of its layer if there is one only
-    remat, here = execution.remat if layers * len(static) > 1 else None, layout.without_stage()
-    inner = dataclasses.replace(execution, remat=remat, layout=here, pipeline=None)
+    # with one layer in a stage, the stage's checkpoint is the layer's
+    remat, stage_layout = execution.remat if layers * len(static) > 1 else None, layout.without_stage()
+    inner = dataclasses.replace(execution, remat=remat, layout=stage_layout, pipeline=None)
     rows, others = eqx.partition(dataclasses.replace(ctx, layer_inputs={}, execution=inner), eqx.is_array)
 
     def stage(weights, by_layer, rows, x, number):
         if setup.gather != "iteration":
-            weights = _scattering(functools.partial(_split, here, here.weight_spec, segment), weights)
+            weights = _scattering(functools.partial(_split, stage_layout, stage_layout.weight_spec, segment), weights)
         keys, inputs = by_layer
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), number)
         inputs = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, 1, keepdims=False), inputs)
-        own = Segment(unit=eqx.combine(weights, static), repeats=layers)
-        out = own(x, eqx.combine(rows, others), keys=keys, inputs=inputs)
+        piece = Segment(unit=eqx.combine(weights, static), repeats=layers)
+        out = piece(x, eqx.combine(rows, others), keys=keys, inputs=inputs)
         return out.x, out.stats
 
     cut = jax.vmap(lambda leaf: cut_rows(leaf, count))
@@ -112,19 +153,19 @@ def _piped(
         pipeline=setup,
         layout=layout,
         contiguous=_contiguous(segment, layers * stages * setup.repeats, layout),
-        gathered=functools.partial(_split, here, here.used_spec, segment),
+        gathered=functools.partial(_split, stage_layout, stage_layout.used_spec, segment),
         policy=None if (outer := get_remat(execution.remat)) is None else outer.policy(),
     )
     return x, tuple(join_parts(stat) for stat in stats)
 
 
 def _contiguous(segment: Segment, layers: int, layout: Layout) -> bool:
-    """Whether `stage` splits the layers of a segment's weights, all of which are to be run."""
+    """Return whether `stage` splits the layers of a segment's weights, all of which are run."""
     return layers == segment.repeats and layout.weight_spec("layers", (layers,))[0] is not None
 
 
 def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], segment: Segment, weights: PyTree) -> PyTree:
-    """Pieces of a segment's weights, split as `spec_of` says of their words, whatever leading axes they have."""
+    """Split pieces of a segment's weights by `spec_of` their axes, whatever leading axes they have."""
     words = axes(segment)
 
     def one(path, leaf):
@@ -136,7 +177,7 @@ def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], segment: Se
 
 
 def _scattering(split: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
-    """Gathered weights as they are; their gradients are split before they are added up."""
+    """Return gathered weights unchanged; their gradients are split before they are summed."""
 
     @jax.custom_vjp
     def same(weights):

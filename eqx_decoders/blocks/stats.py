@@ -1,4 +1,4 @@
-"""What layers tell about a forward pass, and how that of all layers is joined."""
+"""Statistics of layers in a forward pass, and how those of several layers or parts are joined."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ class ActivationStats(eqx.Module):
 
     @classmethod
     def of(cls, x: Array) -> "ActivationStats":
-        """Those of the stream `x`."""
+        """Compute the statistics of the stream `x`."""
         y = x.astype(jnp.float32)
         zeros = jnp.mean((y == 0).astype(jnp.float32))
         return cls(mean=jnp.mean(y), std=jnp.std(y), zero_fraction=zeros)
 
 
 class BlockStats(eqx.Module):
-    """What one block tells about its forward pass; None where it is not asked for, or where there is no such layer.
+    """Statistics of one block's forward pass; None if they are off, or if there is no such layer.
 
     `max_scores` are the largest scores of the heads of latent attention, over rows and tokens.
     """
@@ -41,7 +41,7 @@ class BlockStats(eqx.Module):
 
 
 def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | None:
-    """Of two parts of a batch: sums, and of largest scores the larger one."""
+    """Add the statistics of two parts of a batch; of largest scores take the larger one."""
     if one is None or other is None:
         return None
     maxima = None
@@ -51,23 +51,23 @@ def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | 
 
 
 def join_parts(stats: BlockStats) -> BlockStats:
-    """Of equal parts of a batch, on the second axis of each array, what the whole batch has."""
-    found = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), dataclasses.replace(stats, activations=None))
+    """Join the statistics of equal parts of a batch, on the second axis of each array."""
+    joined = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), dataclasses.replace(stats, activations=None))
     if stats.max_scores is not None:
-        found = dataclasses.replace(found, max_scores=jnp.max(stats.max_scores, axis=1))
+        joined = dataclasses.replace(joined, max_scores=jnp.max(stats.max_scores, axis=1))
     if stats.activations is None:
-        return found
+        return joined
     parts, means = stats.activations, jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), stats.activations)
     # the variance of the whole is the mean of the parts' variances and the variance of their means
     std = jnp.sqrt(jnp.mean(parts.std**2, axis=1) + jnp.var(parts.mean, axis=1))
-    return dataclasses.replace(found, activations=dataclasses.replace(means, std=std))
+    return dataclasses.replace(joined, activations=dataclasses.replace(means, std=std))
 
 
 def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
-    """Join what segments return, for each block of the unit stacked over repeats, into one leading axis of layers.
+    """Join the results of segments, for each block of the unit stacked over repeats, along one axis of layers.
 
-    Each field is that of the layers that have it, in their order; None if there are none. Where layers differ in their
-    number of experts, the shorter ones are filled up with zeros.
+    Each field has the layers that have it, in their order; None if there are none. If layers differ in their number of
+    experts, the shorter ones are padded with zeros.
     """
 
     def joined(name: str) -> Any:
@@ -83,7 +83,7 @@ def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStat
 
 
 def _pad_to_widest(leaves: Sequence[Array]) -> list[Array]:
-    """Arrays of a leading axis and perhaps one more, which then gets the same size in all of them."""
+    """Pad the last axis of arrays of two axes to the same size."""
     size = max(leaf.shape[-1] for leaf in leaves)
     pads = [((0, 0),) * (leaf.ndim - 1) + ((0, size - leaf.shape[-1]),) for leaf in leaves]
     return [jnp.pad(leaf, pad) if leaf.ndim > 1 else leaf for leaf, pad in zip(leaves, pads, strict=True)]

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from eqx_decoders.errors import EqxDecodersError, need_extra
-from eqx_decoders.io.coordination import leave
-from eqx_decoders.io.run_lock import Interrupt, Watch, exit_code
+from eqx_decoders.io.exit_codes import exit_code
+from eqx_decoders.io.interrupt import Interrupt, Watchdog
+from eqx_decoders.io.shutdown import leave
 from eqx_decoders.io.status import showing
 
 
@@ -27,28 +28,29 @@ PROGRAMS = {
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the program that the first argument names with the others; the exit code."""
+    """Run the program that the first argument names with the others; return the exit code."""
     name, *rest = [*(sys.argv[1:] if args is None else args), ""]
     if name in PROGRAMS:
         return importlib.import_module(f"eqx_decoders.cli.{name}").main(rest[:-1], prog=f"eqx-decoders {name}")
-    asked = name in ("-h", "--help")
+    help_wanted = name in ("-h", "--help")
     lines = [f"usage: eqx-decoders {{{','.join(PROGRAMS)}}} [OPTIONS]", ""]
     lines += [f"  {program:10}{text}" for program, text in PROGRAMS.items()]
     lines += ["", "eqx-decoders train --help explains the options of train, and so on."]
-    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    print("\n".join(lines), file=sys.stdout if help_wanted else sys.stderr)
+    return 0 if help_wanted else 2
 
 
 def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """A program that prints the errors of this library as one line and returns their exit code, and those of signals.
+    """Decorate a program so that it prints this library's errors as one line and returns their exit codes.
 
-    It shows what takes longer than two seconds. `flags` gives the flag of every setting (see `in_flags`).
+    It returns those of signals, too, and shows a status where work takes longer than two seconds. `flags` gives the
+    flag of every setting (see `in_flags`).
     """
 
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
         def run(*args, **options):
-            with Interrupt(at_once=True), showing(), Watch():
+            with Interrupt(at_once=True), showing(), Watchdog():
                 try:
                     return main(*args, **options)
                 except EqxDecodersError as error:
@@ -63,7 +65,7 @@ def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., i
 
 
 def in_flags(text: str, flags: Mapping[str, str]) -> str:
-    """A sentence about settings in the words of the command line: `DataConfig.seq_len=1` is `--seq-len=1`.
+    """Replace settings in a sentence by their flags: `DataConfig.seq_len=1` is `--seq-len=1`.
 
     `flags` has them by name: `seq_len`, and those with a dot by `mesh.fsdp` or by their class. A name that could be a
     word of the sentence counts where a value follows.
@@ -79,7 +81,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 def flags_of(*classes: type[Any]) -> dict[str, str]:
-    """The flags of dataclasses without groups: of their fields with a default, as the others have none."""
+    """Return the flags of dataclasses without groups: of their fields with a default, as the others have none."""
     fields = [
         field for each in classes for field in dataclasses.fields(each) if field.default is not dataclasses.MISSING
     ]
@@ -88,10 +90,10 @@ def flags_of(*classes: type[Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def own_errors() -> Iterator[None]:
-    """Around a parser of tyro: this library's errors in the checks of settings are raised, not printed in a box."""
-    told = io.StringIO()
+    """Raise this library's errors in the checks of settings, which a parser of tyro would print in a box."""
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(output):
             yield
     except SystemExit as left:
         cause: BaseException | None = left
@@ -99,7 +101,7 @@ def own_errors() -> Iterator[None]:
             cause = cause.__context__
         if cause is not None:
             raise cause from None
-        print(told.getvalue(), end="", file=sys.stderr)
+        print(output.getvalue(), end="", file=sys.stderr)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Between Hugging Face directories and run directories, and whether a conversion is right.
+"""Convert between Hugging Face directories and run directories, and check conversions.
 
 python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
 python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
@@ -25,14 +25,18 @@ from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface import verify
-from eqx_decoders.io.huggingface.export import check_new_directory
+from eqx_decoders.io.huggingface.export_directory import check_new_directory
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import load_hf, read_config
 from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.model.init import count_parameters
-from eqx_decoders.training.config import TrainConfig, load_settings, save_settings, settings_json
+from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig
-from eqx_decoders.training.run.run_directory import SOURCE, export_run, keep_source, load_run, local_run
+from eqx_decoders.training.run.run_directory import SOURCE, local_run
+from eqx_decoders.training.run.run_export import export_run
+from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.run_model import write_source
+from eqx_decoders.training.settings_file import load_settings, save_settings, settings_json
 
 
 DIFFERENT = 1
@@ -40,7 +44,7 @@ DIFFERENT = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import(Devices):
-    """A Hugging Face directory becomes a run directory: weights as the checkpoint of step 0, description, tokenizer."""
+    """Import a Hugging Face directory as a run directory: weights as checkpoint of step 0, description, tokenizer."""
 
     source: str
     """Directory with config.json and safetensors files, or "org/name" on huggingface.co."""
@@ -61,7 +65,7 @@ class Import(Devices):
         settings = TrainConfig(run_dir=self.run_dir, init_from=str(folder.resolve()) if local else self.source)
         with RunLock(run) if writes else contextlib.nullcontext():
             if writes:
-                keep_source(model, run)
+                write_source(model, run)
                 save_settings(settings, run / "settings.json")  # a run there goes on with this model in any case
             with Checkpoints(run / "checkpoints") as checkpoints:
                 checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(settings))
@@ -72,7 +76,7 @@ class Import(Devices):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(Devices):
-    """The weights of a run, adapters merged, and its tokenizer become a directory for from_pretrained and load_hf."""
+    """Export the weights of a run, adapters merged, and its tokenizer for from_pretrained and load_hf."""
 
     run_dir: str
     """Run directory of scripts/train.py, or gs://…: the checkpoint directory of a run."""
@@ -104,7 +108,7 @@ class Export(Devices):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Is a Hugging Face directory read as it is meant?
+    """Check that a Hugging Face directory is read as it is meant.
 
     Where transformers and torch are installed its logits are compared with theirs on random ids; elsewhere the tensors
     of the loaded model, exported again, are compared with those in the files, bit by bit. Exits with 1 if they differ.
@@ -158,7 +162,7 @@ class Verify:
             print(f"different: {_some(wrong)}")
             return DIFFERENT
         ids = self._ids(one)
-        return self._judge(verify.compare_logits(*(self._logits(here, ids) for here in (one, other))))
+        return self._judge(verify.compare_logits(*(self._logits(folder, ids) for folder in (one, other))))
 
     def _logits(self, folder: Path, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows length vocab"]:
         return verify.our_logits(load_hf(folder, layout=layout_of(self.mesh)), ids)
@@ -166,10 +170,10 @@ class Verify:
     def _ids(self, folder: Path) -> Int[np.ndarray, "rows length"]:
         return verify.random_ids(read_config(folder)[0], self.rows, self.length, self.seed)
 
-    def _judge(self, found: verify.Difference) -> int:
-        print(found)
-        good = found.maximum <= self.tolerance
-        print(f"{'the same' if good else 'different'}: {found.maximum:.3g} with a tolerance of {self.tolerance:.3g}")
+    def _judge(self, difference: verify.Difference) -> int:
+        print(difference)
+        largest, good = difference.maximum, difference.maximum <= self.tolerance
+        print(f"{'the same' if good else 'different'}: {largest:.3g} with a tolerance of {self.tolerance:.3g}")
         return 0 if good else DIFFERENT
 
 
@@ -180,7 +184,7 @@ def _some(lines: list[str], most: int = 10) -> str:
 
 @program(lambda: flags_of(Import, Export, Verify) | mesh_flags())
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Convert as the command line says; the exit code."""
+    """Convert as the command line says; return the exit code."""
     require("tyro")
     import tyro
 

@@ -1,11 +1,12 @@
-"""Where `generate` and `convert` put a model: on one device, or on a mesh over the devices of one or more processes."""
+"""Devices of `generate` and `convert`: one, or a mesh over the devices of one or more processes."""
 
 import contextlib
 import dataclasses
 from typing import Any
 
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.io.coordination import connected, from_first
+from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.heartbeat import connected
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.mesh_config import MeshConfig
 
@@ -15,7 +16,7 @@ ONE_DEVICE = MeshConfig(data=1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The flags of programs that run on any devices, in one or more processes."""
+    """Flags of programs that run on any devices, in one or more processes."""
 
     distributed: bool = False
     """This is one of several processes, started with the same flags as the others (see scripts/train.py)."""
@@ -29,32 +30,32 @@ class Devices:
         check(spread, "distributed=True needs a mesh over the devices of all processes, such as mesh.fsdp=-1.")
 
     def connected(self) -> contextlib.AbstractContextManager[None]:
-        """Around the program: the other processes are met, and have the same flags."""
+        """Connect to the other processes while open, and check that they have the same flags."""
         return self._connected() if self.distributed else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _connected(self):
         with connected(self.distributed_timeout):
-            own: dict[str, Any] = dataclasses.asdict(self)
-            first = from_first("flags", own)
-            other = {name: (value, first.get(name)) for name, value in own.items() if value != first.get(name)}
-            told = "; ".join(
+            flags: dict[str, Any] = dataclasses.asdict(self)
+            first = from_first("flags", flags)
+            other = {name: (value, first.get(name)) for name, value in flags.items() if value != first.get(name)}
+            message = "; ".join(
                 f"{name}={value!r}, but {theirs!r} in the first process" for name, (value, theirs) in other.items()
             )
-            check(not other, f"{told}: all processes must be started with one command.")
+            check(not other, f"{message}: all processes must be started with one command.")
             yield
 
     def layout(self) -> Layout:
-        """All devices as the mesh says; without one, a single device."""
+        """Return the layout of the mesh over all devices; without a mesh, of a single device."""
         return layout_of(self.mesh)
 
 
 def layout_of(mesh: MeshConfig) -> Layout:
-    """One device, unless the mesh says more."""
+    """Return the layout of a mesh; of one device if the mesh is the default."""
     return Layout() if mesh == ONE_DEVICE else Layout.create(**dataclasses.asdict(mesh))
 
 
 def mesh_flags() -> dict[str, str]:
-    """The flags of the mesh, by the names that sentences about it have."""
+    """Return the flags of the mesh, by the names that error messages have for its fields."""
     names = [field.name for field in dataclasses.fields(MeshConfig)]
     return {f"{group}.{name}": f"--mesh.{name.replace('_', '-')}" for group in ("mesh", "Layout") for name in names}

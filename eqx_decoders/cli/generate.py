@@ -23,12 +23,13 @@ from eqx_decoders.cli.devices import Devices, mesh_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.inference.text_model import Files, Prompt, TextModel, load_text_model
+from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import Files, Prompt, TextModel
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.numerics.matmul import Precision
-from eqx_decoders.training.run.run_directory import load_text_run
+from eqx_decoders.numerics.precision import Precision
+from eqx_decoders.training.run.run_loading import load_text_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,17 +88,17 @@ class GenerateConfig(Devices):
 
     @property
     def files(self) -> Files:
-        """The files beside the first prompt."""
+        """Return the files that come with the first prompt."""
         return Files(images=self.image, videos=self.video, audio=self.audio)
 
     def sampling(self) -> dict[str, int | float | None]:
-        """The settings of the sampler that were given; None for the others."""
+        """Return the settings of the sampler on the command line; None for the others."""
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 @program(lambda: flags_of(GenerateConfig) | mesh_flags())
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Write as the command line says; the exit code."""
+    """Write as the command line says; return the exit code."""
     require("tyro")
     import tyro
 
@@ -116,7 +117,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def load(config: GenerateConfig) -> TextModel:
-    """The model and the tokenizer that were asked for."""
+    """Load the model and the tokenizer that the settings name."""
     dtype, layout = None if config.dtype == "auto" else config.dtype, config.layout()
     if config.model is not None:
         text = load_text_model(config.model, dtype, layout=layout)
@@ -131,14 +132,14 @@ def load(config: GenerateConfig) -> TextModel:
 
 
 def read_prompts(answer: Callable[[str], None]) -> None:
-    """Pass each line of the standard input on, until its end."""
+    """Answer each line of the standard input, until its end."""
     while line := from_first("line", read_line() if jax.process_index() == 0 else None, seconds=1e6):
         if line.strip():
             answer(line.rstrip("\n"))
 
 
 def read_line() -> str:
-    """A line of the standard input; empty at its end."""
+    """Read a line of the standard input; empty at its end."""
     if sys.stdin.isatty():
         print("prompt> ", end="", flush=True)
     with StatusLine("waiting for a prompt", show=lambda text: None):  # the other processes wait for as long as it takes
@@ -146,13 +147,13 @@ def read_line() -> str:
 
 
 def show(text: str) -> None:
-    """Print a piece, if this is the process that prints."""
+    """Print a piece of text, if this is the process that prints."""
     if jax.process_index() == 0:
         print(text, end="", flush=True)
 
 
 class Continuation:
-    """Each prompt is the beginning of a text of its own."""
+    """Answers of a model without a chat template: each prompt is the beginning of a text of its own."""
 
     def __init__(self, text: TextModel, config: GenerateConfig):
         self.text, self.config = text, config
@@ -163,7 +164,7 @@ class Continuation:
 
 
 class ChatSession:
-    """Each prompt is the next message of one conversation."""
+    """Answers of a chat model: each prompt is the next message of one conversation."""
 
     def __init__(self, text: TextModel, config: GenerateConfig):
         self.text, self.config = text, config
@@ -183,7 +184,7 @@ class ChatSession:
 
 
 def write(text: TextModel, config: GenerateConfig, prompt: Prompt, files: Files = Files()) -> str:
-    """Print what the model writes, piece by piece."""
+    """Print the model's answer piece by piece, and return it."""
     written = text.write(
         prompt,
         max_new_tokens=config.max_new_tokens,

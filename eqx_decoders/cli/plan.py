@@ -20,29 +20,32 @@ from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.cli.devices import mesh_flags
 from eqx_decoders.cli.xla_flags import FlagsName, options
 from eqx_decoders.context import ContextForm, ContextOrder, Execution
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.compile import abandoned
-from eqx_decoders.planning.gpus import counted_memory, gpus_of, on_gpus
+from eqx_decoders.planning.gpus import gpus_of, on_gpus
 from eqx_decoders.planning.image_shapes import abstract_media
 from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.planned_step import Plan
 from eqx_decoders.planning.report import as_data, report
-from eqx_decoders.planning.search import estimate, meshes, predicted_bytes
-from eqx_decoders.planning.step_plan import Plan, Until, make_plan
+from eqx_decoders.planning.search import estimate, meshes
+from eqx_decoders.planning.step_plan import Until, make_plan
+from eqx_decoders.planning.traced_memory import counted_memory, predicted_bytes
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import LowPrecisionConfig, MeshConfig, PipelineConfig, describe_devices
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run.run_directory import model_config
+from eqx_decoders.training.run.run_model import model_config
 from eqx_decoders.training.step.balance import expert_configs
-from eqx_decoders.training.step.step import StepConfig, Trainer
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
 
 
-_KEEPING_LESS = ("none", "minimal_with_context", "save_qkv_proj", "full")  # what a search tries, from there on
+_POLICIES = ("none", "minimal_with_context", "save_qkv_proj", "full")  # a search tries them from `remat` on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class PlanConfig:
     model_config: str | None = None
     """Instead of the model of that name: JSON of a `DecoderConfig`, or a `config.json` of Hugging Face."""
     set: tuple[str, ...] = ()
-    """Fields of the model that are others, such as num_layers=4."""
+    """Fields of the model to replace, such as num_layers=4."""
     mtp_depths: int = 0
     """Depths of multi-token prediction to add."""
     batch_size: int = 16
@@ -73,23 +76,23 @@ class PlanConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of activations; auto: bfloat16."""
     params_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which weights are kept."""
+    """Dtype of the weights."""
     remat: str = "none"
-    """Rematerialisation policy, or "custom" with the two lists below."""
+    """Rematerialization policy, or "custom" with the two lists below."""
     remat_save: tuple[str, ...] = ()
-    """custom: names of tensors kept on the device."""
+    """custom: names of tensors saved on the device."""
     remat_offload: tuple[str, ...] = ()
-    """custom: names of tensors kept in the host's memory."""
+    """custom: names of tensors saved in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
     context_order: ContextOrder = Execution.context_order
     """Order of the tokens of rows that mesh.context splits; zigzag gives all devices equal work."""
     context_form: ContextForm = Execution.context_form
-    """What devices that mesh.context splits rows over get: keys and values, or all tokens of some heads."""
+    """Exchange between devices that mesh.context splits rows over: keys and values, or all tokens of some heads."""
     head_bytes: int = Execution.head_bytes
-    """What a device may take for the head, gathered, and its gradient."""
+    """Memory of a device for the head, gathered, and its gradient."""
     exchange_bytes: int = Execution.exchange_bytes
-    """What a device may take for tokens that it gets for its experts."""
+    """Memory of a device for tokens that it gets for its experts."""
     batch_split: int = Execution.batch_split
     """Parts of a batch that pass each layer one behind the other."""
     replicated_tolerance: float = TrainConfig.replicated_tolerance
@@ -100,8 +103,8 @@ class PlanConfig:
     """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
     `remat` on that fits; 0: plan the one that is given."""
     until: Until = "code"
-    """When the compiler is left: at the end; or when memory is assigned, before there is machine code, in a fraction of
-    the time. What only shows then (a kernel that finds no room) is not found."""
+    """End of the compilation: after machine code; or when memory is assigned, before machine code, in a fraction of
+    the time. Later errors (a kernel that finds no room) are not found."""
     rows: int = 12
     """Collectives to print."""
     json: bool = False
@@ -119,11 +122,11 @@ class PlanConfig:
         for field in ("rows", "mtp_depths", "search", "images"):
             check_integer(field, getattr(self, field), 0)
         if self.search:
-            check_word("search: remat", self.remat, _KEEPING_LESS)
+            check_word("search: remat", self.remat, _POLICIES)
         self.training()
 
     def training(self) -> TrainConfig:
-        """The settings of a run of such steps, checked as a run checks them."""
+        """Return the settings of a run of such steps, checked as a run checks them."""
         shared = {field.name for field in dataclasses.fields(TrainConfig)} & {f.name for f in dataclasses.fields(self)}
         settings = {name: getattr(self, name) for name in shared}
         if self.model_config is not None:
@@ -134,12 +137,12 @@ class PlanConfig:
         )
 
     def execution(self, devices: Sequence[Any]) -> Execution:
-        """Layout, dtypes and remat on these devices."""
+        """Make layout, dtypes and remat of these devices."""
         return self.training().execution(devices)
 
 
 def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
-    """The devices of a TPU topology, which need not be there."""
+    """Return the devices of a TPU topology, which need not be here."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         import libtpu  # noqa: F401
@@ -163,29 +166,29 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
 
 
 def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan, list[str], Execution]:
-    """The plan of a step, what to change, and how the step is run. devices: those of the topology, if known."""
+    """Plan a step; return the plan, advice, and the execution. devices: those of the topology, if known."""
     devices = planned_devices(config) if devices is None else devices
     gpus = gpus_of(config.topology)
     model, trainer, machine = _parts(config, devices)
     flags = options(machine.chip.name) if gpus is None else gpus.options
     flags = {} if config.xla_flags == "none" else flags
     shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
-    seen = dict(images=config.images, side=config.image_side)
-    media = abstract_media(model.config, model.execution.layout, **shape, **seen) if config.images else None
-    made = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=config.until)
+    images = dict(images=config.images, side=config.image_side)
+    media = abstract_media(model.config, model.execution.layout, **shape, **images) if config.images else None
+    step_plan = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=config.until)
     if gpus is not None:
-        made = on_gpus(made, counted_memory(model, trainer, machine, **shape), gpus)
-    return made, advice(made, model.execution), model.execution
+        step_plan = on_gpus(step_plan, counted_memory(model, trainer, machine, **shape), gpus)
+    return step_plan, advice(step_plan, model.execution), model.execution
 
 
 def planned_devices(config: PlanConfig) -> list[Any]:
-    """The devices that a step is compiled for: those of the topology, or as many TPUs in place of GPUs."""
+    """Return the devices that a step is compiled for: of the topology, or as many TPUs in place of GPUs."""
     gpus = gpus_of(config.topology)
     return tpu_devices(config.topology, config.slices) if gpus is None else tpu_devices(gpus.stand_in, 1)
 
 
 def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
-    """The model as shapes on a mesh of these devices, what trains it, and the machine."""
+    """Make the model as shapes on a mesh of these devices, its trainer, and the machine."""
     execution = config.execution(devices)
     described = model_config(config.training())
     if config.mtp_depths:
@@ -198,40 +201,38 @@ def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer
     return model, trainer, machine
 
 
-Found = tuple[PlanConfig, Plan, list[str], Execution]
+PlannedConfig = tuple[PlanConfig, Plan, list[str], Execution]
 
 
-def search(config: PlanConfig, say: Callable[[str], None]) -> Found:
-    """The settings with the mesh and policy whose step is the shortest of those that were compiled, and its plan."""
+def search(config: PlanConfig, say: Callable[[str], None]) -> PlannedConfig:
+    """Compile the meshes and policies that an estimate ranks first; return the shortest step that fits."""
     devices = planned_devices(config)
     ranked = _ranked(config, devices)
     say(f"{len(ranked)} meshes can hold the state; {min(config.search, len(ranked))} are compiled\n")
-    found = [made for _, one in ranked[: config.search] if (made := _first_that_fits(one, devices)) is not None]
-    check(bool(found), "None of the meshes that were compiled fits: take more devices, or a smaller batch_size.")
-    found.sort(key=lambda each: each[1].roofline.one_by_one)
+    fitting = [planned for _, one in ranked[: config.search] if (planned := _first_that_fits(one, devices)) is not None]
+    check(bool(fitting), "None of the meshes that were compiled fits: take more devices, or a smaller batch_size.")
+    fitting.sort(key=lambda each: each[1].roofline.one_by_one)
     say(f"{'mesh':30} {'remat':21} {'peak':>9} {'sent':>9} {'all overlaps':>13} {'nothing does':>13}")
-    for tried, made, *_ in found:
-        line, sent = made.roofline, sum(one.total for one in made.collectives or ())
+    for tried, step_plan, *_ in fitting:
+        line, sent = step_plan.roofline, sum(one.total for one in step_plan.collectives or ())
         say(
-            f"{_mesh(tried):30} {tried.remat:21} {(made.memory.peak or 0) / 1e9:6.1f} GB {sent / 1e9:6.1f} GB "
+            f"{_mesh(tried):30} {tried.remat:21} {(step_plan.memory.peak or 0) / 1e9:6.1f} GB {sent / 1e9:6.1f} GB "
             f"{line.overlapped:11.3g} s {line.one_by_one:11.3g} s"
         )
     say("")
-    return found[0]
+    return fitting[0]
 
 
-def _first_that_fits(config: PlanConfig, devices: Sequence[Any]) -> Found | None:
-    """The plan with the first policy, from the one that is given on, whose step fits.
+def _first_that_fits(config: PlanConfig, devices: Sequence[Any]) -> PlannedConfig | None:
+    """Plan with the first policy, from the given one on, whose step fits.
 
-    Policies that keep more than there is room for, by counting, are not compiled; the last one is in any case.
+    Policies whose saved activations leave too little room, by counting, are not compiled; the last one always is.
     """
-    *others, last = (
-        dataclasses.replace(config, remat=remat) for remat in _KEEPING_LESS[_KEEPING_LESS.index(config.remat) :]
-    )
+    *others, last = (dataclasses.replace(config, remat=remat) for remat in _POLICIES[_POLICIES.index(config.remat) :])
     for tried in [*filter(lambda one: _may_fit(one, devices), others), last]:
-        made, advised, execution = plan(tried, devices)
-        if made.memory.fits:
-            return tried, made, advised, execution
+        step_plan, advised, execution = plan(tried, devices)
+        if step_plan.memory.fits:
+            return tried, step_plan, advised, execution
     return None
 
 
@@ -242,10 +243,10 @@ def _may_fit(config: PlanConfig, devices: Sequence[Any]) -> bool:
 
 
 def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, PlanConfig]]:
-    """The meshes that these devices can be, that divide model and batch and can hold the state; fastest first."""
+    """Return the meshes of these devices that divide model and batch and can hold the state, fastest first."""
     experts = bool(expert_configs(model_config(config.training())))
     axes = ("data", "fsdp", "tensor", *["expert"] * experts)
-    found = []
+    ranked = []
     for sizes in meshes(len(devices), config.slices, axes):
         one = dataclasses.replace(config, mesh=MeshConfig(**sizes))
         try:
@@ -254,8 +255,8 @@ def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, Pla
         except ConfigError:  # sizes that do not divide, or a mesh that the torus cannot be
             continue
         if guess.state <= machine.memory:
-            found.append((guess.seconds, one))
-    return sorted(found, key=lambda each: each[0])
+            ranked.append((guess.seconds, one))
+    return sorted(ranked, key=lambda each: each[0])
 
 
 def _mesh(config: PlanConfig) -> str:
@@ -269,43 +270,43 @@ def _devices(config: PlanConfig, execution: Execution) -> str:
 
 
 def _settings(config: PlanConfig, execution: Execution) -> dict[str, Any]:
-    """What was planned, as plain values."""
-    asked = {name: getattr(config, name) for name in ("model", "topology", "batch_size", "seq_len", "remat")}
-    return asked | {"mesh": {name: size for name, size in execution.layout.sizes.items() if size > 1}}
+    """Return the planned settings as plain values."""
+    settings = {name: getattr(config, name) for name in ("model", "topology", "batch_size", "seq_len", "remat")}
+    return settings | {"mesh": {name: size for name, size in execution.layout.sizes.items() if size > 1}}
 
 
 def _flags() -> dict[str, str]:
     groups = ("mesh", "offload", "optimizer", "step")
     fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in groups]
-    found = {name: "--" + name.replace("_", "-") for name in fields} | mesh_flags()
+    flags = {name: "--" + name.replace("_", "-") for name in fields} | mesh_flags()
     kinds = {"offload": Offload, "optimizer": OptimizerConfig, "step": StepConfig}
     for group, kind, config in ((group, config.__name__, config) for group, config in kinds.items()):
         for field in dataclasses.fields(config):
             flag = f"--{group}.{field.name.replace('_', '-')}"
-            found |= {f"{group}.{field.name}": flag, f"{kind}.{field.name}": flag}
-    return found
+            flags |= {f"{group}.{field.name}": flag, f"{kind}.{field.name}": flag}
+    return flags
 
 
 @program(_flags)
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Plan as the command line says; the exit code: 1 where the step does not fit."""
+    """Plan as the command line says; return the exit code: 1 where the step does not fit."""
     require("tyro")
     config = parse(args, prog)
     with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
         if config.search:
-            config, made, advised, execution = search(config, print)
+            config, step_plan, advised, execution = search(config, print)
         else:
-            made, advised, execution = plan(config)
+            step_plan, advised, execution = plan(config)
     if config.json:
-        print(json.dumps({"settings": _settings(config, execution)} | as_data(made, advised), indent=1))
+        print(json.dumps({"settings": _settings(config, execution)} | as_data(step_plan, advised), indent=1))
     else:
         tokens = f"{config.batch_size} x {config.seq_len:,} tokens"
         print(
             f"{config.model_config or config.model} on {config.topology} ({_devices(config, execution)}), "
-            f"{tokens}, remat {config.remat}; compiled in {made.seconds:.0f} s\n"
+            f"{tokens}, remat {config.remat}; compiled in {step_plan.seconds:.0f} s\n"
         )
-        print(report(made, advised, rows=config.rows))
-    code = 0 if made.memory.fits else 1
+        print(report(step_plan, advised, rows=config.rows))
+    code = 0 if step_plan.memory.fits else 1
     if abandoned:  # the compiler goes on, and cannot be ended otherwise
         sys.stdout.flush()
         os._exit(code)
@@ -313,7 +314,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanConfig:
-    """The settings in the arguments of a command line; exits with 2 for what it doesn't know."""
+    """Parse the arguments of a command line; exit with 2 for unknown ones."""
     import tyro
 
     PlanConfig.__annotations__["model"] = tyro.conf.Positional[str]
@@ -324,16 +325,16 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanCon
 
 
 def single_flags(args: Sequence[str]) -> list[str]:
-    """`--mesh fsdp=16 tensor=4` as `--mesh.fsdp 16 --mesh.tensor 4`; the rest as it is."""
-    found: list[str] = []
+    """Rewrite `--mesh fsdp=16 tensor=4` as `--mesh.fsdp 16 --mesh.tensor 4`; the other arguments stay."""
+    words: list[str] = []
     inside = False
     for word in args:
         name, equals, size = word.partition("=")
         if word == "--mesh":
             inside = True
         elif inside and equals and not word.startswith("-"):
-            found += [f"--mesh.{name.replace('_', '-')}", size]
+            words += [f"--mesh.{name.replace('_', '-')}", size]
         else:
             inside = False
-            found.append(word)
-    return found
+            words.append(word)
+    return words

@@ -25,20 +25,21 @@ from eqx_decoders.cli import flags_of, own_errors, program
 from eqx_decoders.cli.devices import Devices, mesh_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import check, check_integer, check_number, need_extra
-from eqx_decoders.inference.text_model import TextModel, load_text_model
-from eqx_decoders.io.run_lock import Interrupt
+from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import group_sizes, quantize
-from eqx_decoders.numerics.matmul import Precision
+from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.protocol import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
-from eqx_decoders.training.run.run_directory import load_text_run
+from eqx_decoders.serving.text_frontend import create_frontend
+from eqx_decoders.training.run.run_loading import load_text_run
 
 
 KEYS = "EQX_DECODERS_API_KEY"
@@ -144,7 +145,7 @@ class ServeConfig(Devices):
         self.engine()
 
     def engine(self, draft_model: Decoder | None = None) -> EngineConfig:
-        """The settings of the engine; `draft_model` as loaded."""
+        """Return the settings of the engine; `draft_model` is loaded already."""
         kinds = {"prompt": PromptLookup, "mtp": MTPDrafter}
         drafts = kinds[self.draft](num_tokens=self.num_draft_tokens) if self.draft in kinds else None
         if draft_model is not None:
@@ -152,19 +153,19 @@ class ServeConfig(Devices):
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
         names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes")
         names += ("max_waiting", "max_waiting_tokens", "batch_invariant", "preempted_bytes")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         cache_dtype = None if self.cache_dtype == "auto" else self.cache_dtype
-        return EngineConfig(**given, cache_dtype=cache_dtype, pages=pages, drafts=drafts)
+        return EngineConfig(**settings, cache_dtype=cache_dtype, pages=pages, drafts=drafts)
 
     @property
     def name(self) -> str:
-        """By which clients ask for the model."""
+        """Return the name by which clients ask for the model."""
         return self.served_name or self.model or self.run_dir or "runs/tiny"
 
 
 @program(lambda: flags_of(ServeConfig) | engine_flags() | mesh_flags())
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Serve as the command line says, until a signal; the exit code."""
+    """Serve as the command line says, until a signal; return the exit code."""
     for package in PACKAGES:
         _require(package)
     import tyro
@@ -184,14 +185,14 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     with Interrupt() as interrupt:
         ended = asyncio.run(
             serve(
-                TextFrontend.of(text, special_tokens_in_content=config.special_tokens_in_content),
+                create_frontend(text, special_tokens_in_content=config.special_tokens_in_content),
                 engine,
                 api_config(config, text),
                 sock,
-                asked_to_end=lambda: interrupt.requested,
+                should_stop=lambda: interrupt.requested,
                 ready=lambda: print(f"serving {config.name} at {address_of(sock)}", flush=True),
                 allow_origins=config.allow_origin,
-                times=ServerConfig(drain=config.drain_seconds),
+                timeouts=ServerConfig(drain=config.drain_seconds),
             )
         )
     engine.close()
@@ -202,7 +203,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def log_to_stderr(level: str) -> None:
-    """What the server has to say, whatever other packages do with their logs."""
+    """Write the server's log to the standard error, whatever other packages do with their logs."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name in ("eqx_decoders.serving", "uvicorn"):
@@ -212,7 +213,7 @@ def log_to_stderr(level: str) -> None:
 
 
 def load(config: ServeConfig) -> TextModel:
-    """The model and the tokenizer that were asked for."""
+    """Load the model and the tokenizer that the settings name."""
     dtype, layout = None if config.dtype == "auto" else config.dtype, config.layout()
     if config.model is not None:
         quantized = "keep" if config.quantize == "keep" else "expand"
@@ -224,20 +225,20 @@ def load(config: ServeConfig) -> TextModel:
         return text
     model = quantize(text.model, config.quantize, group_size=config.group_size)
     if sizes := group_sizes(model):
-        told = ", ".join(f"{size} rows in {count} weights" for size, count in sizes.items())
-        print(f"--quantize int4: groups of {told}", file=sys.stderr, flush=True)
+        groups = ", ".join(f"{size} rows in {count} weights" for size, count in sizes.items())
+        print(f"--quantize int4: groups of {groups}", file=sys.stderr, flush=True)
     return dataclasses.replace(text, model=model)
 
 
 def load_draft_model(config: ServeConfig) -> Decoder | None:
-    """The smaller model that was asked for."""
+    """Load the smaller model for drafts, if the settings name one."""
     if config.draft_model is None:
         return None
     return load_text_model(config.draft_model, None if config.dtype == "auto" else config.dtype).model
 
 
 def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
-    """What the server takes."""
+    """Return the limits and defaults of the API."""
     keys = tuple(key.strip() for key in os.environ.get(KEYS, "").split(",") if key.strip())
     most = config.max_body_bytes or body_bytes(text, config.max_length)
     return ApiConfig(
@@ -258,12 +259,12 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
 
 
 def body_bytes(text: TextModel, max_length: int) -> int:
-    """The most that a request may have, where nothing is said: reading more takes time from everybody."""
+    """Return the default bound of a request's size: reading more takes time from all requests."""
     return max(4_000_000 if text.model.config.media is None else ApiConfig.max_body_bytes, 64 * max_length)
 
 
 def engine_flags() -> dict[str, str]:
-    """The flags of the engine's settings and of the API's, by the names that sentences about them have."""
+    """Return the flags of the engine's settings and of the API's, by the names that error messages have for them."""
     names = {field.name for field in dataclasses.fields(ServeConfig)}
     pairs = ((group.__name__, field.name) for group in (EngineConfig, ApiConfig) for field in dataclasses.fields(group))
     flags = {f"{group}.{name}": f"--{name.replace('_', '-')}" for group, name in pairs if name in names}

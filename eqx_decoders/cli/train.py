@@ -16,25 +16,28 @@ from typing import Annotated
 from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.cli.xla_flags import set_options
 from eqx_decoders.core.malloc import keep_memory
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
 from eqx_decoders.io.atomic_files import expand_paths
-from eqx_decoders.io.coordination import connected
+from eqx_decoders.io.heartbeat import connected
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
-from eqx_decoders.training.config import TrainConfig, flags, load_settings, of_a_new_start, with_file
+from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import with_settings
+from eqx_decoders.training.flags import flags
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.data_preview import describe_data
 from eqx_decoders.training.run.loop import train
-from eqx_decoders.training.run.run_directory import abstract_run, begun_run
+from eqx_decoders.training.run.run_directory import find_run
+from eqx_decoders.training.run.run_model import abstract_run
 from eqx_decoders.training.run.trackers import check_installed
+from eqx_decoders.training.settings_file import load_settings, of_a_new_start, with_file
 
 
 @program(flags)
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Train as the command line says; the exit code."""
+    """Train as the command line says; return the exit code."""
     require("tyro", "grain", "tokenizers", "matplotlib")  # now, not after hours of training
     config = parse(args, prog)
     if config.list_models:
@@ -43,7 +46,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     if config.describe or config.describe_data:
         check_run_dir(config.run_dir)
     if config.describe_data:
-        print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        print(describe_data(config, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
     check_installed(config.trackers)
     set_options(config.xla_flags)  # before JAX looks for devices
@@ -60,9 +63,9 @@ def _train(config: TrainConfig) -> int:
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainConfig:
-    """The settings in the arguments of a command line; exits with 2 for what it doesn't know.
+    """Parse the arguments of a command line; exit with 2 for unknown ones.
 
-    Those that are not given are those of the file `--config`, then, in a run directory that was begun, the run's.
+    Other settings are those of the file `--config`, then, in a run directory that was started, the run's.
     """
     import tyro
 
@@ -96,7 +99,7 @@ def _multiplier(words: list[str]) -> tuple[str, float]:
 
 
 def _defaults(args: Sequence[str] | None) -> TrainConfig:
-    """What counts where no flag is given: the settings of the run directory, and over them those of the file.
+    """Return the settings without flags: those of the run directory, and over them those of the file.
 
     Settings of a file are not checked yet: flags may change what they need.
     """
@@ -104,22 +107,22 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     finder.add_argument("--run-dir", "--run_dir")
     finder.add_argument("--checkpoint-dir", "--checkpoint_dir")
     finder.add_argument("--config")
-    given = finder.parse_known_args(args)[0]
-    expand_paths(given, *vars(given))
-    new = TrainConfig() if given.config is None else with_file(TrainConfig(), given.config)
+    arguments = finder.parse_known_args(args)[0]
+    expand_paths(arguments, *vars(arguments))
+    new = TrainConfig() if arguments.config is None else with_file(TrainConfig(), arguments.config)
     expand_paths(new, "run_dir", "checkpoint_dir")
-    run_dir, elsewhere = given.run_dir or new.run_dir, given.checkpoint_dir or new.checkpoint_dir
-    begun = begun_run(run_dir, elsewhere)
-    if begun is None:
+    run_dir, elsewhere = arguments.run_dir or new.run_dir, arguments.checkpoint_dir or new.checkpoint_dir
+    started = find_run(run_dir, elsewhere)
+    if started is None:
         return new
-    run = of_a_new_start(load_settings(begun / "settings.json"), run_dir)
-    return run if given.config is None else with_file(run, given.config)
+    run = of_a_new_start(load_settings(started / "settings.json"), run_dir)
+    return run if arguments.config is None else with_file(run, arguments.config)
 
 
 def _fails_alone(default: TrainConfig, error: ConfigError) -> bool:
-    """Whether it is the settings of the file that raise this error, whatever the flags are."""
+    """Return whether the settings of the file raise this error, whatever the flags are."""
     try:
         with_settings(default, {})
-    except ConfigError as own:
-        return str(own) == str(error)
+    except ConfigError as without_flags:
+        return str(without_flags) == str(error)
     return False

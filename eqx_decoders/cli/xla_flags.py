@@ -1,6 +1,6 @@
-"""Options of XLA for TPUs that differ from its defaults, each with a reason, and where programs get them from.
+"""Options of XLA for TPUs that differ from its defaults, each with a reason and with programs that use it.
 
-Only what others use in large runs, and what changes no result. Left out are sums that SparseCores do
+Only options of large runs of others, which change no result. Left out are sums that SparseCores do
 (`…_sparse_core_collective_offload_reduce_scatter` and `…_all_reduce`), which were reported to give wrong losses on v6e
 and v7x. Gathers that are asynchronous and fused into products are for v5e alone: elsewhere libtpu refuses the two
 together, as they may give wrong results.
@@ -17,7 +17,7 @@ FlagsName = Literal["auto", "none"]
 
 
 class Option(NamedTuple):
-    """An option, its value, why, who uses it, and for which chips; none: for all."""
+    """An option: its value, its reason, programs that use it, and its chips (none: all)."""
 
     name: str
     value: str
@@ -27,16 +27,16 @@ class Option(NamedTuple):
 
 
 _BOTH = "MaxText, axlearn"
-_BESIDE = "gathers of weights go on beside products"
+_OVERLAP = "gathers of weights go on beside products"
 _GATHERS = ("v5e", "v5p", "v6e")
 
 OPTIONS: tuple[Option, ...] = (
     Option("xla_tpu_scoped_vmem_limit_kib", "81920", "larger tiles of products; experts' kernels find room, too",
            "MaxText (of experts; of dense models 98304)", ("v5p", "v6e")),
     Option("xla_tpu_scoped_vmem_limit_kib", "65536", "larger tiles of products", "MaxText", ("v7x",)),
-    Option("xla_enable_async_all_gather", "true", _BESIDE, _BOTH, _GATHERS),
-    Option("xla_tpu_overlap_compute_collective_tc", "true", _BESIDE, _BOTH, _GATHERS),
-    Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "true", _BESIDE, _BOTH, ("v5e",)),
+    Option("xla_enable_async_all_gather", "true", _OVERLAP, _BOTH, _GATHERS),
+    Option("xla_tpu_overlap_compute_collective_tc", "true", _OVERLAP, _BOTH, _GATHERS),
+    Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "true", _OVERLAP, _BOTH, ("v5e",)),
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", "true", "one gather beside several products", _BOTH,
            ("v5e",)),
     Option("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000",
@@ -56,14 +56,14 @@ _GOOGLE = "0x1ae0"
 
 
 def options(chip: str | None) -> dict[str, str]:
-    """Those for a chip by its name in `hardware.CHIPS`; None: those for all."""
+    """Return the options for a chip by its name in `chips.CHIPS`; None: those for all."""
     return {option.name: option.value for option in OPTIONS if not option.chips or chip in option.chips}
 
 
 def generation(environ: Mapping[str, str] = os.environ, bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
-    """Which TPU this host has, before JAX starts: by its VM's variables, else by its PCI bus; None where neither."""
-    told = environ.get("TPU_ACCELERATOR_TYPE") or environ.get("ACCELERATOR_TYPE") or ""
-    named = next((chip for begin, chip in _TYPES.items() if told.lower().startswith(begin)), None)
+    """Return the TPU generation of this host, before JAX starts, by its VM's variables or its PCI bus; or None."""
+    type_name = environ.get("TPU_ACCELERATOR_TYPE") or environ.get("ACCELERATOR_TYPE") or ""
+    named = next((chip for begin, chip in _TYPES.items() if type_name.lower().startswith(begin)), None)
     if named is not None:
         return named
     for device in sorted(bus.glob("*")):
@@ -79,16 +79,16 @@ def generation(environ: Mapping[str, str] = os.environ, bus: Path = Path("/sys/b
 def set_options(name: FlagsName, environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     """Add the options of this host's TPU to LIBTPU_INIT_ARGS, which libtpu reads when JAX first looks for devices.
 
-    Those that stand there or in XLA_FLAGS already stay as they are. Nothing is set where there is no libtpu, or where
-    JAX_PLATFORMS leaves TPUs out. Returns what was added.
+    Options there or in XLA_FLAGS stay as they are. Nothing is set where there is no libtpu, or where JAX_PLATFORMS
+    leaves TPUs out. Returns the added options.
     """
     platforms = environ.get("JAX_PLATFORMS", "")
     if name == "none" or (platforms and "tpu" not in platforms) or find_spec("libtpu") is None:
         return {}
-    given = environ.get("LIBTPU_INIT_ARGS", "")
-    own = {word.lstrip("-").partition("=")[0] for word in f"{given} {environ.get('XLA_FLAGS', '')}".split()}
-    added = {option: value for option, value in options(generation(environ)).items() if option not in own}
+    present = environ.get("LIBTPU_INIT_ARGS", "")
+    names = {word.lstrip("-").partition("=")[0] for word in f"{present} {environ.get('XLA_FLAGS', '')}".split()}
+    added = {option: value for option, value in options(generation(environ)).items() if option not in names}
     environ["LIBTPU_INIT_ARGS"] = " ".join(
-        [*given.split(), *(f"--{option}={value}" for option, value in added.items())]
+        [*present.split(), *(f"--{option}={value}" for option, value in added.items())]
     )
     return added

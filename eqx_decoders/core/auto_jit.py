@@ -1,4 +1,4 @@
-"""Calls outside of `jax.jit`: compiled as one program, instead of one for each operation."""
+"""Compilation of eager calls as one program, instead of one for each operation."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def jit_if_eager(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, compiled where no `jax.jit` around it does that; `jax.grad` and `jax.vmap` alone do not."""
+    """Compile the function unless it is called inside of `jax.jit`; `jax.grad` and `jax.vmap` do not count."""
     compiled = eqx.filter_jit(function)
 
     @functools.wraps(function)
@@ -28,12 +28,12 @@ def jit_if_eager(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_staged() -> bool:
-    """Whether operations are recorded for a program here, as within `jax.jit`, and not run."""
+    """Return whether operations are recorded for a program here, as within `jax.jit`, and not run."""
     return isinstance(jnp.zeros(()), Tracer)
 
 
 def concrete(x: Array | np.ndarray | None) -> np.ndarray | None:
-    """The numbers of an array; None where it is traced, or parts of it are only on devices of other processes."""
+    """Return an array's numbers; None if it is traced, or parts of it are only on devices of other processes."""
     if x is None or isinstance(x, Tracer):
         return None
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):

@@ -9,14 +9,13 @@ class Chip:
 
     **Arguments:**
 
-    - `name`: as topologies begin, such as `v5p` in `v5p:4x4x4`.
-    - `kinds`: what `jax.Device.device_kind` is.
+    - `name`: first word of topologies, such as `v5p` in `v5p:4x4x4`.
+    - `kinds`: values of `jax.Device.device_kind`.
     - `devices`: JAX devices on a chip.
     - `bf16`, `eight_bit`: dense operations a second, without sparsity.
-    - `formats`: of which numbers of 8 bits `eight_bit` are: `int8`, `fp8`. Products of others are right, but no faster
-        than those of bf16.
+    - `formats`: 8-bit dtypes of `eight_bit`: `int8`, `fp8`. Others are no faster than bf16.
     - `memory`, `memory_bandwidth`: bytes, and bytes a second.
-    - `links`, `link_bandwidth`: connections to neighbours, and the bytes a second that each carries in one direction.
+    - `links`, `link_bandwidth`: connections to neighbors, and the bytes a second that each carries in one direction.
     - `ring`: along which multiples of chips a torus is closed, so that an axis sends both ways; 0: a switch, no torus.
     - `node`: chips that the fast network joins; 0: all of a slice.
     - `network_bandwidth`: bytes a second of a chip, in one direction, between slices or nodes.
@@ -75,5 +74,5 @@ CHIPS: tuple[Chip, ...] = (
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip whose devices are called so; None for one without figures here."""
+    """Return the chip with devices of this kind; None for one without figures here."""
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)

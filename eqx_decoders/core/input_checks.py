@@ -1,4 +1,4 @@
-"""Where inputs enter: ids, positions and keys of any kind in one form, and checks that say by name what is wrong."""
+"""Conversion and checks of inputs: ids, positions and keys of any kind."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,8 +11,8 @@ from eqx_decoders.errors import check
 
 
 @runtime_checkable
-class Sizes(Protocol):
-    """The fields of a `DecoderConfig` that inputs must fit."""
+class InputSizes(Protocol):
+    """Fields of a `DecoderConfig` that inputs must fit."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -24,8 +24,8 @@ class Sizes(Protocol):
 def as_int32(name: str, array: Any) -> Any:
     """Convert ids, positions or numbers of documents to int32, in which they are counted, shifted and subtracted.
 
-    Narrow and unsigned ones would wrap there. What is no array (None, a shape, a sharding) stays as it is. Raises
-    ConfigError for floats and booleans and, where they are known, for numbers that are too large.
+    Narrow and unsigned ones would wrap there. Other objects than arrays (None, a shape, a sharding) stay as they are.
+    Raises ConfigError for floats and booleans and, where they are known, for numbers that are too large.
     """
     if isinstance(array, list | tuple):
         array = np.asarray(array)
@@ -42,7 +42,7 @@ def as_int32(name: str, array: Any) -> Any:
 def as_key(key: Any, name: str = "key") -> Any:
     """Convert a key of the old kind (`jax.random.PRNGKey`) to one of the new; None stays None.
 
-    Raises ConfigError for what is no key.
+    Raises ConfigError for anything else.
     """
     if key is None:
         return None
@@ -55,7 +55,7 @@ def as_key(key: Any, name: str = "key") -> Any:
 
 
 def check_shapes(
-    config: Sizes,
+    config: InputSizes,
     tokens: Any,
     positions: Any = None,
     segment_ids: Any = None,
@@ -65,9 +65,9 @@ def check_shapes(
     name: str = "tokens",
     **weights: Any,
 ) -> tuple[int, int]:
-    """Rows and length of a model's inputs; ConfigError for those of a wrong rank, shape or dtype.
+    """Return rows and length of a model's inputs. Raise ConfigError for a wrong rank, shape or dtype.
 
-    `name` is what the caller calls tokens; `weights` are further arrays of their shape, of any dtype.
+    `name` is the caller's name of tokens; `weights` are more arrays of their shape, of any dtype.
     """
     check((tokens is None) != (embeds is None), "A decoder takes either tokens or embeds: give one of them.")
     if embeds is not None:
@@ -95,7 +95,7 @@ def _check_integers(name: str, array: Any) -> None:
 
 
 def check_inputs(
-    config: Sizes,
+    config: InputSizes,
     tokens: Any,
     positions: Any = None,
     segment_ids: Any = None,
@@ -104,17 +104,19 @@ def check_inputs(
     packed: bool = True,
     **more: Any,
 ) -> None:
-    """`check_shapes` and, where values are known, whether ids that are no padding are in the vocabulary, and positions
-    increase within each document. Unless `packed` each row is one document, whatever its segment ids.
+    """Check shapes and, where values are known, that ids are in the vocabulary and positions increase.
+
+    Padding may have any id. Positions increase within each document; unless `packed` each row is one document, whatever
+    its segment ids.
     """
     check_shapes(config, tokens, positions, segment_ids, name=name, **more)
-    ids, places, documents = concrete(tokens), concrete(positions), concrete(segment_ids)
-    if places is not None and (documents is not None or segment_ids is None):
-        _check_order(places, documents, packed)
-    if ids is None or (places is None) != (positions is None) or (documents is None) != (segment_ids is None):
+    ids, known_positions, documents = concrete(tokens), concrete(positions), concrete(segment_ids)
+    if known_positions is not None and (documents is not None or segment_ids is None):
+        _check_order(known_positions, documents, packed)
+    if ids is None or (known_positions is None) != (positions is None) or (documents is None) != (segment_ids is None):
         return
     bad = (ids < 0) | (ids >= config.vocab_size)
-    bad &= True if places is None else places >= 0
+    bad &= True if known_positions is None else known_positions >= 0
     bad &= True if documents is None else documents != 0
     wrong = ids[bad]
     some = ", ".join(map(str, wrong[:5])) + (", ..." if wrong.size > 5 else "")
@@ -127,9 +129,9 @@ def _check_order(positions: np.ndarray, documents: np.ndarray | None, packed: bo
     of = documents.astype(np.int64) if documents is not None and packed else np.zeros(positions.shape, np.int64)
     of = np.where(real, of, np.iinfo(np.int64).max)
     order = np.argsort(of, axis=1, kind="stable")
-    of, places, real = (np.take_along_axis(x, order, axis=1) for x in (of, positions, real))
-    wrong = real[:, 1:] & (of[:, 1:] == of[:, :-1]) & (places[:, 1:] <= places[:, :-1])
+    of, ordered, real = (np.take_along_axis(x, order, axis=1) for x in (of, positions, real))
+    wrong = real[:, 1:] & (of[:, 1:] == of[:, :-1]) & (ordered[:, 1:] <= ordered[:, :-1])
     for row, column in np.argwhere(wrong)[:1]:
-        pair = f"{places[row, column]}, then {places[row, column + 1]}"
+        pair = f"{ordered[row, column]}, then {ordered[row, column + 1]}"
         rule = "must increase within a document: give each document of a row a segment id of its own"
         check(False, f"positions of row {row} have {pair}, but they {rule}.")

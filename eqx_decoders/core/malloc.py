@@ -1,4 +1,4 @@
-"""Keep freed memory in the process, on CPU."""
+"""A setting of glibc's malloc that keeps freed memory in the process, on CPU."""
 
 import ctypes
 import glob
@@ -12,21 +12,21 @@ _ACCELERATORS = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidiactl", "/dev/
 
 
 def keep_memory() -> bool:
-    """Where JAX computes on the CPU, tell glibc's malloc not to hand freed memory back to the kernel; True if it does.
+    """Tell glibc's malloc to keep freed memory if JAX computes on the CPU; return whether it does.
 
-    That is where there is no accelerator, or `JAX_PLATFORMS=cpu` says so.
+    JAX computes there without an accelerator, or if `JAX_PLATFORMS=cpu` says so.
 
     XLA's CPU backend allocates a program's temporaries anew at every call. By default blocks this large are mapped and
     unmapped each time, and the page faults cost more than the arithmetic of memory-bound steps such as AdamW or one
-    token. The price is that the process keeps up to 2 GB more than it needs. Other C libraries and accelerators have
-    no such problem, and are left alone.
+    token. The price is that the process keeps up to 2 GB more than it needs. Other C libraries and accelerators have no
+    such problem, and are left alone.
 
-    Call it once, before anything asks JAX for its devices: threads that exist have arenas of their own already, whose
-    large blocks are mapped and unmapped as before.
+    Call it once, before JAX lists its devices: threads that exist have arenas already, whose large blocks are mapped
+    and unmapped as before.
     """
     config: Any = jax.config
     if config.jax_platforms != "cpu" and any(map(glob.glob, _ACCELERATORS)):
-        return False  # JAX itself is not asked where it computes, because its answer starts the threads
+        return False  # JAX is not asked for its backend, because that would start the threads
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # TypeError: on Windows

@@ -1,4 +1,4 @@
-"""Threefry in one piece: the same numbers as JAX's own keys give, compiled and drawn in a third of the time on CPUs.
+"""Threefry in one piece: the random numbers of JAX's own keys, compiled and drawn in a third of the time on CPUs.
 
 JAX compiles Threefry for CPUs as a loop over its rounds with ten kernels a draw. A new model has hundreds of draws, so
 its program took longer to compile than its training step. Written out, a draw is one kernel with all that follows it.
@@ -17,7 +17,7 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
 def fast_key(key: PRNGKeyArray) -> PRNGKeyArray:
-    """The key as one of this implementation; one of another kind than JAX's default as it is."""
+    """Return the key as one of this implementation; keys of another kind than JAX's default stay as they are."""
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     if str(jax.random.key_impl(key)) != "threefry2x32" or not partitionable:
@@ -26,7 +26,7 @@ def fast_key(key: PRNGKeyArray) -> PRNGKeyArray:
 
 
 def _threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the counter (high, low)."""
+    """Apply Threefry-2x32 with 20 rounds (Salmon et al. 2011) to the counter (high, low)."""
     words = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
     high, low = high + words[0], low + words[1]
     for group in range(5):
@@ -39,7 +39,7 @@ def _threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
 
 
 def _count(shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """The number of each place in an array of at most 2^32, as a pair: sums of iotas, which a mesh can split."""
+    """Return the index of each element of an array of at most 2^32, as a pair: sums of iotas, which a mesh splits."""
     low = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         low += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(math.prod(shape[axis + 1 :]))

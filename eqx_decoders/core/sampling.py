@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits."""
+"""Choice of the next token from logits."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from eqx_decoders.sharding.axes import AnyArray
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """The most likely token; of equals the lowest id."""
+    """Choice of the most likely token; the lowest id of equally likely ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ Sampler = Greedy | Sample
 
 
 class SamplerArrays(eqx.Module):
-    """The numbers of a `Sample` as arrays, so that samplers with the same filters share one program.
+    """Numbers of a `Sample` as arrays, so that samplers with the same filters share one program.
 
-    `most` is at least `top_k`, rounded up to a power of two: how many of the largest logits are looked for.
+    `most` is the number of largest logits that are found: at least `top_k`, rounded up to a power of two.
     """
 
     temperature: Float[AnyArray, ""]
@@ -63,7 +63,7 @@ class SamplerArrays(eqx.Module):
 
     @classmethod
     def of(cls, sampler: Sampler) -> "SamplerArrays | None":
-        """None for greedy decoding, which has no numbers."""
+        """Return the arrays of a sampler; None for greedy decoding, which has no numbers."""
         if isinstance(sampler, Greedy):
             return None
         numbers = (sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
@@ -75,7 +75,7 @@ class SamplerArrays(eqx.Module):
 def sample_token(
     sampler: Sampler | SamplerArrays | None, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None
 ) -> Int[Array, "batch"]:
-    """One token for each row."""
+    """Return one token for each row."""
     if sampler is None or isinstance(sampler, Greedy):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if key is None:
@@ -84,12 +84,12 @@ def sample_token(
 
 
 def is_stop(token: Int[Array, "*rows"], stop_ids: Int[AnyArray, "stops"]) -> Bool[Array, "*rows"]:
-    """Whether a token is one of `stop_ids`."""
+    """Return whether a token is one of `stop_ids`."""
     return jnp.any(token[..., None] == stop_ids.reshape((1,) * token.ndim + (-1,)), axis=-1)
 
 
 def filter_logits(sampler: Sample | SamplerArrays, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    """Logits over temperature, -inf where a filter has cut; the most likely token always stays."""
+    """Return logits over temperature, -inf where a filter cuts; the most likely token always stays."""
     numbers = SamplerArrays.of(sampler) if isinstance(sampler, Sample) else sampler
     assert numbers is not None
     return _filtered(numbers, logits)
@@ -109,14 +109,14 @@ def _filtered(sampler: SamplerArrays, logits: Float[Array, "batch vocab"]) -> Fl
     return logits
 
 
-LIKELY = 64  # among so many of the largest logits the end of a top-p filter is looked for first
+LIKELY = 64  # largest logits among which the end of a top-p filter is searched first
 
 
 def _lowest_of_mass(logits: Float[Array, "batch vocab"], mass: Float[AnyArray, ""]) -> Float[Array, "batch 1"]:
-    """The largest logit for which all that are at least as large have this probability together; the least if none.
+    """Return the smallest logit of the nucleus: the most likely tokens that together have this probability.
 
-    Without a sort, which takes a hundred times longer than looking for a few: where these have less, in a row or more,
-    it is found by bisection.
+    If all tokens together have less, it is the smallest of all. A sort would take a hundred times longer than finding a
+    few; if these have less, in one row or more, bisection finds it.
     """
     wide, count = logits.astype(jnp.float32), min(LIKELY, logits.shape[-1])
     order = jax.lax.top_k(logits, count)[0]
@@ -127,9 +127,9 @@ def _lowest_of_mass(logits: Float[Array, "batch vocab"], mass: Float[AnyArray, "
     lowest = jnp.take_along_axis(order, jnp.minimum(reached, count - 1), axis=-1)
     if count == logits.shape[-1]:
         return lowest
-    found = reached < count
+    reaches = reached < count
     return jnp.where(
-        found, lowest, least_reaching(wide, jnp.exp(wide - top), wanted, ~jnp.all(found)).astype(logits.dtype)
+        reaches, lowest, least_reaching(wide, jnp.exp(wide - top), wanted, ~jnp.all(reaches)).astype(logits.dtype)
     )
 
 
@@ -137,11 +137,11 @@ def least_reaching(
     logits: Float32[Array, "batch vocab"],
     weights: Float32[Array, "batch vocab"],
     wanted: Float32[Array, "batch 1"],
-    asked: Bool[Array, ""],
+    needed: Bool[Array, ""],
 ) -> Float32[Array, "batch 1"]:
-    """The largest logit that, with all above it, has weights of a sum of `wanted`; the least if none has.
+    """Return the largest logit such that the weights of it and of all above it sum to `wanted`; else the least.
 
-    Exactly: bit by bit of a number in whose order floats are ordered. Where it is not asked for no step is taken.
+    It is exact: found bit by bit of an integer that orders as floats do. Without `needed` no step is taken.
     """
     keys = _ordered(logits)
 
@@ -152,34 +152,34 @@ def least_reaching(
         return step - 1, jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     ends = jnp.min(keys, axis=-1, keepdims=True), jnp.max(keys, axis=-1, keepdims=True)
-    steps = jnp.where(asked, 32, 0)
+    steps = jnp.where(needed, 32, 0)
     low = jax.lax.while_loop(lambda state: state[0] > 0, halve, (steps, *ends))[1]
     return jax.lax.bitcast_convert_type(_flipped(low), jnp.float32)
 
 
 def _ordered(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Integers in the order of floats; of both zeros the same."""
+    """Return integers in the order of floats; both zeros are the same."""
     return _flipped(jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32))
 
 
 def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """Negative numbers with their lower bits turned over, which is its own inverse."""
+    """Invert the lower bits of negative numbers, which is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-TEMPERATURE, TOP_P = 0.7, 0.95  # where neither the user nor the file sets anything
+TEMPERATURE, TOP_P = 0.7, 0.95  # defaults if neither the user nor the file has any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How a model is meant to write, as published with it; None for what is left out.
+    """Sampling settings that a model is published with; None for those that it leaves out.
 
     **Arguments:**
 
     - `stop_ids`: a text ends with any of these tokens.
     - `do_sample`: False: always the most likely token.
     - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
-    - `repetition_penalty`: that of `serving.SamplingParams`; the server alone has it.
+    - `repetition_penalty`: see `serving.SamplingParams`; only the server uses it.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -190,14 +190,14 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
 
-    def sampler(self, **given: int | float | None) -> Sampler:
-        """The sampler for `given` temperature, top_k, top_p and min_p (None: not given), completed from these.
+    def sampler(self, **settings: int | float | None) -> Sampler:
+        """Return the sampler of these settings, with published ones for those that are None.
 
-        A temperature of 0 is greedy, and so is `do_sample` = False where nothing is given. Where neither
-        sets anything, temperature 0.7 and top_p 0.95.
+        A temperature of 0 is greedy, and so is `do_sample` = False without any settings. If neither sets anything,
+        temperature 0.7 and top_p 0.95.
         """
         names = ("temperature", "top_k", "top_p", "min_p")
-        requested = {name: given[name] for name in names if given.get(name) is not None}
+        requested = {name: settings[name] for name in names if settings.get(name) is not None}
         if self.do_sample is False and not requested:
             return Greedy()
         published = {name: getattr(self, name) for name in names if getattr(self, name) is not None}

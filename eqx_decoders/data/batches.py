@@ -1,16 +1,16 @@
 """Batches for training and evaluation, read by grain from a token store; exactly resumable, for any process count.
 
-Rows are planned, not streamed: which piece of which document stands in which row follows from the seed alone (see
-`rows`). So a row is found by its number, the state of the iterator is that number, and each process makes just those
-rows of the same global batches that its devices hold. grain reads and prefetches the batches; its own packing and
-shuffling are not used, since they are streams, whose rows cannot be found by number.
+Rows are planned, not streamed: the pieces of documents in each row follow from the seed alone (see `row_index`). So a
+row is found by its number, the state of the iterator is that number, and each process makes just those rows of the
+same global batches that its devices hold. grain reads and prefetches the batches; its own packing and shuffling are
+not used, since they are streams, whose rows cannot be found by number.
 
 **Packing** is concatenate, then split: the documents of an epoch, in an order drawn from the seed, are one long text
 that is cut into rows of `seq_len`. Only the end of the last row is wasted (in large corpora of the last one of each
 16,384 documents), whereas fitting whole documents into rows leaves gaps and has to cut long documents anyway. Segment
-ids keep the documents apart.
+ids separate the documents.
 
-**Mixtures.** Each source is a corpus of its own, with its own epochs; `mixture` says which source the n-th row is from.
+**Mixtures.** Each source is a corpus with its own epochs; `mixture` gives the source of the n-th row.
 
 **Targets.** Token `t` is predicted from token `t-1` of its segment; the loss finds the targets in `tokens` itself.
 `loss_mask[t]` says that token `t` is a target: all but padding and the first token of a segment. In training a cut
@@ -18,7 +18,7 @@ costs one target (another one in each epoch, since the order changes). Held-out 
 overlap by one token, so that every token of a document behind its leading separator, the closing one included, is a
 target exactly once, and `total loss / bytes` are honest nats per byte.
 
-**Conversations, and prompts with completions,** are trained on in part, and what comes before is its context. In a
+**Conversations, and prompts with completions,** are trained on in part, the rest is context. In a
 corpus that has any, documents of up to `seq_len` tokens are never cut: whole documents are fitted into rows. Longer
 ones are cut into pieces that overlap by one token; a piece may hold no target at all.
 """
@@ -32,60 +32,22 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import numpy as np
-from jaxtyping import Bool, Integer, Num
 
-from eqx_decoders.context import Inputs
-from eqx_decoders.core.input_checks import as_int32
-from eqx_decoders.data.media_documents import MediaReader
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.mixture import Mixture
-from eqx_decoders.data.packing import plan_overlapping, plan_packed, plan_padded, plan_whole
+from eqx_decoders.data.packing_plans import plan_overlapping, plan_packed, plan_padded, plan_whole
 from eqx_decoders.data.row_index import BLOCK, Blocks, HeldOutRows, TrainingRows
 from eqx_decoders.data.store.corpus_stats import SPLITS, CorpusStats
 from eqx_decoders.data.store.token_store import TokenStore
-from eqx_decoders.encoders.media import HasMedia, Media
+from eqx_decoders.encoders.media import Media
+from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.errors import DataError, check, need_extra
-from eqx_decoders.sharding.axes import AnyArray
-
-
-class Batch(eqx.Module):
-    """Sequences for one step, of numpy or JAX arrays.
-
-    - `tokens`: ids, 0 where there is padding.
-    - `segment_ids`: 1, 2, … for the documents within a row, 0 for padding. None: each row is one document.
-    - `positions`: place in the document's piece, from 0. None: 0, 1, …
-    - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count. Behind padding a
-        token has none to be predicted from, and is no target.
-    - `spans`: of each token the number of its span, whose tokens see each other whole where a layer says so
-        (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
-    - `media`: images and audio of these tokens, whose placeholders are no targets.
-    - `contiguous`: promises that no document has padding inside, nor a gap in positions, as those of `Batches`: rings
-        behind windows then send no further than windows reach.
-
-    Ids and positions are kept in int32, whatever integers they are given in. Raises ConfigError for others.
-    """
-
-    tokens: Integer[AnyArray, "batch length"]
-    segment_ids: Integer[AnyArray, "batch length"] | None = None
-    positions: Integer[AnyArray, "batch length"] | None = None
-    loss_mask: Num[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
-    spans: Integer[AnyArray, "batch length"] | None = None
-    media: Media | None = None
-    contiguous: bool = eqx.field(static=True, default=False)
-
-    def __post_init__(self):
-        for name in ("tokens", "segment_ids", "positions", "spans"):
-            setattr(self, name, as_int32(f"Batch.{name}", getattr(self, name)))
-
-    @property
-    def inputs(self) -> Inputs:
-        """What layers read beside tokens, positions and documents."""
-        return Inputs(spans=self.spans)
 
 
 class Corpus(NamedTuple):
-    """What batches are made of, and which side of its split. folder: of the run, with the manifest of its tokens."""
+    """One split of a corpus. folder: of the run, with the manifest of its tokens."""
 
     name: str
     store: TokenStore
@@ -94,15 +56,15 @@ class Corpus(NamedTuple):
 
     @property
     def counts(self) -> CorpusStats:
-        """How much there is on this side."""
+        """Counts of this split."""
         return self.store.counts(SPLITS[self.held_out])
 
 
 class Batches:
-    """Iterator over `Batch`es of numpy arrays. Close it (or use `with`) to end its reading thread.
+    """Iterator over `Batch`es of NumPy arrays. Close it (or use `with`) to end its reading thread.
 
-    parts: one corpus, or the sources of a mixture with their `weights`. split: "train" goes on for ever, "held_out" is
-    one pass over one corpus. rows: which of the `batch_size` rows of each batch are made.
+    parts: one corpus, or the sources of a mixture with their `weights`. split: "train" never ends, "held_out" is one
+    pass over one corpus. rows: numbers of the rows of each batch of `batch_size` that are made.
 
     Raises DataError if a part is empty.
     """
@@ -133,14 +95,14 @@ class Batches:
         self._split, self._rows, self._batch_size = split, rows, batch_size
         self._media, self._groups = media, groups
         self._seq_len, self._seed, self._pack = seq_len, seed, pack
-        self._since, self._before = 0, [0] * len(parts)  # the row of the last change of weights, and what was taken
+        self._since, self._before = 0, [0] * len(parts)  # row of the last change of weights; rows of each source before
         self._planning = threading.Lock()
         self._row = 0
         self._iterator: Any = None
         self._plan_in_blocks(BLOCK)
 
     def _plan_in_blocks(self, size: int) -> None:
-        """Find rows in blocks of so many documents."""
+        """Plan rows in blocks of `size` documents."""
         self._block_size, self._plans = size, list[TrainingRows | HeldOutRows]()
         for number, part in enumerate(self.parts):
             pieces = plan_overlapping if self._split == "held_out" else plan_packed
@@ -169,29 +131,29 @@ class Batches:
         self.close()
 
     def close(self) -> None:
-        """End the reading thread. The iterator may go on afterwards: it starts another one."""
+        """End the reading thread; the next batch starts another one."""
         if self._iterator is not None:
             self._iterator.close()
         self._iterator = None
 
     def rewind(self) -> "Batches":
-        """Start again from the first batch: `for batch in held_out.rewind(): …` is one pass."""
+        """Go back to the first batch: `for batch in held_out.rewind(): …` is one pass."""
         self.close()
         self._row = 0
         return self
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator stands, as plain JSON: the number of sequences taken and what they depend on."""
+        """Return the iterator's state as plain JSON: the number of sequences taken, and all that they depend on."""
         state = {"row": self._row, "block": self._block_size, **self._identity()}
         if self.mixture is not None:
             state |= {"parts": self.mixture.parts, "since": self._since, "before": self._before}
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `get_state` was called; `batch_size` and the number of processes may differ.
+        """Continue exactly where `get_state` was called; `batch_size` and the number of processes may differ.
 
-        With other weights each source of a mixture goes on where it was. Raises DataError if the sequences of `state`
-        are others than these.
+        With other weights each source of a mixture continues where it was. Raises DataError if the sequences of `state`
+        differ from these.
         """
         identity = self._identity()
         if "order" not in state:  # of an earlier version
@@ -214,24 +176,24 @@ class Batches:
 
     @property
     def store(self) -> TokenStore:
-        """The tokens of what is no mixture."""
+        """Tokens of the corpus, for data that are no mixture."""
         (part,) = self.parts
         return part.store
 
     @property
     def rows_per_epoch(self) -> int:
-        """Sequences of a pass over the data; of a mixture, over each source once."""
-        counted = self._split == "train"  # from the start: it is asked after each step, and must not wait for a plan
+        """Number of sequences of one pass over the data; for a mixture, over each source once."""
+        counted = self._split == "train"  # from the start: it is needed after each step, and must not wait for a plan
         with contextlib.nullcontext() if counted else self._planning:
             return sum(plan.per_epoch for plan in self._plans)
 
     @property
     def epochs(self) -> float:
-        """Passes over the data so far; of a mixture, over all sources as one."""
+        """Number of passes over the data so far; for a mixture, over all sources together."""
         return self._row / self.rows_per_epoch
 
     def source_epochs(self, rows: int | None = None) -> Mapping[str, float]:
-        """Passes over each source of a mixture by its name, so far or after so many sequences of the whole training."""
+        """Return the passes over each source of a mixture by its name, now or after `rows` sequences of training."""
         if self.mixture is None:
             return {}
         taken = self._taken(self.mixture, rows)
@@ -239,9 +201,9 @@ class Batches:
         return {part.name: count / plan.per_epoch for part, count, plan in pairs}
 
     def describe(self, start: int, steps: int) -> str:
-        """Lines about what a training is made of that has taken `start` of its `steps` batches.
+        """Describe the data of a training that has taken `start` of its `steps` batches, a line for each corpus.
 
-        Of a mixture each source's share, and the passes over it that the training will have taken in the end.
+        For the sources of a mixture also their weights, and the passes over them at the end of the training.
         """
         lines, mixture = [], self.mixture
         ends = self.source_epochs(self._row + (steps - start) * self._batch_size)
@@ -257,17 +219,17 @@ class Batches:
         return "\n".join(lines)
 
     def _taken(self, mixture: Mixture, rows: int | None = None) -> list[int]:
-        """How many of the first `rows` sequences are of each source."""
+        """Count the sequences of each source among the first `rows`."""
         since = mixture.taken((self._row if rows is None else rows) - self._since)
         return [old + new for old, new in zip(self._before, since, strict=True)]
 
     def _identity(self) -> dict[str, Any]:
-        found = {
+        hashes = {
             "data": [part.store.content_hash for part in self.parts],
             "order": [part.store.order_hash for part in self.parts],
         }
         settings = {"seed": self._seed, "seq_len": self._seq_len, "pack": self._pack}
-        named = {name: hashes[0] if self.mixture is None else hashes for name, hashes in found.items()}
+        named = {name: parts[0] if self.mixture is None else parts for name, parts in hashes.items()}
         return {"split": self._split, **named, **settings}
 
     def _start(self) -> Any:
@@ -281,7 +243,7 @@ class Batches:
         return iter(grain.MapDataset.range(sys.maxsize).map(make).to_iter_dataset(options))
 
     def _is_left(self) -> bool:
-        """Whether a held-out pass has a row that was not taken."""
+        """Return whether a held-out pass has a row that was not taken."""
         with self._planning:
             return any(isinstance(plan, HeldOutRows) and plan.reach(self._row) for plan in self._plans)
 
@@ -290,43 +252,43 @@ class Batches:
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions")}
         batch["loss_mask"] = np.zeros(shape, bool)
         references: list[str] = []
-        for place, row in enumerate(self._rows):
-            references += self._fill(start + row, *(array[place] for array in batch.values()))
+        for number, row in enumerate(self._rows):
+            references += self._fill(start + row, *(array[number] for array in batch.values()))
         if self._media is None:
             return batch
-        return batch | {"media": self._seen(batch, references)}
+        return batch | {"media": self._read_media(batch, references)}
 
-    def _seen(self, batch: Mapping[str, np.ndarray], references: Sequence[str]) -> Media:
-        """The images of a batch."""
+    def _read_media(self, batch: Mapping[str, np.ndarray], references: Sequence[str]) -> Media:
+        """Read the images, videos and audio of a batch."""
         assert self._media is not None
         config, reader = self._media
-        given = reader.arrays(references) if references else {}
+        arrays = reader.arrays(references) if references else {}
         options: dict[str, Any] = dict(segment_ids=batch["segment_ids"], groups=self._groups)
-        return Media.create(config, batch["tokens"], **options, **given)
+        return Media.create(config, batch["tokens"], **options, **arrays)
 
     def _fill(
         self, row: int, tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, targets: np.ndarray
     ) -> list[str]:
-        """Write one sequence into arrays of zeros; what its documents say of their images."""
+        """Write one sequence into arrays of zeros, and return the references of its documents to their files."""
         source, number = self._find(row)
         store, used = self.parts[source].store, 0
         references: list[str] = []
         with self._planning:  # else two threads might make the same plan
             pieces = self._plans[source].pieces(number)
         for segment, (document, start, stop) in enumerate(pieces, 1):
-            here = slice(used, used + stop - start)
-            tokens[here] = store[document][start:stop]
-            segments[here] = segment
-            positions[here] = np.arange(stop - start)
-            targets[here] = store.targets(document)[start:stop] if store.has_targets else True
-            targets[used] = False  # nothing of its piece predicts it
-            used = here.stop
+            span = slice(used, used + stop - start)
+            tokens[span] = store[document][start:stop]
+            segments[span] = segment
+            positions[span] = np.arange(stop - start)
+            targets[span] = store.targets(document)[start:stop] if store.has_targets else True
+            targets[used] = False  # no token of its piece predicts it
+            used = span.stop
             if self._media is not None:
                 references += store.media(document)
         return references
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Of which part a row is, and which of its rows."""
+        """Return the number of the part that a row is from, and the row's number in that part."""
         if self.mixture is None:
             return 0, row
         source, number = self.mixture.find(row - self._since)
@@ -334,7 +296,7 @@ class Batches:
 
 
 def _check_images(part: Corpus, seq_len: int) -> None:
-    """A document with images must stand in one sequence: its placeholders and their images are not cut."""
+    """Raise DataError for a document with images, videos or audio that is longer than a sequence: it cannot be cut."""
     for start, stop in part.store.ranges():
         longer = (part.store.sizes(start, stop) > seq_len) & (part.store.is_held_out(start, stop) == part.held_out)
         if longer.any() and (longer := longer & part.store.has_media(start, stop)).any():

@@ -1,4 +1,4 @@
-"""Images, videos and audio of documents: how many placeholder tokens stand for each, and what the model gets."""
+"""Readers of the images, videos and audio of documents: those that this library draws, and those in files."""
 
 import bisect
 import dataclasses
@@ -8,93 +8,35 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from eqx_decoders.data.sources.documents import FILES, reference, referred
+from eqx_decoders.data.media_reader import MaskedTokens, MediaReader, Span
+from eqx_decoders.data.sources.documents import FILES, parse_reference, reference
 from eqx_decoders.data.sources.remote import is_remote
 from eqx_decoders.data.synthetic_images import SIZE, drawn_pixels
-from eqx_decoders.encoders.media import HasMedia
-from eqx_decoders.encoders.stem import PatchStemConfig
+from eqx_decoders.encoders.protocols import HasMedia
 from eqx_decoders.errors import ConfigError, DataError, check
-from eqx_decoders.io.processors.base import ProcessedFile, together
+from eqx_decoders.io.processors.base import ProcessedFile, merge_arrays
 from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.processor import Processor, settings_content
 from eqx_decoders.io.processors.video import open_video
 
 
-Span = tuple[int, int]
-Marked = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are targets
-
-
-@runtime_checkable
-class MediaReader(Protocol):
-    """Reads the images, videos and audio that documents refer to (see `records.reference`).
-
-    **Attributes:**
-
-    - `token`: the placeholder of images.
-    - `reads_files`: whether references are paths.
-    """
-
-    @property
-    def token(self) -> int: ...
-
-    @property
-    def reads_files(self) -> bool: ...
-
-    def located(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
-        """The references by which a document's files are found from anywhere: relative paths begin in `folder`.
-
-        Raises DataError, beginning with `where`, for relative paths without a folder.
-        """
-        ...
-
-    def written(
-        self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
-    ) -> tuple[str, tuple[Span, ...]]:
-        """The text of a document, and what of it is trained on, with what the family writes for each file."""
-        ...
-
-    def placed(self, tokens: Marked, references: Sequence[str], where: str) -> Marked:
-        """The tokens of that text, with as many placeholders as its files have; none of these is a target."""
-        ...
-
-    def kept(self, references: Sequence[str]) -> tuple[str, ...]:
-        """What is kept of references beside the tokens: `arrays` then knows files that have changed meanwhile."""
-        ...
-
-    def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        """The files, as keywords of `Media.create`. Raises DataError for those that cannot be read or have changed."""
-        ...
-
-    def pixels(self, one: str) -> np.ndarray | None:
-        """The image that a reference means, `[height, width, 3]`, 0 to 255; None of what is no image."""
-        ...
-
-    def words(self) -> dict[str, Any]:
-        """What `loaded_reader` makes the same one of, in JSON."""
-        ...
-
-    def digest(self) -> str:
-        """Equal for readers that give documents the same placeholders."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class SyntheticReader:
-    """Images that this library draws, by their number; see `drawn_images`. Texts have no word for them."""
+    """Reader of images that this library draws by number (see `synthetic_images`). Texts have no word for them."""
 
     token: int
     tokens: int
 
     @classmethod
     def of(cls, config: HasMedia) -> "SyntheticReader":
-        """For a model that sees images of one size; ConfigError for others."""
+        """Return the reader for a model that sees images of one size. Raises ConfigError for others."""
         media = config.media
-        stem = None if media is None or media.vision is None else media.vision.stem
-        if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig):
+        stem = None if media is None else media.patch_stem
+        if media is None or media.image_token is None or stem is None:
             raise ConfigError("drawn images need a model that sees: give one with an encoder of images.")
         side = stem.size * stem.merge
         fits = stem.frames == 1 and stem.channels == 3 and SIZE % side == 0
@@ -103,52 +45,52 @@ class SyntheticReader:
 
     reads_files = False
 
-    def located(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
+    def locate(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
         return tuple(references)
 
-    def written(
+    def expand_text(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
         return text, tuple(spans)
 
-    def placed(self, tokens: Marked, references: Sequence[str], where: str) -> Marked:
-        """Where one stands for each image; where there is none, behind the document's beginning."""
+    def expand_tokens(self, tokens: MaskedTokens, references: Sequence[str], where: str) -> MaskedTokens:
+        """Repeat the placeholder of each image; without placeholders insert all of them behind the first token."""
         ids, targets = tokens
-        places = np.flatnonzero(ids == self.token)
-        if len(places) == 0:
-            own = np.full(len(references) * self.tokens, self.token, ids.dtype)
-            inside = np.zeros(len(own), bool)
-            return np.concatenate([ids[:1], own, ids[1:]]), np.concatenate([targets[:1], inside, targets[1:]])
-        rule = f"has {len(places)} placeholders, but {len(references)} images"
-        check(len(places) == len(references), f"{where} {rule}: give one for each.", DataError)
+        count = int(np.sum(ids == self.token))
+        if count == 0:
+            inserted = np.full(len(references) * self.tokens, self.token, ids.dtype)
+            no_targets = np.zeros(len(inserted), bool)
+            return np.concatenate([ids[:1], inserted, ids[1:]]), np.concatenate([targets[:1], no_targets, targets[1:]])
+        rule = f"has {count} placeholders, but {len(references)} images"
+        check(count == len(references), f"{where} {rule}: give one for each.", DataError)
         repeats = np.where(ids == self.token, self.tokens, 1)
         return np.repeat(ids, repeats), np.repeat(targets & (ids != self.token), repeats)
 
-    def kept(self, references: Sequence[str]) -> tuple[str, ...]:
+    def with_digests(self, references: Sequence[str]) -> tuple[str, ...]:
         return tuple(references)
 
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
         return {"pixel_values": drawn_pixels(references)}
 
-    def pixels(self, one: str) -> np.ndarray | None:
-        shown = 127.5 * (drawn_pixels([one])[0] + 1)
-        return np.moveaxis(shown, 0, -1).round().astype(np.uint8)
+    def pixels(self, name: str) -> np.ndarray | None:
+        values = 127.5 * (drawn_pixels([name])[0] + 1)
+        return np.moveaxis(values, 0, -1).round().astype(np.uint8)
 
-    def words(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"kind": "drawn", "token": self.token, "tokens": self.tokens}
 
     def digest(self) -> str:
-        return _digest_of(self.words())
+        return _digest_of(self.to_json())
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessorReader:
-    """Files, read as the processor of a model's directory says. Each audio clip is taken for itself.
+    """Reader of files, by the processor of a model's directory. Each audio clip is processed by itself.
 
     **Arguments:**
 
     - `directory`: of the model.
-    - `token`: the placeholder of images; of what there is else where a model sees none.
+    - `token`: the placeholder of images, or of another kind where the model takes no images.
     """
 
     directory: str
@@ -162,21 +104,22 @@ class ProcessorReader:
 
     @functools.cached_property
     def _rules(self) -> dict[str, Any]:
-        """How the family makes numbers of the kinds that it takes."""
-        known = {"image": self._processor.images, "video": self._processor.videos, "audio": self._processor.audio}
-        return {kind: rules for kind, rules in known.items() if rules is not None}
+        """Processing rules of the family for each kind of file that it takes."""
+        all_rules = {"image": self._processor.images, "video": self._processor.videos, "audio": self._processor.audio}
+        return {kind: rules for kind, rules in all_rules.items() if rules is not None}
 
     @functools.cached_property
     def _tokens(self) -> np.ndarray:
-        """The placeholders of all kinds."""
+        """Token ids of the placeholders of all kinds."""
         words = [self._processor.tokenizer.encode(rules.placeholder, special=True) for rules in self._rules.values()]
         return np.unique(np.concatenate([[self.token], *(ids for ids in words if len(ids) == 1)]))
 
-    def located(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
-        return tuple(_located(*referred(one)[:2], folder, where) for one in references)
+    def locate(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
+        return tuple(_located(*parse_reference(each)[:2], folder, where) for each in references)
 
-    def _seen(self, one: str) -> ProcessedFile:
-        kind, name, digest = referred(one)
+    def _process(self, name: str) -> ProcessedFile:
+        """Read the file of a reference."""
+        kind, name, digest = parse_reference(name)
         where, path, limits = f"{kind} {name[-240:]!r}", Path(name), self._processor.limits
         rule = "is not the file that tokens were made of: put that one back, or refer to this one by another name"
         check(digest in ("", _digest(path)), f"{where} {rule}.", DataError)
@@ -184,72 +127,72 @@ class ProcessorReader:
         if rules is None:
             raise DataError(f"{where}: {self.directory} says nothing of {kind}: its model takes none.")
         if kind == "image":
-            return rules.one(open_image(path, limits, where), limits, where)
+            return rules.process(open_image(path, limits, where), limits, where)
         if kind == "video":
             with open_video(path, limits, where) as clip:
-                return rules.one(clip, limits)
-        arrays, texts = rules.all([path], limits, [where])
+                return rules.process(clip, limits)
+        arrays, texts = rules.process_all([path], limits, [where])
         return ProcessedFile(arrays, texts[0])
 
-    def written(
+    def expand_text(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
         texts: dict[str, list[str]] = {kind: [] for kind in FILES.values()}
         names: dict[str, tuple[str, ...]] = {}
-        for one in references:
-            kind, seen = referred(one)[0], self._seen(one)
-            texts[kind].append(seen.text)
-            names[kind] = tuple(sorted(seen.arrays))
-        left: dict[str, Iterator[str]] = {}
+        for each in references:
+            kind, processed = parse_reference(each)[0], self._process(each)
+            texts[kind].append(processed.text)
+            names[kind] = tuple(sorted(processed.arrays))
+        remaining: dict[str, Iterator[str]] = {}
         for kind, rules in self._rules.items():
-            placeholder, found = self._processor.placeholder(rules, text), texts[kind]
-            rule = f"has {text.count(placeholder)} placeholders {placeholder!r}, but {len(found)} {kind}s"
-            check(text.count(placeholder) == len(found), f"{where} {rule}: give one for each.", DataError)
-            left[placeholder] = iter(found)
+            placeholder, expansions = self._processor.placeholder(rules, text), texts[kind]
+            rule = f"has {text.count(placeholder)} placeholders {placeholder!r}, but {len(expansions)} {kind}s"
+            check(text.count(placeholder) == len(expansions), f"{where} {rule}: give one for each.", DataError)
+            remaining[placeholder] = iter(expansions)
         pieces, begin, ends, growth = [], 0, [], [0]
-        places = [*re.finditer("|".join(map(re.escape, left)), text)]
+        matches = [*re.finditer("|".join(map(re.escape, remaining)), text)]
         if names.get("image") == names.get("video") is not None:  # both are images: the model's arrays are one
-            given = [self._processor.placeholder(self._rules[referred(one)[0]], text) for one in references]
+            kinds = [parse_reference(each)[0] for each in references]
+            placeholders = [self._processor.placeholder(self._rules[kind], text) for kind in kinds]
             rule = "has a video before an image, and this model reads both as images: put its images first"
-            same = [match.group() for match in places] == given
+            same = [match.group() for match in matches] == placeholders
             check(same, f"{where} {rule}.", DataError)
-        for match in places:
-            new = next(left[match.group()])
+        for match in matches:
+            new = next(remaining[match.group()])
             pieces += [text[begin : match.start()], new]
             begin = match.end()
             ends.append(begin)
             growth.append(growth[-1] + len(new) - len(match.group()))
 
-        def moved(place: int) -> int:
-            """Where a place of the old text is in the new one: behind the growth of the placeholders before it."""
-            return place + growth[bisect.bisect_right(ends, place)]
+        def moved(index: int) -> int:
+            """Return the index in the new text of a character of the old one: later by the growth before it."""
+            return index + growth[bisect.bisect_right(ends, index)]
 
         return "".join([*pieces, text[begin:]]), tuple((moved(start), moved(stop)) for start, stop in spans)
 
-    def placed(self, tokens: Marked, references: Sequence[str], where: str) -> Marked:
+    def expand_tokens(self, tokens: MaskedTokens, references: Sequence[str], where: str) -> MaskedTokens:
         ids, targets = tokens
         return ids, targets & ~np.isin(ids, self._tokens)
 
-    def kept(self, references: Sequence[str]) -> tuple[str, ...]:
-        named = (referred(one)[:2] for one in references)
+    def with_digests(self, references: Sequence[str]) -> tuple[str, ...]:
+        named = (parse_reference(each)[:2] for each in references)
         return tuple(reference(kind, name, _digest(Path(name))) for kind, name in named)
 
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        kinds = [referred(one)[0] for one in references]
-        read = [(kind, self._seen(one)) for kind, one in zip(kinds, references, strict=True)]
-        found: dict[str, Any] = together((self._rules[kind], seen) for kind, seen in read if kind != "audio")
-        heard = [seen for kind, seen in read if kind == "audio"]
-        return found | padded(heard) if heard else found
+        processed = [(parse_reference(each)[0], self._process(each)) for each in references]
+        arrays: dict[str, Any] = merge_arrays((self._rules[kind], file) for kind, file in processed if kind != "audio")
+        clips = [file for kind, file in processed if kind == "audio"]
+        return arrays | padded(clips) if clips else arrays
 
-    def pixels(self, one: str) -> np.ndarray | None:
-        kind, name, _ = referred(one)
-        return open_image(Path(name), self._processor.limits) if kind == "image" else None
+    def pixels(self, name: str) -> np.ndarray | None:
+        kind, path, _ = parse_reference(name)
+        return open_image(Path(path), self._processor.limits) if kind == "image" else None
 
-    def words(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"kind": "processed", **dataclasses.asdict(self)}
 
     def digest(self) -> str:
-        """Of what the processor's files say, wherever they are."""
+        """Return the hash of the contents of the processor's files, wherever they are."""
         tokenizer = self._processor.tokenizer.content_hash
         return _digest_of({"token": self.token, "tokenizer": tokenizer, "settings": settings_content(self.directory)})
 
@@ -264,7 +207,7 @@ def _located(kind: str, name: str, folder: Path | None, where: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Of a file's content; that of none where it can't be read, which is told where it is decoded."""
+    """Return the hash of a file's content, or "none" for an unreadable file, which fails when it is decoded."""
     if not path.is_file():  # a pipe would keep its reader waiting
         return "none"
     try:
@@ -274,21 +217,21 @@ def _digest(path: Path) -> str:
         return "none"
 
 
-def padded(seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-    """The arrays of all, one behind the other, and zeros behind those that are shorter along other axes."""
-    found: dict[str, np.ndarray] = {}
-    for name in seen[0].arrays:
-        arrays = [one.arrays[name] for one in seen]
+def padded(files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+    """Concatenate the arrays of several files, padded with zeros along the other axes."""
+    result: dict[str, np.ndarray] = {}
+    for name in files[0].arrays:
+        arrays = [file.arrays[name] for file in files]
         most = np.max([array.shape for array in arrays], axis=0)
         widths = [[(0, 0), *((0, int(width)) for width in (most - array.shape)[1:])] for array in arrays]
-        found[name] = np.concatenate([np.pad(array, width) for array, width in zip(arrays, widths, strict=True)])
-    return found
+        result[name] = np.concatenate([np.pad(array, width) for array, width in zip(arrays, widths, strict=True)])
+    return result
 
 
-def loaded_reader(words: Mapping[str, Any]) -> MediaReader:
-    """The reader of its `words`."""
-    given = {name: value for name, value in words.items() if name != "kind"}
-    return (SyntheticReader if words["kind"] == "drawn" else ProcessorReader)(**given)
+def reader_from_json(content: Mapping[str, Any]) -> MediaReader:
+    """Make the reader that `to_json` describes."""
+    arguments = {name: value for name, value in content.items() if name != "kind"}
+    return (SyntheticReader if content["kind"] == "drawn" else ProcessorReader)(**arguments)
 
 
 def _digest_of(content: Any) -> str:

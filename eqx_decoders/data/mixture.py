@@ -1,4 +1,4 @@
-"""Mixtures of corpora: the weights and names beside paths, and which source each sequence of a mixture is from."""
+"""Mixtures of corpora: their weights and names, as given with paths, and the source of each sequence."""
 
 import glob
 import math
@@ -19,11 +19,11 @@ LONGEST = 100_000  # sequences after which a mixture begins anew, at most: weigh
 WEIGHT = re.compile(r"(.+)=([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", re.IGNORECASE)
 NAME = re.compile(r"([\w.-]+)=(.+)")
 QUERY = re.compile(r"[?&][\w-]+$")  # before the `=` of `https://…?v=2`
-PARTITION = re.compile(r"[^/]/[\w-]+$")  # before that of `s3://…/year=2024`; files have endings
+PARTITION = re.compile(r"[^/]/[\w-]+$")  # before the `=` of `s3://…/year=2024`; files have endings
 
 
 class WeightedCorpus(NamedTuple):
-    """One corpus of a mixture by its path. The share of its sequences is its weight over the sum of all."""
+    """Corpus of a mixture. The share of its sequences is its weight over the sum of all weights."""
 
     name: str
     path: str
@@ -31,11 +31,11 @@ class WeightedCorpus(NamedTuple):
 
 
 def find_mixture(paths: Paths) -> tuple[WeightedCorpus, ...]:
-    """The sources of `path=weight`, …, each with a name from its path; none if the paths have no weights.
+    """Return the sources of `path=weight`, …, each with a name from its path; none if the paths have no weights.
 
-    A text under which there is a file is a path, also where it ends in `=` and a number; so is an address that ends in
-    a query, `https://…?v=2`. Raises ConfigError if only some paths have a weight, if one is not above 0, if a path is
-    there twice, or for an address such as `s3://…/year=2024`, which may mean either.
+    The name of an existing file is a path, even if it ends in `=` and a number; so is an address that ends in a query,
+    `https://…?v=2`. Raises ConfigError if only some paths have a weight, if one is not above 0, if a path occurs
+    twice, or for an address such as `s3://…/year=2024`, which may mean either.
     """
     pairs = _split(paths, WEIGHT)
     for path, weight in pairs:
@@ -44,19 +44,20 @@ def find_mixture(paths: Paths) -> tuple[WeightedCorpus, ...]:
     if len(plain) == len(pairs):
         return ()
     check(not plain, f"{DATA} {' '.join(map(repr, plain))} without a weight, among others with =weight: give all one.")
-    found: list[WeightedCorpus] = []
+    sources: list[WeightedCorpus] = []
     for path, weight in pairs:
-        check(all(path != one.path for one in found), f"{DATA} {path!r} is there twice: add the weights up.")
+        check(all(path != source.path for source in sources), f"{DATA} {path!r} is there twice: add the weights up.")
         above = Fraction(weight or 0) > 0
         check(above, f"{DATA} '{path}={weight}' must have a weight above 0: leave it out if it is not to be used.")
-        found.append(WeightedCorpus(_name(path, {one.name for one in found}), path, Fraction(weight or 0)))
-    return tuple(found)
+        name = _name(path, {source.name for source in sources})
+        sources.append(WeightedCorpus(name, path, Fraction(weight or 0)))
+    return tuple(sources)
 
 
 def find_sets(paths: Paths) -> Mapping[str, tuple[str, ...]]:
-    """The paths of each held-out set of `name=path`, …; none if the paths have no names.
+    """Return the paths of each held-out set of `name=path`, …; none if the paths have no names.
 
-    A text under which there is a file is a path. Names are of letters, digits and `_.-`; what has the same name is one
+    The name of an existing file is a path. Names are of letters, digits and `_.-`; paths with the same name are one
     set. Raises ConfigError if only some have a name.
     """
     pairs = _split(paths, NAME)
@@ -64,38 +65,41 @@ def find_sets(paths: Paths) -> Mapping[str, tuple[str, ...]]:
     if len(plain) == len(pairs):
         return {}
     check(not plain, f"{HELD_OUT} {' '.join(map(repr, plain))} without a name, among others with name=: give all one.")
-    found: dict[str, tuple[str, ...]] = {}
+    sets: dict[str, tuple[str, ...]] = {}
     for name, path in pairs:
-        found[name] = (*found.get(name, ()), path or "")
-    return found
+        sets[name] = (*sets.get(name, ()), path or "")
+    return sets
 
 
 def shares_of(paths: Paths) -> list[Fraction]:
-    """The share of each source of a mixture."""
-    weights = [one.weight for one in find_mixture(paths)]
+    """Return the share of each source of a mixture."""
+    weights = [source.weight for source in find_mixture(paths)]
     return [weight / sum(weights) for weight in weights]
 
 
 def _split(paths: Paths, form: re.Pattern[str]) -> list[tuple[str, str | None]]:
-    """The two sides of the `=` in each text; the text and None where there is none, or a file of that name."""
-    found = []
+    """Split each text at its `=`; return the text and None where it has none, or is the name of a file."""
+    pairs = []
     for text in filter(None, as_paths(paths)):
         match = None if Path(text).exists() or glob.glob(text) else form.fullmatch(text)
         is_query = match is not None and is_remote(text) and QUERY.search(match[1]) is not None
-        found.append((text, None) if match is None or is_query else match.groups())
-    return found
+        pairs.append((text, None) if match is None or is_query else match.groups())
+    return pairs
 
 
 def _check_no_partition(path: str, weight: str | None) -> None:
-    """Directories elsewhere are not looked for here: which of the two `s3://…/year=2024` means can't be told."""
-    doubtful = weight is not None and is_remote(path) and weight.isdecimal() and PARTITION.search(path) is not None
+    """Raise ConfigError for `s3://…/year=2024`, which may be a path with a weight or a directory (not looked up)."""
+    ambiguous = weight is not None and is_remote(path) and weight.isdecimal() and PARTITION.search(path) is not None
     text = f"{path}={weight}"
-    told = f"{DATA} {text!r} reads as the path {path!r} with the weight {weight}, and may mean a directory of that name"
-    check(not doubtful, f"{told}: write '{text}=1' for the directory, '{path}/={weight}' for the weight.")
+    readings = f"the path {path!r} with the weight {weight}, and may mean a directory of that name"
+    check(
+        not ambiguous,
+        f"{DATA} {text!r} reads as {readings}: write '{text}=1' for the directory, '{path}/={weight}' for the weight.",
+    )
 
 
 def _name(path: str, taken: set[str]) -> str:
-    """`web` for `corpora/web/*.jsonl.gz`, and `code` for `code.parquet`: the last part that is no pattern."""
+    """Return `web` for `corpora/web/*.jsonl.gz` and `code` for `code.parquet`: the last part that is no pattern."""
     parts = [part for part in Path(path).parts if not glob.has_magic(part)]
     stem = parts[-1].split(".")[0] if parts and parts[-1] == Path(path).name and not Path(path).is_dir() else None
     name = re.sub(r"[^\w.-]+", "-", stem or (parts[-1] if parts else "")).strip("-.") or "data"
@@ -106,13 +110,13 @@ def _name(path: str, taken: set[str]) -> str:
 
 
 class Mixture:
-    """Which source the n-th sequence is from: after any number of them each source has had its share, to within one.
+    """Order of the sources of a mixture: after any number of sequences each source has had its share, to within one.
 
-    Each step takes, of the sources that lag behind, the one whose next sequence is due first (Tijdeman 1980, "The
+    Each step takes the source whose next sequence is due first among those that lag behind (Tijdeman 1980, "The
     chairman assignment problem": no other order keeps closer to the shares in the worst case). The shares are fractions
-    with a common denominator, after which the order begins anew, so that any place of it can be looked up.
+    with a common denominator, after which the order repeats, so that any position in it can be looked up.
 
-    parts: how many of the sequences up to there are of each source.
+    parts: numerators of the shares, numbers of sequences of each source in one repetition.
     """
 
     def __init__(self, parts: Sequence[int]):
@@ -125,27 +129,27 @@ class Mixture:
 
     @classmethod
     def of_weights(cls, weights: Sequence[Fraction]) -> "Mixture":
-        """That of these shares, to five digits."""
+        """Make the mixture of these weights, whose shares are rounded to five digits."""
         total = sum(weights, Fraction(0))
         shares = [weight / total for weight in weights]
         length = min(LONGEST, math.lcm(*(share.denominator for share in shares)))
         return cls([max(1, round(share * length)) for share in shares])
 
     def find(self, row: int) -> tuple[int, int]:
-        """The source of sequence `row`, and which of its sequences it is, both counted from 0."""
-        turns, place = divmod(row, len(self._order))
-        source = int(self._order[place])
-        return source, turns * self.parts[source] + int(self._numbers[place])
+        """Return the source of sequence `row`, and the sequence's number in that source, both counted from 0."""
+        rounds, index = divmod(row, len(self._order))
+        source = int(self._order[index])
+        return source, rounds * self.parts[source] + int(self._numbers[index])
 
     def taken(self, rows: int) -> list[int]:
-        """How many of the first `rows` sequences are of each source."""
-        turns, place = divmod(rows, len(self._order))
-        some = np.bincount(self._order[:place], minlength=len(self.parts)).tolist()
-        return [turns * part + more for part, more in zip(self.parts, some, strict=True)]
+        """Count the sequences of each source among the first `rows`."""
+        rounds, index = divmod(rows, len(self._order))
+        rest = np.bincount(self._order[:index], minlength=len(self.parts)).tolist()
+        return [rounds * part + more for part, more in zip(self.parts, rest, strict=True)]
 
 
 def _fair_order(parts: Sequence[int]) -> list[int]:
-    """`sum(parts)` numbers below `len(parts)`, each as often as its part says and as evenly as possible."""
+    """Return `sum(parts)` numbers below `len(parts)`, number i `parts[i]` times, as evenly spread as possible."""
     total, double = sum(parts), 2 * max(len(parts), 2) - 2
     taken, order = [0] * len(parts), []
     for number in range(1, total + 1):

@@ -1,7 +1,7 @@
-"""Images that this library draws itself, with questions about them: something to learn to see from.
+"""Synthetic images that this library draws, with questions about them: a small task for training on images.
 
-An image is a pure function of its number: shapes of one kind, colour and size, or a digit, anywhere on a plain ground,
-with noise. So is the question about it and its answer: which shape, what colour, how many, which digit.
+An image is a pure function of its number: shapes of one kind, color and size, or a digit, anywhere on a plain ground,
+with noise. So are the question about it and its answer: which shape, what color, how many, which digit.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from eqx_decoders.io.atomic_files import write_atomically
 
 SCHEME = "drawn:"  # before the number of an image, where others have a path
 SIZE = 32  # rows and columns of pixels
-COLOURS = {
+COLORS = {
     "red": (0.9, 0.15, 0.15),
     "green": (0.1, 0.75, 0.2),
     "blue": (0.15, 0.3, 0.95),
@@ -38,7 +38,7 @@ DIGITS = (
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticImage:
-    """An image with a question.
+    """Image with a question.
 
     **Arguments:**
 
@@ -52,34 +52,34 @@ class SyntheticImage:
 
 
 def draw(number: int) -> SyntheticImage:
-    """The image of this number."""
+    """Draw the image of this number."""
     generator = np.random.default_rng([7, number])
-    names, darkness = list(COLOURS), generator.uniform(0.02, 0.3, 3)
+    names, darkness = list(COLORS), generator.uniform(0.02, 0.3, 3)
     pixels = np.broadcast_to(darkness[:, None, None], (3, SIZE, SIZE)).copy()
-    colour, kind = names[generator.integers(len(names))], generator.integers(3)
+    color, kind = names[generator.integers(len(names))], generator.integers(3)
     if kind == 0:
         digit = int(generator.integers(10))
-        _paint(pixels, _digit(digit, generator), COLOURS[colour])
-        asked = ("Which digit is it?", str(digit)), ("What colour is the digit?", colour)
+        _paint(pixels, _digit(digit, generator), COLORS[color])
+        questions = ("Which digit is it?", str(digit)), ("What colour is the digit?", color)
     else:
         shape, count = SHAPES[generator.integers(len(SHAPES))], 1 if kind == 1 else int(generator.integers(1, 6))
         for mask in _shapes(shape, count, generator):
-            _paint(pixels, mask, COLOURS[colour])
+            _paint(pixels, mask, COLORS[color])
         noun = shape if count == 1 else "crosses" if shape == "cross" else f"{shape}s"
         if kind == 1:
-            asked = ("Which shape is it?", shape), ("What colour is the shape?", colour)
+            questions = ("Which shape is it?", shape), ("What colour is the shape?", color)
         else:
-            asked = (
+            questions = (
                 ("How many shapes are there?", f"{NUMBERS[count - 1]} {noun}"),
-                ("What is there?", f"{colour} {noun}"),
+                ("What is there?", f"{color} {noun}"),
             )
     pixels = np.clip(pixels + generator.normal(0, 0.03, pixels.shape), 0, 1).astype(np.float32)
-    question, answer = asked[generator.integers(2)]
+    question, answer = questions[generator.integers(2)]
     return SyntheticImage(pixels, question, answer)
 
 
 def drawn_pixels(references: Sequence[str]) -> np.ndarray:
-    """The pixels of images by their references, `[images, 3, SIZE, SIZE]`, from -1 to 1."""
+    """Return the pixels of images by their references, `[images, 3, SIZE, SIZE]`, from -1 to 1."""
     numbers = []
     for reference in references:
         digits = reference.removeprefix(SCHEME)
@@ -92,7 +92,7 @@ def drawn_pixels(references: Sequence[str]) -> np.ndarray:
 
 
 def write_questions(path: Path, count: int) -> Path:
-    """A file of JSON lines with questions about the first `count` images, unless it is there."""
+    """Write a file of JSON lines with questions about the first `count` images, unless it exists; return its path."""
     if not path.exists():
         records = (
             {"prompt": f"{drawn.question}\n", "completion": drawn.answer, "images": [f"{SCHEME}{number}"]}
@@ -102,8 +102,8 @@ def write_questions(path: Path, count: int) -> Path:
     return path
 
 
-def _paint(pixels: np.ndarray, mask: np.ndarray, colour: tuple[float, float, float]) -> None:
-    pixels[:, mask] = np.asarray(colour)[:, None]
+def _paint(pixels: np.ndarray, mask: np.ndarray, color: tuple[float, float, float]) -> None:
+    pixels[:, mask] = np.asarray(color)[:, None]
 
 
 def _digit(digit: int, generator: np.random.Generator) -> np.ndarray:
@@ -117,20 +117,20 @@ def _digit(digit: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def _shapes(shape: str, count: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """Masks of shapes that don't touch."""
+    """Draw masks of shapes that don't touch."""
     radius = float(generator.uniform(5, 9)) if count == 1 else float(generator.uniform(3, 4.2))
-    places: list[np.ndarray] = []
-    while len(places) < count:
-        place = generator.uniform(radius, SIZE - 1 - radius, 2)
-        if all(np.abs(place - other).max() > 2 * radius + 1 for other in places):
-            places.append(place)
-        elif generator.random() < 0.02:  # no room is left: begin again
-            places.clear()
-    return [_shape(shape, place, radius) for place in places]
+    centers: list[np.ndarray] = []
+    while len(centers) < count:
+        center = generator.uniform(radius, SIZE - 1 - radius, 2)
+        if all(np.abs(center - other).max() > 2 * radius + 1 for other in centers):
+            centers.append(center)
+        elif generator.random() < 0.02:  # no room is left: begin anew
+            centers.clear()
+    return [_shape(shape, center, radius) for center in centers]
 
 
-def _shape(shape: str, place: np.ndarray, radius: float) -> np.ndarray:
-    rows, columns = np.meshgrid(np.arange(SIZE) - place[0], np.arange(SIZE) - place[1], indexing="ij")
+def _shape(shape: str, center: np.ndarray, radius: float) -> np.ndarray:
+    rows, columns = np.meshgrid(np.arange(SIZE) - center[0], np.arange(SIZE) - center[1], indexing="ij")
     distance = np.hypot(rows, columns)
     if shape == "circle":
         return distance <= radius

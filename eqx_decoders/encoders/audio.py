@@ -1,4 +1,4 @@
-"""Audio for an encoder: their chunks or frames, and rows in which several stand one behind the other."""
+"""Audio clips for an encoder: their chunks or frames, packed into rows of several clips each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,10 @@ Audio = tuple[np.ndarray, int]  # chunks or frames, and how many tokens they mak
 def from_spectra(
     stem: AudioStemConfig | FrameStemConfig, features: Any, mask: Any, name: str, *, whole_chunks: bool
 ) -> list[Audio]:
-    """The audio in log-mel spectra, of which a mask `[audio, frames]` of this name says which frames are real.
+    """Return the audio clips in log-mel spectra; the mask `[audio, frames]`, called `name`, is 1 for real frames.
 
     Spectra are `[audio, bands, frames]` for an encoder that reads chunks, and `[audio, frames, bands]` for one that
-    reads whole audio. `whole_chunks`: chunks are not made shorter where all audio are.
+    reads whole clips. `whole_chunks`: chunks are not shortened where all clips are short.
     """
     if isinstance(stem, FrameStemConfig):
         features, real = _checked(features, mask, name, stem.mel_bands, axis=2)
@@ -33,12 +33,12 @@ def from_spectra(
 def pack_audio(
     stem: AudioStemConfig | FrameStemConfig, groups: Sequence[Sequence[Audio]]
 ) -> tuple[AudioRows, list[np.ndarray]]:
-    """The rows, and for each audio clip which of their tokens are its own."""
+    """Return the rows, and for each audio clip the indices of its tokens in them."""
     return _pack_frames(stem, groups) if isinstance(stem, FrameStemConfig) else _pack_chunks(stem, groups)
 
 
 def _checked(features: Any, mask: Any, name: str, bands: int, *, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """The spectra, whose bands are along `axis`, and which of their frames are real."""
+    """Return the spectra, whose bands are along `axis`, and a mask of their real frames."""
     features = np.asarray(features, np.float32)
     words = f"{bands}, frames" if axis == 1 else f"frames, {bands}"
     good = features.ndim == 3 and features.shape[axis] == bands
@@ -54,39 +54,39 @@ def _checked(features: Any, mask: Any, name: str, bands: int, *, axis: int) -> t
 
 
 def _in_chunks(stem: AudioStemConfig, features: np.ndarray, real: np.ndarray, *, whole: bool) -> list[Audio]:
-    """Each audio clip's chunks, the last one padded."""
+    """Return the chunks of each audio clip, the last one padded."""
     # convolutions see the zeros behind a clip's last frame: where all are short there are no more than in transformers
     size = stem.chunk_frames if whole else min(stem.chunk_frames, int(real.sum(axis=1).max(initial=1)))
-    found = []
-    for own, frames in zip(features, real, strict=True):
-        own = own[:, frames]
-        full, rest = divmod(own.shape[1], stem.chunk_frames)
+    clips = []
+    for spectrum, frames in zip(features, real, strict=True):
+        spectrum = spectrum[:, frames]
+        full, rest = divmod(spectrum.shape[1], stem.chunk_frames)
         count = full + (rest > 0)
-        padded = np.pad(own, ((0, 0), (0, max(0, count * size - own.shape[1]))))
-        chunks = padded.reshape(own.shape[0], count, size).swapaxes(0, 1)
-        found.append((chunks, full * stem.chunk_tokens + (stem.halved(rest) if rest else 0)))
-    return found
+        padded = np.pad(spectrum, ((0, 0), (0, max(0, count * size - spectrum.shape[1]))))
+        chunks = padded.reshape(spectrum.shape[0], count, size).swapaxes(0, 1)
+        clips.append((chunks, full * stem.chunk_tokens + (stem.output_size(rest) if rest else 0)))
+    return clips
 
 
 def _in_frames(stem: FrameStemConfig, features: np.ndarray, real: np.ndarray, name: str) -> list[Audio]:
-    """Each audio clip's frames."""
+    """Return the frames of each audio clip."""
     counts = real.sum(axis=1)
     first = np.array_equal(real, np.arange(features.shape[1]) < counts[:, None])
     check(first, f"Media.create: {name} must be 1 for the first frames of an audio clip, and 0 behind them.", DataError)
-    return [(own[:count], stem.halved(int(count))) for own, count in zip(features, counts, strict=True)]
+    return [(spectrum[:count], stem.output_size(int(count))) for spectrum, count in zip(features, counts, strict=True)]
 
 
 def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[ChunkRows, list[np.ndarray]]:
     audio = [audio for group in groups for audio in group]
-    chunk_tokens = stem.halved(audio[0][0].shape[-1])
+    chunk_tokens = stem.output_size(audio[0][0].shape[-1])
     packing = Packing.of([[len(chunks) for chunks, _ in group] for group in groups])
     chunks = np.zeros((packing.rows, packing.length, *audio[0][0].shape[1:]), np.float32)
     shape = packing.rows, packing.length * chunk_tokens
     positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     rows_of, number = [], np.zeros(packing.rows, np.int64)
-    for (own, count), (row, begin) in zip(audio, packing.places, strict=True):
+    for (clip, count), (row, begin) in zip(audio, packing.starts, strict=True):
         first, number[row] = begin * chunk_tokens, number[row] + 1
-        chunks[row, begin : begin + len(own)] = own
+        chunks[row, begin : begin + len(clip)] = clip
         positions[row, first : first + count] = np.arange(count)
         segments[row, first : first + count] = number[row]
         rows_of.append(row * shape[1] + first + np.arange(count))
@@ -94,7 +94,7 @@ def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Audio]]) -> tu
 
 
 def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[FrameRows, list[np.ndarray]]:
-    """Between two audio of a row stands a token of silence, a document of its own: convolutions reach over borders."""
+    """Put a token of silence, a document of its own, between two clips of a row: convolutions reach over borders."""
     audio = [audio for group in groups for audio in group]
     packing = Packing.of([[count + 1 for _, count in group] for group in groups])
     length = packing.length - 1  # none is needed behind the last one
@@ -102,12 +102,12 @@ def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Audio]]) -> tu
     real = np.zeros(frames.shape[:2], bool)
     positions, segments = np.full((packing.rows, length), -1, np.int32), np.zeros((packing.rows, length), np.int32)
     rows_of = []
-    for (own, count), (row, begin) in zip(audio, packing.places, strict=True):
+    for (clip, count), (row, begin) in zip(audio, packing.starts, strict=True):
         if begin > 0:
             positions[row, begin - 1], segments[row, begin - 1] = 0, segments[row, begin - 2] + 1
         number = segments[row, begin - 1] + 1 if begin > 0 else 1
-        here, first = np.s_[row, begin : begin + count], begin * stem.stride
-        frames[row, first : first + len(own)], real[row, first : first + len(own)] = own, True
-        positions[here], segments[here] = np.arange(count), number
+        tokens, first = np.s_[row, begin : begin + count], begin * stem.stride
+        frames[row, first : first + len(clip)], real[row, first : first + len(clip)] = clip, True
+        positions[tokens], segments[tokens] = np.arange(count), number
         rows_of.append(row * length + begin + np.arange(count))
     return FrameRows(frames=frames, real=real, positions=positions, segment_ids=segments), rows_of

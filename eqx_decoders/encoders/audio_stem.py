@@ -1,4 +1,4 @@
-"""What an encoder makes of audio: convolutions over chunks of log-mel spectra (Qwen3-Omni)."""
+"""Input layers of an encoder of audio chunks: convolutions over log-mel spectra (Qwen3-Omni)."""
 
 import dataclasses
 
@@ -12,20 +12,20 @@ from eqx_decoders.encoders.packed_rows import ChunkRows
 from eqx_decoders.errors import check_integer, check_word
 from eqx_decoders.layers.embedding.embedding import sinusoids
 from eqx_decoders.layers.mlp import ACTIVATIONS
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AudioStemConfig:
-    """Each chunk by itself: convolutions of 3 x 3 in steps of 2 over bands and frames, one matrix, and positions.
+    """Convolutions of 3 x 3 in steps of 2 over the bands and frames of each chunk, one matrix, and positions.
 
     **Arguments:**
 
-    - `mel_bands`: of a frame.
-    - `chunk_frames`: of a chunk.
-    - `filters`: of each convolution.
-    - `convolutions`: how many.
-    - `activation`: behind each of them, one of `ACTIVATIONS`.
+    - `mel_bands`: number of bands of a frame.
+    - `chunk_frames`: number of frames of a chunk.
+    - `filters`: number of filters of each convolution.
+    - `convolutions`: number of convolutions.
+    - `activation`: one of `ACTIVATIONS`, behind each convolution.
     """
 
     mel_bands: int
@@ -41,21 +41,21 @@ class AudioStemConfig:
 
     group = 1  # tokens that become one row of features
 
-    def halved(self, size: int) -> int:
-        """What the convolutions leave of so many frames or bands."""
+    def output_size(self, size: int) -> int:
+        """Return the size that the convolutions leave of `size` frames or bands."""
         for _ in range(self.convolutions):
             size = (size + 1) // 2
         return size
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a whole chunk."""
-        return self.halved(self.chunk_frames)
+        """Number of tokens of a whole chunk."""
+        return self.output_size(self.chunk_frames)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "AudioStem":
         *keys, out_key = jax.random.split(key, self.convolutions + 1)
         inputs = (1, *(self.filters,) * (self.convolutions - 1))
-        bands = self.halved(self.mel_bands)
+        bands = self.output_size(self.mel_bands)
         return AudioStem(
             convolutions=tuple(_convolution(count, self.filters, key) for count, key in zip(inputs, keys, strict=True)),
             out=fan_in(out_key, (self.filters, bands, embed_dim), jnp.float32, self.filters * bands),
@@ -64,7 +64,7 @@ class AudioStemConfig:
 
 
 class Convolution(eqx.Module):
-    """`kernel * x + bias` over 3 x 3 neighbours, in steps of 2."""
+    """Convolution `kernel * x + bias` over 3 x 3 neighbors, in steps of 2."""
 
     kernel: Float[Array, "filters input_filters kernel_rows kernel_columns"]
     bias: Float[Array, "filters"]
@@ -82,7 +82,7 @@ def _convolution(inputs: int, filters: int, key: PRNGKeyArray) -> Convolution:
 
 
 class AudioStem(eqx.Module):
-    """Convolutions, one matrix, and positions within a chunk."""
+    """Input layers: convolutions, one matrix, and positions within a chunk."""
 
     convolutions: tuple[Convolution, ...]
     out: Float[Array, "filters mel embed"]
@@ -90,13 +90,13 @@ class AudioStem(eqx.Module):
 
     def __call__(self, rows: ChunkRows, ctx: Context) -> Float[Array, "batch length embed"]:
         dtype = ctx.execution.precision.compute
-        given = jnp.asarray(rows.chunks).astype(dtype)
-        batch, count = given.shape[:2]
-        x = given.reshape(batch * count, 1, *given.shape[2:])
+        chunks = jnp.asarray(rows.chunks).astype(dtype)
+        batch, count = chunks.shape[:2]
+        x = chunks.reshape(batch * count, 1, *chunks.shape[2:])
         for convolution in self.convolutions:
             x = ACTIVATIONS[self.config.activation](convolution(x))
         x = jnp.moveaxis(x, 3, 1).reshape(batch, -1, *x.shape[1:3])
         x = ctx.einsum("batch length filters mel, filters mel embed -> batch length embed", x, self.out)
-        places = jnp.tile(jnp.arange(x.shape[1] // count), count)
-        signal = sinusoids(places, x.shape[-1], 10_000.0)
+        positions = jnp.tile(jnp.arange(x.shape[1] // count), count)
+        signal = sinusoids(positions, x.shape[-1], 10_000.0)
         return ctx.constrain(x + signal.astype(dtype)[None], "batch length embed")

@@ -1,4 +1,4 @@
-"""What an encoder makes of whole audio: convolutions over log-mel spectra, frame by frame (Gemma 4)."""
+"""Input layers of an encoder of whole audio clips: convolutions over log-mel spectra, frame by frame (Gemma 4)."""
 
 import dataclasses
 
@@ -12,21 +12,21 @@ from eqx_decoders.encoders.packed_rows import FrameRows
 from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.layers.mlp import ACTIVATIONS
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrameStemConfig:
-    """`act(norm(convolution(x)))`, several times, 3 x 3 in steps of 2 over frames and bands; then one matrix.
+    """Layers `act(norm(convolution(x)))`, 3 x 3 in steps of 2 over frames and bands; then one matrix.
 
-    Frames that are none count as zeros before each convolution, so that an audio clip's features are its own.
+    Padding frames count as zeros before each convolution, so that an audio clip's features depend on it alone.
 
     **Arguments:**
 
-    - `mel_bands`: of a frame.
-    - `filters`: of each convolution.
-    - `norm`: over the filters of each place.
-    - `activation`: behind each norm, one of `ACTIVATIONS`.
+    - `mel_bands`: number of bands of a frame.
+    - `filters`: number of filters of each convolution.
+    - `norm`: norm over the filters of each position.
+    - `activation`: one of `ACTIVATIONS`, behind each norm.
     """
 
     mel_bands: int
@@ -46,22 +46,22 @@ class FrameStemConfig:
 
     @property
     def stride(self) -> int:
-        """Frames from one token to the next."""
+        """Number of frames from one token to the next."""
         return 2 ** len(self.filters)
 
-    def halved(self, size: int) -> int:
-        """What the convolutions leave of so many frames or bands."""
+    def output_size(self, size: int) -> int:
+        """Return the size that the convolutions leave of `size` frames or bands."""
         return -(-size // self.stride)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "FrameStem":
         *keys, out_key = jax.random.split(key, len(self.filters) + 1)
-        inputs, bands = (1, *self.filters[:-1]), self.halved(self.mel_bands)
+        inputs, bands = (1, *self.filters[:-1]), self.output_size(self.mel_bands)
         return FrameStem(
             convolutions=tuple(
                 NormedConvolution(
-                    kernel=fan_in(key, (made, read, 3, 3), jnp.float32, 9 * read), norm=self.norm.build(made)
+                    kernel=fan_in(key, (count, read, 3, 3), jnp.float32, 9 * read), norm=self.norm.build(count)
                 )
-                for made, read, key in zip(self.filters, inputs, keys, strict=True)
+                for count, read, key in zip(self.filters, inputs, keys, strict=True)
             ),
             out=fan_in(out_key, (bands, self.filters[-1], embed_dim), jnp.float32, bands * self.filters[-1]),
             config=self,
@@ -69,7 +69,7 @@ class FrameStemConfig:
 
 
 class NormedConvolution(eqx.Module):
-    """`norm(kernel * x)` over 3 x 3 neighbours, in steps of 2."""
+    """Convolution `norm(kernel * x)` over 3 x 3 neighbors, in steps of 2."""
 
     kernel: Float[Array, "filters input_filters kernel_columns kernel_rows"]
     norm: LayerNorm
@@ -82,7 +82,7 @@ class NormedConvolution(eqx.Module):
 
 
 class FrameStem(eqx.Module):
-    """Convolutions over the frames of a row, and one matrix."""
+    """Input layers: convolutions over the frames of a row, and one matrix."""
 
     convolutions: tuple[NormedConvolution, ...]
     out: Float[Array, "mel filters embed"]

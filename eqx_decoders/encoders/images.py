@@ -1,6 +1,6 @@
-"""Images and videos, as processors of transformers give them, cut into patches that stand in groups.
+"""Images and videos from transformers' processors, cut into patches that stand in groups.
 
-On the host, in NumPy: how many patches an image has is data, and everything here is about that.
+This runs on the host, in NumPy, since the number of patches of an image is data.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from eqx_decoders.errors import DataError, check
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Image:
-    """Patches of an image or a video, `merge x merge` neighbours one behind the other.
+    """Patches of an image or a video, `merge x merge` neighbors one behind the other.
 
     **Arguments:**
 
     - `patches`: `[patches, numbers]`.
     - `grid`: frames, rows and columns of patches.
-    - `rows`, `columns`, `frames`: where each patch stands; -1 where one fills a group up.
+    - `rows`, `columns`, `frames`: position of each patch; -1 for one that fills a group up.
     """
 
     patches: np.ndarray
@@ -34,15 +34,15 @@ class Image:
 def from_pixels(
     stem: PatchStemConfig, pixels: Any, name: str = "pixel_values", *, sizes: Any = None, mask: Any = None
 ) -> list[Image]:
-    """Images that are padded to one size: `[images, channels, height, width]`.
+    """Cut images that are padded to one size, `[images, channels, height, width]`.
 
-    Or `[batch, images, channels, height, width]`, of which those that are 0 everywhere are none. Rows and columns of
-    pixels behind the last whole patch are not read, as those behind the last whole step of a convolution.
+    Or `[batch, images, channels, height, width]`, where an image of zeros is absent. Pixels behind the last whole patch
+    are not read, as those behind the last whole step of a convolution.
 
     **Arguments:**
 
-    - `sizes`: height and width of each of them, `[images, 2]`.
-    - `mask`: 0 where a pixel is padding: the shape of the pixels without their channels. Of a patch one must be real.
+    - `sizes`: height and width of each image, `[images, 2]`.
+    - `mask`: 0 where a pixel is padding: the shape of the pixels without their channels. A patch needs one real pixel.
     """
     pixels, size = np.asarray(pixels), stem.size
     shape = pixels.shape
@@ -53,31 +53,31 @@ def from_pixels(
     grids = np.tile([side // size for side in shape[-2:]], (len(pixels), 1))
     if sizes is not None:
         grids = _sizes_of(sizes, pixels, name) // size
-    given = np.flatnonzero(pixels.any(axis=(1, 2, 3))) if len(shape) == 5 else np.arange(len(pixels))
+    present = np.flatnonzero(pixels.any(axis=(1, 2, 3))) if len(shape) == 5 else np.arange(len(pixels))
     if mask is not None:
-        real, wanted = np.asarray(mask), (*shape[:-3], *shape[-2:])
-        rule = f"must be {wanted}: a number for each pixel of {name}"
-        check(real.shape == wanted, f"Media.create: pixel_attention_mask of shape {real.shape} {rule}.", DataError)
-        for index in given:
+        real, expected = np.asarray(mask), (*shape[:-3], *shape[-2:])
+        rule = f"must be {expected}: a number for each pixel of {name}"
+        check(real.shape == expected, f"Media.create: pixel_attention_mask of shape {real.shape} {rule}.", DataError)
+        for index in present:
             grids[index] = _real_grid(real.reshape(-1, *shape[-2:])[index], size)
-    return [_cut(stem, pixels[index], grids[index].tolist(), name) for index in given]
+    return [_cut(stem, pixels[index], grids[index].tolist(), name) for index in present]
 
 
 def _sizes_of(sizes: Any, pixels: np.ndarray, name: str) -> np.ndarray:
-    """Height and width of each image, as they are given."""
-    found, most = np.asarray(sizes), pixels.shape[2:]
-    good = found.shape == (len(pixels), 2) and bool(np.all((found > 0) & (found <= most)))
+    """Return the height and width of each image; raise DataError where they exceed the pixels."""
+    extents, most = np.asarray(sizes), pixels.shape[2:]
+    good = extents.shape == (len(pixels), 2) and bool(np.all((extents > 0) & (extents <= most)))
     rule = f"must be height and width of the {len(pixels)} images of {name}, at most {list(most)}"
-    check(good, f"Media.create: image_sizes={found.tolist()} {rule}.", DataError)
-    return found
+    check(good, f"Media.create: image_sizes={extents.tolist()} {rule}.", DataError)
+    return extents
 
 
 def _real_grid(mask: np.ndarray, size: int) -> tuple[int, int]:
-    """Rows and columns of the patches of which a pixel is real."""
+    """Return the numbers of rows and columns of patches that have a real pixel."""
     rows, columns = (side // size for side in mask.shape)
     split = mask[: rows * size, : columns * size].reshape(rows, size, columns, size)
     real = np.asarray(split.any(axis=(1, 3)))
-    height, width = (len(np.unique(places)) for places in np.nonzero(real))
+    height, width = (len(np.unique(indices)) for indices in np.nonzero(real))
     rule = "must leave an image whole, from its first row and column on: one rectangle of patches"
     counts = {int(np.count_nonzero(each)) for each in (real, real[:height, :width])}
     whole = height > 0 and counts == {height * width}
@@ -86,12 +86,12 @@ def _real_grid(mask: np.ndarray, size: int) -> tuple[int, int]:
 
 
 def _cut(stem: PatchStemConfig, pixels: np.ndarray, grid: Sequence[int], name: str) -> Image:
-    """The patches of one image, `[channels, height, width]`, that has so many rows and columns of them."""
+    """Cut an image, `[channels, height, width]`, into the rows and columns of patches of `grid`."""
     (rows, columns), size, merge = grid, stem.size, stem.merge
     rule = f"must be multiples of {merge}, as many as become one token"
     good = rows > 0 and columns > 0 and rows % merge == columns % merge == 0
-    told = f"Media.create: {name}: {rows} rows and {columns} columns of patches of {size} x {size} pixels"
-    check(good, f"{told} {rule}.", DataError)
+    message = f"Media.create: {name}: {rows} rows and {columns} columns of patches of {size} x {size} pixels"
+    check(good, f"{message} {rule}.", DataError)
     pixels = pixels[:, : rows * size, : columns * size]
     split = pixels.reshape(len(pixels), rows // merge, merge, size, columns // merge, merge, size)
     split = split.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
@@ -99,7 +99,7 @@ def _cut(stem: PatchStemConfig, pixels: np.ndarray, grid: Sequence[int], name: s
 
 
 def from_patches(stem: PatchStemConfig, patches: Any, grids: Any, name: str, grid_name: str) -> list[Image]:
-    """Patches of all images one behind the other, in groups already: `[patches, numbers]`, grids `[images, 3]`."""
+    """Split the patches of all images, already in groups: `[patches, numbers]`, with grids `[images, 3]`."""
     patches, grids, merge = np.asarray(patches), np.asarray(grids), stem.merge
     good = grids.ndim == 2 and grids.shape[1] == 3 and bool(np.all(grids > 0))
     check(good, f"Media.create: {grid_name} of shape {grids.shape} must be [images, 3], above 0.", DataError)
@@ -113,8 +113,8 @@ def from_patches(stem: PatchStemConfig, patches: Any, grids: Any, name: str, gri
     return [_on_grid(part, (int(t), int(h), int(w)), merge) for part, (t, h, w) in zip(parts, grids, strict=True)]
 
 
-def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: str, place_name: str) -> list[Image]:
-    """Patches of each image in any order, padded: `[images, patches, numbers]`, and where they stand, -1 if not.
+def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: str, position_name: str) -> list[Image]:
+    """Order the padded patches of each image, `[images, patches, numbers]`, by their positions, -1 for padding.
 
     Positions are `[images, patches, 2]`: column and row. A pixel's channels follow one another (Gemma 4).
     """
@@ -122,10 +122,15 @@ def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: st
     numbers = int(np.prod(stem.shape))
     good = patches.ndim == 3 and patches.shape[2] == numbers and positions.shape == (*patches.shape[:2], 2)
     rule = f"must be [images, patches, {numbers}], and [images, patches, 2]"
-    check(good, f"Media.create: {name} of shape {patches.shape}, {place_name} of {positions.shape} {rule}.", DataError)
+    check(
+        good, f"Media.create: {name} of shape {patches.shape}, {position_name} of {positions.shape} {rule}.", DataError
+    )
     patches = patches.reshape(*patches.shape[:2], stem.frames, stem.size, stem.size, stem.channels)
     patches = np.moveaxis(patches, -1, 2).reshape(*patches.shape[:2], numbers)
-    return [_in_groups(stem, own, where, place_name) for own, where in zip(patches, positions, strict=True)]
+    return [
+        _in_groups(stem, patches_of_image, positions_of_image, position_name)
+        for patches_of_image, positions_of_image in zip(patches, positions, strict=True)
+    ]
 
 
 def _in_groups(stem: PatchStemConfig, patches: np.ndarray, positions: np.ndarray, name: str) -> Image:
@@ -161,8 +166,8 @@ def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Ima
     )
 
 
-def learned_places(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray] | None:
-    """The rows of the table of positions that each patch finds, and what each of them counts."""
+def learned_positions(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the rows of the position table for each patch, and their weights."""
     positions, (_, height, width) = stem.positions, image.grid
     if positions is None:
         return None
@@ -185,10 +190,10 @@ def learned_places(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.
 
 
 def _bilinear(side: int, *axes: tuple[np.ndarray, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Four neighbours of each patch, corners on corners."""
+    """Return the four neighbors of each patch in the table and their weights, corners on corners."""
     ends = []
-    for place, count in axes:
-        real = place.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
+    for index, count in axes:
+        real = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
         low = np.floor(real).astype(np.int64)
         far = real - low
         ends.append(((low, 1 - far), (np.minimum(low + 1, side - 1), far)))
@@ -197,20 +202,20 @@ def _bilinear(side: int, *axes: tuple[np.ndarray, int]) -> tuple[np.ndarray, np.
     return index, np.stack([one * other for (_, one), (_, other) in pairs], axis=1).astype(np.float32)
 
 
-def _at_fraction(side: int, place: np.ndarray, count: int) -> np.ndarray:
-    """The position of the table at the same fraction of its side: the largest k with `k / side <= place / count`.
+def _at_fraction(side: int, index: np.ndarray, count: int) -> np.ndarray:
+    """Return the table's position at the same fraction of its side: the largest k with `k / side <= index / count`.
 
-    In float32 as transformers has it, since rounding decides where both are equal: `place * (1 / count)`.
+    In float32 as transformers has it, since rounding decides where both are equal: `index * (1 / count)`.
     """
     bounds = (np.arange(1, side) / side).astype(np.float32)
-    fraction = np.minimum(place.astype(np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6))
+    fraction = np.minimum(index.astype(np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6))
     return np.searchsorted(bounds, fraction, side="right")
 
 
-def in_windows(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray]:
-    """The order of an image's patches by windows, and their positions: each window has a block of its own.
+def window_order(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order of an image's patches by windows, and their positions: each window has a block of its own.
 
-    Without windows the order is theirs, and positions are 0, 1, 2, … in each frame.
+    Without windows the order does not change, and positions are 0, 1, 2, … in each frame.
     """
     _, height, width = image.grid
     if stem.window is None:
@@ -225,7 +230,7 @@ def in_windows(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndar
 
 
 def coordinates(stem: PatchStemConfig, image: Image) -> np.ndarray:
-    """What rotary embeddings turn by: `[patches, 2]`."""
+    """Return the coordinates of each patch for rotary embeddings: `[patches, 2]`."""
     axes: Sequence[np.ndarray] = (image.rows, image.columns)
     axes = axes if stem.coordinates == "row_column" else axes[::-1]
     return np.stack(axes, axis=1) + stem.first_coordinate

@@ -1,52 +1,96 @@
-"""What a decoder sees and hears: its encoders, and which tokens their features stand for."""
+"""Configuration of a decoder's encoders, and of the placeholder tokens that their features replace."""
 
 import dataclasses
-from typing import Literal
 
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import check, check_integer
+from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
+from eqx_decoders.layers.deepstack import AddedFeaturesConfig
+from eqx_decoders.layers.norm import NormConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GridPositions:
-    """Rotary positions of time, row and column (M-RoPE): an image's tokens count from where the text stopped.
-
-    Text, and audio, moves all three by one; what follows an image begins behind the largest of its numbers.
+class EncoderConfig:
+    """Configuration of an encoder: `projector(post_norm(block_n(... block_1(pre_norm(stem(rows))))))`.
 
     **Arguments:**
 
-    - `frames`: whether the frames of a video are `"apart"`, each an image with text before it (Qwen3-VL), or
-        `"together"`, with times of their own.
-    - `per_second`: by how much time moves in a second, for frames that are together.
-    - `whole`: whether times are rounded down to whole numbers.
-    - `behind_times`: whether what follows a video begins behind its times, too, or behind its rows and columns only
-        (Qwen2.5-VL).
+    - `embed_dim`: number of features of its residual stream.
+    - `stem`: the input layer, for patches, chunks of audio or whole audio clips.
+    - `blocks`: one configuration per layer, whose attention has `mask=Bidirectional(...)`, or is local.
+    - `pre_norm`, `post_norm`: norms before the first layer and behind the last one; None for none.
+    - `projector`: makes the rows that replace placeholder tokens.
+    - `deepstack`: the layers, counted from 0, whose output also reaches the decoder: the features of the first are
+        added behind the decoder's first layer, and so on (Meng et al. 2024).
+    - `deepstack_projector`: the projector of these layers, each with weights of its own.
+    - `into`: one more matrix, from the encoder's features to those of the decoder, where these differ (Llama 4); None
+        for none.
+    - `clipped`: whether every matrix of the layers clips its inputs and outputs, by bounds that come with a
+        checkpoint; new ones clip nothing (Gemma 4).
     """
 
-    frames: Literal["apart", "together"] = "apart"
-    per_second: float = 1.0
-    whole: bool = False
-    behind_times: bool = True
+    embed_dim: int
+    stem: PatchStemConfig | AudioStemConfig | FrameStemConfig
+    blocks: tuple[BlockConfig, ...]
+    projector: ProjectorConfig
+    pre_norm: NormConfig | None = None
+    post_norm: NormConfig | None = None
+    deepstack: tuple[int, ...] = ()
+    deepstack_projector: ProjectorConfig | None = None
+    into: ProjectionConfig | None = None
+    clipped: bool = False
 
     def __post_init__(self):
-        check_word("GridPositions.frames", self.frames, ("apart", "together"))
-        check_number("GridPositions.per_second", self.per_second, above=0)
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        object.__setattr__(self, "deepstack", tuple(self.deepstack))
+        check_integer("EncoderConfig.embed_dim", self.embed_dim)
+        check(len(self.blocks) > 0, "EncoderConfig.blocks=() must hold at least one BlockConfig.")
+        for layer in self.deepstack:
+            check_integer("EncoderConfig.deepstack", layer, minimum=0)
+        good = sorted({*self.deepstack}) == [*self.deepstack] and max(self.deepstack, default=0) < len(self.blocks)
+        rule = f"must name layers from 0 to {len(self.blocks) - 1}, each once, ascending"
+        check(good, f"EncoderConfig.deepstack={self.deepstack} {rule}.")
+        both = (self.deepstack_projector is not None) == bool(self.deepstack)
+        check(both, "EncoderConfig.deepstack and deepstack_projector: give both, or neither.")
+        groups = {self.stem.group, self.projector.group}
+        groups |= set() if self.deepstack_projector is None else {self.deepstack_projector.group}
+        rule = f"must be {self.stem.group}, as many patches as the stem puts together"
+        check(len(groups) == 1, f"EncoderConfig.projector.group={self.projector.group} {rule}.")
+
+    @property
+    def out_dim(self) -> int:
+        """Number of features of a row that replaces a placeholder."""
+        return self.projector.out_dim if self.into is None else self.into.dim
+
+    @property
+    def parts(self) -> tuple[tuple[tuple[BlockConfig, ...], int], ...]:
+        """The layers as `(unit, repeats)`, each a scan: one ends where features leave for the decoder."""
+        ends = [*(layer + 1 for layer in self.deepstack), len(self.blocks)]
+        begins = [0, *ends[:-1]]
+        return tuple(
+            part for begin, end in zip(begins, ends, strict=True) if begin < end
+            for part in segments(self.blocks[begin:end])
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaConfig:
-    """Encoders, and the placeholder tokens whose embeddings their features replace, in order.
+    """Encoders of images and audio, and the placeholder tokens whose embeddings their features replace, in order.
 
     **Arguments:**
 
     - `vision`, `audio`: encoders of images and of audio; None for none.
     - `image_token`, `video_token`, `audio_token`: ids of placeholders; None where there are none of the kind.
-    - `spans`: whether the tokens of an image see each other whole, in layers whose attention has spans.
+    - `spans`: whether the tokens of an image attend to all of it, in layers whose attention has spans.
     - `positions`: rotary positions of several dimensions; None where an image's tokens are counted like text.
-    - `lookup_token`: the id that tables beside the embedding see in place of a placeholder (Gemma 4).
+    - `lookup_token`: the id that per-layer embedding tables read in place of a placeholder (Gemma 4).
     """
 
     vision: EncoderConfig | None = None
@@ -60,24 +104,24 @@ class MediaConfig:
 
     @property
     def patch_stem(self) -> PatchStemConfig | None:
-        """What makes features of patches; None where a model sees nothing."""
+        """Input layer of the vision encoder; None for a model without one."""
         stem = None if self.vision is None else self.vision.stem
         return stem if isinstance(stem, PatchStemConfig) else None
 
     @property
     def audio_stem(self) -> AudioStemConfig | FrameStemConfig | None:
-        """What makes features of audio; None where a model hears nothing."""
+        """Input layer of the audio encoder; None for a model without one."""
         stem = None if self.audio is None else self.audio.stem
         return stem if isinstance(stem, AudioStemConfig | FrameStemConfig) else None
 
     def __post_init__(self):
-        given = {name: getattr(self, name) for name in ("image_token", "video_token", "audio_token")}
-        for name, token in given.items():
+        tokens_by_name = {name: getattr(self, name) for name in ("image_token", "video_token", "audio_token")}
+        for name, token in tokens_by_name.items():
             if token is not None:
                 check_integer(f"MediaConfig.{name}", token, minimum=0)
         check_integer("MediaConfig.lookup_token", self.lookup_token, minimum=0)
-        ids = [token for token in given.values() if token is not None]
-        check(len(ids) == len({*ids}), f"MediaConfig: {given} must be different ids.")
+        ids = [token for token in tokens_by_name.values() if token is not None]
+        check(len(ids) == len({*ids}), f"MediaConfig: {tokens_by_name} must be different ids.")
         for kind, encoder, stems, tokens in (
             ("vision", self.vision, (PatchStemConfig,), (self.image_token, self.video_token)),
             ("audio", self.audio, (AudioStemConfig, FrameStemConfig), (self.audio_token,)),
@@ -87,3 +131,25 @@ class MediaConfig:
                 check(isinstance(encoder.stem, stems), f"MediaConfig.{kind}.stem must be a {names}.")
                 rule = "needs a placeholder token for its features"
                 check(any(token is not None for token in tokens), f"MediaConfig.{kind} {rule}.")
+
+
+def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embed_dim: int) -> None:
+    """Raise ConfigError unless the encoders fit the decoder, and none of its layers is for encoders alone."""
+    layers = [layer for block in blocks for layer in block.branches().values()]
+    for layer in layers:
+        rule = "remembers nothing of earlier calls: it is for the layers of encoders"
+        only = isinstance(layer, LocalAttentionConfig | LightConvolutionConfig)
+        check(not only, f"DecoderConfig.blocks has a {type(layer).__name__}, which {rule}.")
+    takers = sum(isinstance(layer, AddedFeaturesConfig) for layer in layers)
+    if media is None:
+        return
+    levels = 0 if media.vision is None else len(media.vision.deepstack)
+    rule = f"but {takers} layers of DecoderConfig.blocks have an AddedFeaturesConfig: give as many"
+    check(levels == takers, f"MediaConfig.vision.deepstack has {levels} layers, {rule}.")
+    for name, encoder in (("vision", media.vision), ("audio", media.audio)):
+        if encoder is None:
+            continue
+        deepstack_projector = encoder.deepstack_projector
+        sizes = {encoder.out_dim} | (set() if deepstack_projector is None else {deepstack_projector.out_dim})
+        rule = f"must make DecoderConfig.embed_dim={embed_dim} features"
+        check(sizes == {embed_dim}, f"MediaConfig.{name}: its projectors make {sorted(sizes)}, and {rule}.")

@@ -1,4 +1,4 @@
-"""From an encoder's features to rows that stand where placeholder tokens are: patches joined, normed, multiplied."""
+"""Projector from an encoder's features to rows that replace placeholder tokens: patches joined, normed, multiplied."""
 
 import dataclasses
 from typing import Literal
@@ -10,22 +10,23 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.mlp import ACTIVATIONS, add_bias
+from eqx_decoders.layers.mlp import ACTIVATIONS
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import BUFFER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProjectionConfig:
-    """`act(kernel^T norm(x) + bias)`.
+    """Configuration of a linear layer with an activation: `act(kernel^T norm(x) + bias)`.
 
     **Arguments:**
 
-    - `dim`: features that it makes.
-    - `bias`: whether there is one.
+    - `dim`: number of output features.
+    - `bias`: whether a bias is added.
     - `activation`: one of `ACTIVATIONS`.
-    - `norm`: of the features that it reads; None for none.
+    - `norm`: norm of the input features; None for none.
     """
 
     dim: int
@@ -47,7 +48,7 @@ class ProjectionConfig:
 
 
 class Projection(eqx.Module):
-    """`act(kernel^T norm(x) + bias)`."""
+    """Linear layer with an activation: `act(kernel^T norm(x) + bias)`."""
 
     norm: Norm | None
     kernel: Float[Array, "inner outer"]
@@ -62,18 +63,18 @@ class Projection(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProjectorConfig:
-    """Groups of `group` patches become one row each: `layers(norm(combine(patches)))`.
+    """Configuration of a projector: groups of `group` patches become one row each.
 
     **Arguments:**
 
-    - `group`: patches of a row, which stand one behind the other.
+    - `group`: number of patches of a row, which stand one behind the other.
     - `combine`: `"join"`, their features one after the other; `"interleave"`, the first feature of each, then the
         second (Mistral 3); or `"mean"`.
-    - `norm`: of the features; None for none.
-    - `norm_of`: `"patches"`, before they are combined, or `"groups"`, after it.
-    - `scale`: multiplies what is combined (Gemma 4: the root of its features).
-    - `standardize`: whether a mean is subtracted then, and a scale multiplied, neither of which is trained (Gemma 4).
-    - `layers`: one after the other; the last one makes features of the residual stream.
+    - `norm`: norm of the features; None for none.
+    - `norm_of`: `"patches"`, a norm before they are combined, or `"groups"`, after it.
+    - `scale`: multiplies the combined features (Gemma 4: the root of their number).
+    - `standardize`: whether a mean is then subtracted, and a scale multiplied, neither of which is trained (Gemma 4).
+    - `layers`: one after the other; the last one makes the features of the residual stream.
     """
 
     group: int = 1
@@ -94,26 +95,26 @@ class ProjectorConfig:
 
     @property
     def out_dim(self) -> int:
-        """Features of a row."""
+        """Number of features of a row."""
         return self.layers[-1].dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Projector":
         size = embed_dim * (1 if self.combine == "mean" else self.group)
         sizes = [size, *(layer.dim for layer in self.layers)]
         keys = jax.random.split(key, len(self.layers))
-        made = zip(self.layers, sizes, keys, strict=False)
+        inputs = zip(self.layers, sizes, keys, strict=False)
         normed = embed_dim if self.norm_of == "patches" else size
         return Projector(
             norm=None if self.norm is None else self.norm.build(normed),
             bias=jnp.zeros((size,)) if self.standardize else None,
             scale=jnp.ones((size,)) if self.standardize else None,
-            layers=tuple(layer.build(size, key=key) for layer, size, key in made),
+            layers=tuple(layer.build(size, key=key) for layer, size, key in inputs),
             config=self,
         )
 
 
 class Projector(eqx.Module):
-    """`layers(norm(combine(patches)))`."""
+    """Projector of groups of patches: `layers(norm(combine(patches)))`."""
 
     norm: Norm | None
     bias: Float[Array, "norm"] | None = eqx.field(metadata=BUFFER)
@@ -122,14 +123,14 @@ class Projector(eqx.Module):
     config: ProjectorConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch rows features"]:
-        """Rows of features of every group of patches."""
+        """Return a row of features for every group of patches."""
         config, first = self.config, self.norm is not None and self.config.norm_of == "patches"
         x = self.norm(x) if first and self.norm is not None else x
         x = self._combined(x)
         x = self.norm(x) if self.norm is not None and not first else x
         for layer in self.layers:
             x = layer(x, ctx)
-        check(x.shape[-1] == config.out_dim, "Projector: its layers make other features than its configuration says.")
+        check(x.shape[-1] == config.out_dim, "Projector: its layers do not make the features that its config says.")
         return x
 
     def _combined(self, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What an encoder makes of patches of images: features, and where they stand in an image."""
+"""Input layers of an encoder of images: features of patches, and learned positions in an image."""
 
 import dataclasses
 from typing import Literal
@@ -11,19 +11,19 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.encoders.packed_rows import PatchRows
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.mlp import add_bias
-from eqx_decoders.numerics.matmul import fan_in, normal
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in, normal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedGrid:
-    """`x + table[row, column]`, the table being a square grid of positions.
+    """Learned positions of a square grid: `x + table[row, column]`.
 
     **Arguments:**
 
     - `side`: rows and columns of the grid.
-    - `resample`: how an image with other rows and columns finds its positions: `"none"`, it must have these;
-        `"bilinear"`, between four neighbours, corners on corners (Qwen3-VL); `"fraction"`, the one at the same fraction
+    - `resample`: the positions of an image with other rows and columns: `"none"`, an error;
+        `"bilinear"`, between four neighbors, corners on corners (Qwen3-VL); `"fraction"`, the one at the same fraction
         of the side (Idefics 3).
     """
 
@@ -34,18 +34,18 @@ class LearnedGrid:
         check_integer("LearnedGrid.side", self.side)
         check_word("LearnedGrid.resample", self.resample, ("none", "bilinear", "fraction"))
 
-    def build(self, embed_dim: int, *, further: int, key: PRNGKeyArray) -> "GridTable":
-        """With so many `further` rows behind the grid, of tokens that are no patch."""
-        return GridTable(table=normal(key, (self.side**2 + further, embed_dim), jnp.float32, 0.02))
+    def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "GridTable":
+        """Build the table, with a row behind the grid for each class token."""
+        return GridTable(table=normal(key, (self.side**2 + class_tokens, embed_dim), jnp.float32, 0.02))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedAxes:
-    """`x + table[0, column] + table[1, row]` (Gemma 4).
+    """Learned positions of columns and rows: `x + table[0, column] + table[1, row]` (Gemma 4).
 
     **Arguments:**
 
-    - `size`: columns, and rows, that the tables have.
+    - `size`: number of columns, and of rows, in the tables.
     """
 
     size: int
@@ -53,8 +53,10 @@ class LearnedAxes:
     def __post_init__(self):
         check_integer("LearnedAxes.size", self.size)
 
-    def build(self, embed_dim: int, *, further: int, key: PRNGKeyArray) -> "AxisTables":
-        check(further == 0, "LearnedAxes has no position for a class token: use LearnedGrid, or class_token=False.")
+    def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "AxisTables":
+        check(
+            class_tokens == 0, "LearnedAxes has no position for a class token: use LearnedGrid, or class_token=False."
+        )
         return AxisTables(table=normal(key, (2, self.size, embed_dim), jnp.float32, 0.02))
 
 
@@ -62,49 +64,49 @@ PatchPositions = LearnedGrid | LearnedAxes
 
 
 class GridTable(eqx.Module):
-    """`sum_i weight_i table[index_i]`."""
+    """Table of learned positions: `sum_i weight_i table[index_i]`."""
 
     table: Float[Array, "positions embed"]
 
     def __call__(
-        self, index: Int[Array, "batch length places"], weight: Float[Array, "batch length places"]
+        self, index: Int[Array, "batch length neighbors"], weight: Float[Array, "batch length neighbors"]
     ) -> Float[Array, "batch length embed"]:
         return _weighted(self.table, index, weight)
 
 
 class AxisTables(eqx.Module):
-    """`sum_i weight_i table[index_i]`, the second table's positions counted on from the first's."""
+    """Two tables of learned positions, the second's rows behind the first's: `sum_i weight_i table[index_i]`."""
 
     table: Float[Array, "coordinates positions embed"]
 
     def __call__(
-        self, index: Int[Array, "batch length places"], weight: Float[Array, "batch length places"]
+        self, index: Int[Array, "batch length neighbors"], weight: Float[Array, "batch length neighbors"]
     ) -> Float[Array, "batch length embed"]:
         return _weighted(self.table.reshape(-1, self.table.shape[-1]), index, weight)
 
 
 def _weighted(table: Array, index: Array, weight: Array) -> Array:
-    """The weighted sum of a few rows of a table, in float32."""
+    """Return the weighted sum of a few rows of a table, in float32."""
     rows = jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
     return jnp.sum(rows * weight[..., None].astype(jnp.float32), axis=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchStemConfig:
-    """`kernel^T patch + bias + position`, a patch being `channels x frames x size x size` numbers.
+    """Linear layer over patches, `kernel^T patch + bias + position`, of `channels x frames x size x size` numbers.
 
     **Arguments:**
 
     - `size`: rows and columns of pixels in a patch.
-    - `channels`: of a pixel.
+    - `channels`: values of a pixel.
     - `frames`: images of a patch, one behind the other in time.
     - `merge`: rows and columns of patches that become one row of features; they stand one behind the other.
-    - `bias`: whether there is one.
+    - `bias`: whether a bias is added.
     - `positions`: learned positions; None for none.
     - `class_token`: whether a learned token stands behind each image's patches (Llama 4).
-    - `pixel_scale`, `pixel_shift`: pixels are multiplied by the one, and then the other is added.
-    - `coordinates`: the order in which rotary embeddings get them: `"row_column"` or `"column_row"`.
-    - `first_coordinate`: that of the first row and column.
+    - `pixel_scale`, `pixel_shift`: the kernel multiplies `pixel_scale * pixel + pixel_shift`.
+    - `coordinates`: order of the coordinates of rotary embeddings: `"row_column"` or `"column_row"`.
+    - `first_coordinate`: coordinate of the first row and column.
     - `window`: rows and columns of merged patches in a window, for layers whose mask is
         `Bidirectional((window * merge) ** 2)`; None for none.
     """
@@ -136,24 +138,25 @@ class PatchStemConfig:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of a patch: channels, frames, rows and columns of pixels."""
+        """Shape of a patch: channels, frames, rows and columns of pixels."""
         return self.channels, self.frames, self.size, self.size
 
     @property
     def group(self) -> int:
-        """Patches that become one row of features."""
+        """Number of patches that become one row of features."""
         return self.merge**2
 
     @property
-    def class_place(self) -> int:
-        """The row of the table of positions that a class token has: the one behind the grid."""
+    def class_position(self) -> int:
+        """Row of the position table for a class token: the one behind the grid."""
         return self.positions.side**2 if isinstance(self.positions, LearnedGrid) else 0
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "PatchStem":
         kernel_key, position_key, class_key = jax.random.split(key, 3)
         inputs = self.channels * self.frames * self.size**2
-        further = int(self.class_token)
-        at = None if self.positions is None else self.positions.build(embed_dim, further=further, key=position_key)
+        class_tokens, at = int(self.class_token), None
+        if self.positions is not None:
+            at = self.positions.build(embed_dim, class_tokens=class_tokens, key=position_key)
         return PatchStem(
             kernel=fan_in(kernel_key, (*self.shape, embed_dim), jnp.float32, inputs),
             bias=jnp.zeros((embed_dim,)) if self.bias else None,
@@ -164,7 +167,7 @@ class PatchStemConfig:
 
 
 class PatchStem(eqx.Module):
-    """`kernel^T patch + bias + position`."""
+    """Linear layer over patches: `kernel^T patch + bias + position`."""
 
     kernel: Float[Array, "channels frames patch_rows patch_columns embed"]
     bias: Float[Array, "embed"] | None
@@ -181,8 +184,8 @@ class PatchStem(eqx.Module):
         x = ctx.einsum(f"batch length {words}, {words} embed -> batch length embed", pixels, self.kernel)
         x = add_bias(x, self.bias)
         if self.class_embedding is not None and rows.class_tokens is not None:
-            own = self.class_embedding.astype(dtype)[None, None]
-            x = jnp.where(jnp.asarray(rows.class_tokens)[:, :, None], own, x)
-        if self.positions is not None and rows.places is not None and rows.place_weights is not None:
-            x = x + self.positions(jnp.asarray(rows.places), jnp.asarray(rows.place_weights)).astype(dtype)
+            class_embedding = self.class_embedding.astype(dtype)[None, None]
+            x = jnp.where(jnp.asarray(rows.class_tokens)[:, :, None], class_embedding, x)
+        if self.positions is not None and rows.position_index is not None and rows.position_weights is not None:
+            x = x + self.positions(jnp.asarray(rows.position_index), jnp.asarray(rows.position_weights)).astype(dtype)
         return ctx.constrain(x, "batch length embed")

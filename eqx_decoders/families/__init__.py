@@ -1,4 +1,4 @@
-"""Every published model by name, and every kind of checkpoint by its `model_type`."""
+"""Published models by name, and families of checkpoints by their `model_type`."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,8 @@ from eqx_decoders.families import (
     tiny_vision,
 )
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 # In the order in which they are tried for a model that does not say what it came from.
@@ -56,24 +57,43 @@ _PUBLISHED = (
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
 )
-_MODELS: dict[str, Callable[[], DecoderConfig]] = {
-    name: make for module in (*_PUBLISHED, gpt3, maxtext, tiny_vision) for name, make in module.MODELS.items()
-}
 
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _PUBLISHED}
+
+def _builder(model: Callable[[], DecoderConfig] | ExtendedModel) -> Callable[[], DecoderConfig]:
+    if isinstance(model, ExtendedModel):
+        return lambda: model.add_encoders(get_config(model.text))
+    return model
+
+
+def _collect_families() -> dict[str, Family]:
+    families: dict[str, Family] = {}
+    for module in _PUBLISHED:  # text families stand before those with encoders
+        family = module.FAMILY
+        if isinstance(family, MultimodalFamily):
+            family = family.with_text(families[family.text])
+        families[family.model_type] = family
+    return families
+
+
+_MODELS: dict[str, Callable[[], DecoderConfig]] = {
+    name: _builder(model)
+    for module in (*_PUBLISHED, gpt3, maxtext, tiny_vision)
+    for name, model in module.MODELS.items()
+}
+FAMILIES = _collect_families()
 _NAMES = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
 
 
 def find_family(model_type: str) -> Family:
-    """The family of a checkpoint that calls itself `model_type`. Raises ConversionError."""
+    """Return the family of a checkpoint that calls itself `model_type`. Raises ConversionError."""
     return _NAMES[check_word("config.json: model_type", model_type[:80], _NAMES, ConversionError)]
 
 
 def list_models() -> tuple[str, ...]:
-    """The names that `get_config` knows."""
+    """Return the names that `get_config` knows."""
     return tuple(sorted(_MODELS))
 
 
 def get_config(name: str) -> DecoderConfig:
-    """The configuration of a published model, or of `"tiny"`; edit it with `dataclasses.replace`."""
+    """Return the configuration of a published model, or of `"tiny"`; edit it with `dataclasses.replace`."""
     return _MODELS[check_word("get_config: name", name, _MODELS)]()

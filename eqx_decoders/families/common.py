@@ -1,4 +1,4 @@
-"""The sizes that all families of this kind share, and the parts of a configuration that follow from them."""
+"""Sizes, settings and tensors that most families share."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -7,14 +7,14 @@ from typing import Any, Literal, TypeVar
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.hf_table import Weight
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import NormConfig, RMSNormConfig
 from eqx_decoders.layers.registry import MixerConfig
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ NO_BIAS: Mapping[str, str | None] = {"attention_bias": None}
 class DecoderSizes:
     """Sizes of a decoder whose layers all have the same.
 
-    `eps` is that of its norms, and `attention_bias` that of all four projections of attention.
+    `eps` is that of the norms; `attention_bias` adds a bias to all four projections of attention.
     """
 
     vocab_size: int
@@ -49,21 +49,21 @@ class DecoderSizes:
         return RMSNormConfig(eps=self.eps)
 
     def attention(self, **options: Any) -> AttentionConfig:
-        """Attention of these sizes."""
+        """Return attention of these sizes."""
         heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         bias = dict(qkv_bias=self.attention_bias, out_bias=self.attention_bias)
         return AttentionConfig(**{**heads, **bias, **options})
 
     def mlp(self, **options: Any) -> MLPConfig:
-        """An MLP of these sizes."""
+        """Return an MLP of these sizes."""
         return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
 
     def experts(self, **options: Any) -> ExpertsConfig:
-        """Experts of these sizes, unless the options have an `mlp_dim`."""
+        """Return experts of these sizes, unless the options have an `mlp_dim`."""
         return ExpertsConfig(**{"mlp_dim": self.mlp_dim, "activation": self.activation, **options})
 
     def cycle_masks(self, size: int, period: int, kind: LocalMask = SlidingWindow) -> tuple[Mask, ...]:
-        """The mask of each layer: a window of `size`, but for every `period`-th layer, which sees the whole past."""
+        """Return the mask of each layer: causal in every `period`-th, and a window of `size` in the others."""
         return tuple(kind(size) if (index + 1) % period else Causal() for index in range(self.num_layers))
 
     def block(
@@ -73,7 +73,7 @@ class DecoderSizes:
         norm: NormConfig | None = None,
         norms: NormPlaces = "pre",
     ) -> BlockConfig:
-        """A layer with norms before attention and MLP, after them, or both.
+        """Return a layer with norms before attention and MLP, after them, or both.
 
         Its MLP is `self.mlp()` and its norms are `self.norm` where they are None.
         """
@@ -91,7 +91,7 @@ class DecoderSizes:
     def decoder(
         self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
     ) -> DecoderConfig:
-        """A decoder with these layers, or with the same in all; its final norm is `self.norm` unless given."""
+        """Return a decoder with these layers, or the same in all; its final norm is `self.norm` by default."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
@@ -114,15 +114,15 @@ def read_shape(
     attention_bias: bool = False,
     keys: Mapping[str, str | None] = {},
 ) -> DecoderSizes:
-    """The sizes in a `config.json`; the arguments are what transformers takes where a key is missing.
+    """Read the sizes of a `config.json`; the arguments are transformers' defaults.
 
-    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. `keys` has
-    the family's own words for Llama's keys; None where it has no such key.
+    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. `keys` maps
+    Llama's keys to the family's; None where it has no such key.
     """
 
     def ask(read: Callable[..., T], key: str, *default: Any, **options: Any) -> T:
-        own = keys.get(key, key)
-        return default[0] if own is None else read(own, *default, **options)
+        family_key = keys.get(key, key)
+        return default[0] if family_key is None else read(family_key, *default, **options)
 
     heads, embed = ask(fields.integer, "num_attention_heads"), ask(fields.integer, "hidden_size")
     kv_heads = ask(fields.integer, "num_key_value_heads", num_kv_heads or heads, null=heads)
@@ -150,7 +150,7 @@ def read_shape(
 
 
 def write_shape(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> dict[str, Any]:
-    """What `read_shape` reads with these `keys`."""
+    """Return the keys that `read_shape` reads with these `keys`."""
     mlp = config.blocks[0].mlp
     if not isinstance(mlp, MLPConfig):
         raise ConversionError(f"DecoderConfig.blocks[0].mlp={mlp!r} must be an MLPConfig.")
@@ -159,7 +159,7 @@ def write_shape(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> d
 
 
 def write_sizes(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> dict[str, Any]:
-    """What `read_shape` reads with these `keys`, without those of the MLP."""
+    """Return the keys that `read_shape` reads with these `keys`, without those of the MLP."""
     mixer = first_mixer(config, AttentionConfig)
     heads = {
         "num_attention_heads": mixer.num_heads,
@@ -176,7 +176,7 @@ def _translated(settings: Mapping[str, Any], keys: Mapping[str, str | None]) -> 
 
 
 def write_outer(config: DecoderConfig) -> dict[str, Any]:
-    """The keys that are about no layer."""
+    """Return the keys that are about no layer."""
     if config.final_norm is None:
         raise ConversionError("DecoderConfig.final_norm=None: there must be a final norm.")
     return {
@@ -189,16 +189,22 @@ def write_outer(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def map_blocks(config: DecoderConfig, change: Callable[[BlockConfig], BlockConfig]) -> DecoderConfig:
+    """Return the configuration with all blocks changed; equal blocks are changed once."""
+    blocks = {block: change(block) for block in dict.fromkeys(config.blocks)}
+    return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks))
+
+
 def first_mixer(config: DecoderConfig, kind: type[T]) -> T:
-    """The first mixer of this class; ConversionError where there is none."""
-    found = next((block.mixer for block in config.blocks if isinstance(block.mixer, kind)), None)
-    if found is None:
+    """Return the first mixer of this class; ConversionError where there is none."""
+    mixer = next((block.mixer for block in config.blocks if isinstance(block.mixer, kind)), None)
+    if mixer is None:
         raise ConversionError(f"DecoderConfig.blocks: no layer has a mixer with an {kind.__name__}.")
-    return found
+    return mixer
 
 
 def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
-    """The attention of every layer; ConversionError where there is another mixer."""
+    """Return the attention of every layer; ConversionError where there is another mixer."""
     mixers = tuple(block.mixer for block in config.blocks)
     for index, mixer in enumerate(mixers):
         if not isinstance(mixer, AttentionConfig):
@@ -210,7 +216,7 @@ LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chu
 
 
 def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 4096) -> tuple[Mask, ...]:
-    """The masks of `DecoderSizes.cycle_masks`, unless `layer_types` differs; `window` is the default of their size."""
+    """Read the masks of `DecoderSizes.cycle_masks`, unless `layer_types` differs; `window` is the default size."""
     size = fields.integer("sliding_window", window, null=None)
     return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
 
@@ -218,13 +224,13 @@ def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 
 def read_masks(
     fields: Fields, size: int | None, local: list[bool], kind: LocalMask = SlidingWindow, key: str = "sliding_window"
 ) -> tuple[Mask, ...]:
-    """The mask of each layer, causal or `kind` of a `size` (the value of `key`).
+    """Read the mask of each layer, causal or `kind` of a `size` (the value of `key`).
 
-    Which are local is said by `layer_types` or, where there is none, by `local`.
+    `layer_types` or, where there is none, `local` says which layers are local.
     """
     word = LAYER_TYPES[kind]
     types = fields.words("layer_types", (LAYER_TYPES[Causal], word), len(local))
-    local = local if types is None else [given == word for given in types]
+    local = local if types is None else [layer_type == word for layer_type in types]
     if any(local) and size is None:
         raise fields.error(f"layer_types has {word}, but {key} is null or off: give its size.")
     mask = Causal() if size is None else kind(size)
@@ -235,7 +241,7 @@ HYBRID_TYPES = ("linear_attention", "full_attention")
 
 
 def read_hybrid_layers(fields: Fields, layers: int, interval: int | None) -> tuple[bool, ...]:
-    """Which layers have attention, the others having a recurrence: as `layer_types` says, or every `interval`-th."""
+    """Return True for layers with attention, not recurrence, by `layer_types` or every `interval`-th."""
     legacy = {"mamba": HYBRID_TYPES[0], "attention": HYBRID_TYPES[1]}
     types = fields.words("layer_types", (*HYBRID_TYPES, *legacy), layers)
     if types is None:
@@ -247,20 +253,20 @@ def read_hybrid_layers(fields: Fields, layers: int, interval: int | None) -> tup
 
 
 def write_hybrid_layers(config: DecoderConfig, *attention: type) -> dict[str, Any]:
-    """`layer_types`; the classes are those of attention."""
+    """Return `layer_types`; the classes are those of attention."""
     return {"layer_types": [HYBRID_TYPES[isinstance(block.mixer, attention)] for block in config.blocks]}
 
 
 def write_masks(
     config: DecoderConfig, kind: LocalMask = SlidingWindow, key: str = "sliding_window", *, default: int | None = None
 ) -> dict[str, Any]:
-    """`layer_types`, and the one size that local masks share; `default` where there is none."""
+    """Return `layer_types`, and the one size that local masks share; `default` where there is none."""
     types = [LAYER_TYPES[type(mixer.mask)] for mixer in attentions(config)]
     return {"layer_types": types, key: find_window(config, kind) or default}
 
 
 def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int | None:
-    """The size of the windows, or of the chunks; None where no layer has one."""
+    """Return the size of the windows, or of the chunks; None where no layer has one."""
     return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, kind)), default=None)
 
 
@@ -274,25 +280,27 @@ _LAYER = "model.layers.{layer}."
 
 
 def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
-    """Rows for attention, which is called `name` in a layer."""
-    own = prefix + name
+    """Return the rows of attention, which is called `name` in a layer."""
+    attention = prefix + name
     into = {"q_proj": ("query", "heads"), "k_proj": ("key", "kv_heads"), "v_proj": ("value", "kv_heads")}
     rows: list[Weight] = []
     for tensor, (path, heads) in into.items():
         pattern = f"({heads} head_dim) embed -> embed {heads} head_dim"
-        rows.append(Weight(f"{own}{tensor}.weight", f"mixer.{path}", pattern))
-        rows.append(Weight(f"{own}{tensor}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim"))
+        rows.append(Weight(f"{attention}{tensor}.weight", f"mixer.{path}", pattern))
+        rows.append(
+            Weight(f"{attention}{tensor}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim")
+        )
     return (
         *rows,
-        Weight(own + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
-        Weight(own + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
-        Weight(own + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
-        Weight(own + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
+        Weight(attention + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        Weight(attention + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
+        Weight(attention + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
+        Weight(attention + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
     )
 
 
 def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
-    """Rows for a gated MLP."""
+    """Return the rows of a gated MLP."""
     return (
         Weight(prefix + "gate_proj.weight", path + "gate", "mlp embed -> embed mlp"),
         Weight(prefix + "gate_proj.bias", path + "gate_bias", "mlp -> mlp"),
@@ -307,7 +315,7 @@ GATED_MLP = gated_mlp(_LAYER + "mlp.")
 
 
 def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
-    """Rows for norms with these names: `pre_mixer_norm="input_layernorm"`."""
+    """Return the rows of norms with these names: `pre_mixer_norm="input_layernorm"`."""
     return tuple(
         Weight(f"{prefix}{name}.{tensor}", f"{path}.{weight}", "norm -> norm")
         for path, name in names.items()
@@ -328,5 +336,5 @@ _NORMS: dict[NormPlaces, tuple[Weight, ...]] = {
 
 
 def llama_weights(norms: NormPlaces = "pre", mlp: tuple[Weight, ...] = GATED_MLP) -> tuple[Weight, ...]:
-    """The table of a Llama, with its norms at these places of a block and with these rows for MLP or experts."""
+    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLP or experts."""
     return ENDS + self_attention(_LAYER) + _NORMS[norms] + mlp

@@ -1,4 +1,4 @@
-"""`config.json`, read with checks: a key that is neither read nor known to have no effect is refused."""
+"""Reader of `config.json` with checks: a key that is neither read nor known to have no effect is refused."""
 
 import difflib
 import json
@@ -74,21 +74,21 @@ ACTIVATIONS = {
 
 
 def activation_name(activation: str) -> str:
-    """transformers' name of one of our activations."""
+    """Return transformers' name of an activation."""
     return next(name for name, ours in ACTIVATIONS.items() if ours == activation)
 
 
 class Fields:
-    """A JSON object being read: each key is asked for once, with its type and bounds; `finish` refuses what is left.
+    """JSON object that is read key by key, with types and bounds; `finish` refuses unread keys.
 
-    null counts as missing, except where a method has `null`: what an explicit null means there.
+    null counts as missing, except where a method has the argument `null`: the value of an explicit null.
     """
 
     def __init__(self, content: Mapping[str, Any], where: str = "config.json"):
         self.content = dict(content)
         self.where = where
         self._read: set[str] = set()
-        self._kept: dict[str, Any] = {}
+        self._carried: dict[str, Any] = {}
 
     def error(self, sentence: str) -> ConversionError:
         return ConversionError(f"{self.where}: {sentence}")
@@ -97,11 +97,11 @@ class Fields:
         return self.error(f"{setting} is not known here.{_near(word, known)} Known: {', '.join(known)}.")
 
     def is_read(self, key: str) -> bool:
-        """Whether `key` has been asked for."""
+        """Return True if `key` was read."""
         return key in self._read
 
     def take(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> Any:
-        """The raw value of `key`."""
+        """Return the raw value of `key`."""
         self._read.add(key)
         if key in self.content and self.content[key] is None and null is not _REQUIRED:
             return null
@@ -111,26 +111,26 @@ class Fields:
         return default if value is None else value
 
     def _checked(self, key: str, default: Any, null: Any, good: Callable[[Any], bool], rule: str) -> Any:
-        """The value of `key`; unless it is missing or null, `good` must be true of it."""
+        """Return the value of `key`; unless it is missing or null, `good` must be true of it."""
         value = self.take(key, default, null)
         if value is not default and value is not null and not good(value):
             raise self.error(f"{key}={abbreviate(value)} must be {rule}.")
         return value
 
     def integer(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED, least: int = 1) -> Any:
-        """A whole number between `least` and 2^31 - 1."""
+        """Read an integer between `least` and 2^31 - 1."""
         rule = f"an integer of at least {least}, at most {_LARGEST}"
         return self._checked(key, default, null, lambda x: _is_integer(x) and least <= x <= _LARGEST, rule)
 
     def layers(self, key: str, default: Any = _REQUIRED) -> int:
-        """The number of layers: an integer with a bound, since each layer has a configuration of its own."""
+        """Read the number of layers: an integer with a bound, since each layer has a configuration of its own."""
         count = self.integer(key, default)
         if count > MOST_LAYERS:
             raise self.error(f"{key}={count} must be at most {MOST_LAYERS}.")
         return count
 
     def number(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED) -> Any:
-        """A finite number above 0, as a float."""
+        """Read a finite number above 0, as a float."""
         rule = "a finite number above 0"
         value = self._checked(
             key, default, null, lambda x: (_is_integer(x) or isinstance(x, float)) and 0 < x < 1e30, rule
@@ -138,42 +138,42 @@ class Fields:
         return float(value) if _is_integer(value) else value
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false."""
+        """Read true or false."""
         return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, bool), "true or false")
 
     def numbers(self, key: str, default: Sequence[int] = ()) -> Sequence[int]:
-        """A list of whole numbers."""
+        """Read a list of integers."""
         rule = "a list of whole numbers"
         return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
 
     def word(self, key: str, known: Mapping[str, T], default: str = _REQUIRED) -> T:
-        """What one of the known words stands for."""
+        """Return the value that `known` has for the word under `key`."""
         value = self.take(key, default)
         if not isinstance(value, str) or value not in known:
             raise self.unknown(f"{key}={abbreviate(value)}", value, known)
         return known[value]
 
     def table(self, key: str) -> "Fields | None":
-        """A nested object; None where there is none."""
+        """Read a nested object; None where there is none."""
         value = self._checked(key, None, _REQUIRED, lambda x: isinstance(x, dict), "an object")
         return None if value is None else Fields(value, f"{self.where}: {key}")
 
-    def keep(self, key: str, kept: Mapping[str, Any]) -> None:
-        """What a nested object has that changes nothing here: `kept` tells of it, too."""
-        self._kept[key] = dict(kept)
+    def carry(self, key: str, ignored: Mapping[str, Any]) -> None:
+        """Add the ignored keys of the nested object `key` to those that `ignored` returns."""
+        self._carried[key] = dict(ignored)
 
-    def kept(self, ignored: Mapping[str, str]) -> dict[str, Any]:
-        """The keys that change nothing here, for an export. Refuses those that nothing has read and that may do so."""
+    def ignored(self, known: Mapping[str, str]) -> dict[str, Any]:
+        """Return the keys among `known` that have no effect, for an export; refuse unread keys that are not there."""
         for key, allowed in ALLOWED_VALUES.items():
             if not self.is_read(key):
                 self.allow_only(key, *allowed)
-        self.finish(ignored)
+        self.finish(known)
         internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
-        kept = {key: value for key, value in self.content.items() if key in ignored and not key.startswith(internal)}
-        return kept | self._kept
+        ignored = {key: value for key, value in self.content.items() if key in known and not key.startswith(internal)}
+        return ignored | self._carried
 
     def words(self, key: str, known: tuple[str, ...], length: int | None) -> list[str] | None:
-        """A list of `length` known words, of any length where that is None; None where there is no list."""
+        """Read a list of `length` known words, of any length for None; None where there is no list."""
         rule = "a list of words"
         value = self._checked(
             key, None, _REQUIRED, lambda x: isinstance(x, list) and all(isinstance(word, str) for word in x), rule
@@ -219,8 +219,8 @@ class Fields:
 
     def finish(self, ignored: Mapping[str, str] = {}) -> None:
         """Refuse keys that nothing has read and that are not among the `ignored` ones. null counts as missing."""
-        given = (key for key, value in self.content.items() if value is not None)
-        unknown = [key for key in given if key not in self._read and key not in ignored]
+        keys = (key for key, value in self.content.items() if value is not None)
+        unknown = [key for key in keys if key not in self._read and key not in ignored]
         if unknown:
             raise self.error(
                 f"{_listed(unknown)}: not known here, so they may change what the model computes."
@@ -233,7 +233,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def abbreviate(value: Any) -> str:
-    """A value as an error message shows it: at most 60 characters, whatever a file holds."""
+    """Return a value for an error message, in at most 60 characters."""
     try:
         text = value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
     except (TypeError, ValueError, RecursionError):

@@ -1,25 +1,25 @@
-"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): softmax scores, and without latents for queries in V2-Lite."""
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): softmax scores; V2-Lite has no latents for queries."""
 
 from typing import Any
 
 from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import MLP, WEIGHTS, deepseek, latent_attention, read_deepseek, write_deepseek
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import YarnRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:
     grouped = fields.word("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
-    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    groups, groups_per_token = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     fields.allow_only("scoring_func", "softmax")
     router = RouterConfig(
         order="score_first",
         num_groups=groups if grouped else 1,
-        groups_per_token=kept if grouped else 1,
+        groups_per_token=groups_per_token if grouped else 1,
         scaling_factor=fields.number("routed_scaling_factor", 1.0),
     )
     defaults: dict[str, Any] = dict(num_experts=64, num_shared=2, expert_dim=1407, num_dense_layers=0)
@@ -54,14 +54,23 @@ _LITE = DecoderSizes(
 _FULL = DecoderSizes(
     vocab_size=102_400, embed_dim=5120, num_layers=60, num_heads=128, num_kv_heads=128, head_dim=192, mlp_dim=12_288
 )
-_COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, num_dense_layers=1, rope=_ROPE)
+_COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, num_dense_layers=1)
 
 MODELS = {
     "deepseek2-16b": lambda: deepseek(
-        _LITE, **_COMMON, q_rank=None, num_experts=64, expert_dim=1408, router=RouterConfig(order="score_first")
+        _LITE,
+        latent_attention(_LITE, rope=_ROPE, q_rank=None),
+        **_COMMON,
+        num_experts=64,
+        expert_dim=1408,
+        router=RouterConfig(order="score_first"),
     ),
     "deepseek2-236b": lambda: deepseek(
-        _FULL, **_COMMON, q_rank=1536, num_experts=160, expert_dim=1536,
+        _FULL,
+        latent_attention(_FULL, rope=_ROPE, q_rank=1536),
+        **_COMMON,
+        num_experts=160,
+        expert_dim=1536,
         router=RouterConfig(order="score_first", num_groups=8, groups_per_token=3, scaling_factor=16.0),
     ),
-}  # fmt: skip
+}

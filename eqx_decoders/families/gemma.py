@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team 2024): scales stored as w - 1, embeddings times the root of their width, tanh-gelu, tied head."""
+"""Gemma (Gemma Team 2024): norms that store w - 1, scaled embeddings, tanh-gelu, tied head."""
 
 import functools
 
@@ -8,11 +8,11 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def gemma(shape: DecoderSizes, *, rope: Rope = Rope()) -> DecoderConfig:
-    """A decoder of Gemma blocks."""
+    """Return a decoder of Gemma blocks."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     block = shape.block(shape.attention(rope=rope), norm=norm)
     return shape.decoder(block, norm, embedding_scale=shape.embed_dim**0.5)

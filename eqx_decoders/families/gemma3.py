@@ -2,16 +2,16 @@
 
 import functools
 
+from eqx_decoders.families._gemma import IGNORED_ACTIVATION_KEY, gemma_decoder, read_gemma_shape, write_gemma
 from eqx_decoders.families.common import DecoderSizes, llama_weights, read_cycle_masks
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY, gemma_decoder, read_gemma_shape, write_gemma
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_ropes, write_ropes
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def gemma3(
@@ -23,7 +23,7 @@ def gemma3(
     local_rope: Rope = Rope(theta=10_000.0),
     logit_cap: float | None = None,
 ) -> DecoderConfig:
-    """A decoder of Gemma 3 blocks; layers with a window have the rotary embedding `local_rope`."""
+    """Return a decoder of Gemma 3 blocks; layers with a window have the rotary embedding `local_rope`."""
     qk_norm = QKNorm(norm=RMSNormConfig(eps=shape.eps, offset=1.0))
 
     def mixer(mask: Mask) -> AttentionConfig:

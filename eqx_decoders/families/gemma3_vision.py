@@ -1,71 +1,35 @@
-"""Gemma 3 that sees (Gemma Team 2025): a SigLIP encoder (Zhai et al. 2023), its patches averaged to a few tokens.
+"""Gemma 3 with images (Gemma Team 2025): a SigLIP encoder (Zhai et al. 2023), its patches averaged to a few tokens.
 
-The tokens of an image see each other whole, in layers with a window and without.
+The tokens of an image attend to all of it, in layers with a window and without.
 """
 
 import dataclasses
 import math
 from typing import Any
 
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import MediaConfig
-from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.families import gemma3
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
+from eqx_decoders.families._siglip import siglip
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import (
+    ExtendedModel,
+    MultimodalFamily,
     attention,
-    encoder_layer,
     finish,
-    multimodal,
     norm,
     plain_mlp,
     with_defaults,
     with_spans,
 )
-from eqx_decoders.families.vision_fields import KERNEL, read_sizes, vision_fields, vision_of, write_sizes
-from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes, read_sizes, vision_fields, vision_of, write_sizes
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 IMAGE, VOCAB = 262_144, 262_208
 
 
-def siglip(
-    *,
-    embed_dim: int,
-    layers: int,
-    heads: int,
-    mlp_dim: int,
-    out_dim: int,
-    size: int,
-    side: int,
-    merge: int,
-    channels: int = 3,
-    eps: float = 1e-6,
-    activation: str = "gelu_tanh",
-) -> EncoderConfig:
-    """The encoder of images of `side x side` patches, of which `merge x merge` are averaged to one token."""
-    layer_norm = LayerNormConfig(eps=eps)
-    mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
-    return EncoderConfig(
-        embed_dim=embed_dim,
-        stem=PatchStemConfig(size=size, channels=channels, merge=merge, positions=LearnedGrid(side=side)),
-        blocks=(encoder_layer(embed_dim, heads, mlp, layer_norm),) * layers,
-        post_norm=layer_norm,
-        projector=ProjectorConfig(
-            group=merge**2,
-            combine="mean",
-            norm=RMSNormConfig(eps=eps, offset=1.0),
-            layers=(ProjectionConfig(dim=out_dim),),
-        ),
-    )
-
-
 def gemma3_vision(text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE) -> DecoderConfig:
-    """A decoder with this encoder, all of whose layers see images whole."""
+    """Return a decoder with this encoder, all of whose layers attend to whole images."""
     media = MediaConfig(vision=vision, image_token=image_token, spans=True)
     return dataclasses.replace(with_spans(text), media=media)
 
@@ -85,7 +49,7 @@ _DEFAULTS = {
 def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
     if config.logit_soft_cap is not None:
         cap = f"final_logit_softcapping={config.logit_soft_cap}"
-        raise fields.error(f"text_config: {cap} must be null: transformers leaves it out beside an encoder.")
+        raise fields.error(f"text_config: {cap} must be null: transformers ignores it in models with an encoder.")
     for name in ("image_token", "boi_token", "eoi_token"):
         fields.rename(f"{name}_id", f"{name}_index")
     vision = _read_vision(fields, config.embed_dim)
@@ -103,14 +67,13 @@ def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
         rule = f"must be a square whose root divides the {side} patches of a side"
         raise fields.error(f"mm_tokens_per_image={tokens} {rule}: they are averages of equally many patches.")
     table.flag("vision_use_head", True)  # nothing reads what it makes
-    encoder = siglip(
+    encoder_sizes = EncoderSizes(
         **sizes,
         out_dim=out_dim,
-        side=side,
         merge=side // math.isqrt(tokens),
-        eps=table.number("layer_norm_eps", 1e-6),
         activation=table.word("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
     )
+    encoder = siglip(encoder_sizes, side=side, eps=table.number("layer_norm_eps", 1e-6))
     finish(fields, "vision_config", table, {"initializer_range": "of new weights"})
     return encoder
 
@@ -163,8 +126,9 @@ IGNORED_KEYS = {
     "eoi_token_index": "a token around placeholders: part of the prompt",
     "initializer_range": "of new weights",
 }
-FAMILY = multimodal(
-    with_defaults(gemma3.FAMILY, _DEFAULTS),
+FAMILY = MultimodalFamily(
+    text="gemma3_text",
+    adapt=lambda text: with_defaults(text, _DEFAULTS),
     model_type="gemma3",
     architecture="Gemma3ForConditionalGeneration",
     read=_read,
@@ -187,16 +151,13 @@ FAMILY = multimodal(
 )
 
 
-def _published(name: str) -> DecoderConfig:
-    text = dataclasses.replace(gemma3.MODELS[name](), vocab_size=VOCAB)
-    vision = siglip(
-        embed_dim=1152, layers=27, heads=16, mlp_dim=4304, out_dim=text.embed_dim, size=14, side=64, merge=4
-    )
-    return gemma3_vision(text, vision)
+def _with_vision(text: DecoderConfig) -> DecoderConfig:
+    sizes = EncoderSizes(embed_dim=1152, layers=27, heads=16, mlp_dim=4304, out_dim=text.embed_dim, size=14, merge=4)
+    return gemma3_vision(dataclasses.replace(text, vocab_size=VOCAB), siglip(sizes, side=64))
 
 
 MODELS = {
-    "gemma3-4b-vision": lambda: _published("gemma3-4b"),
-    "gemma3-12b-vision": lambda: _published("gemma3-12b"),
-    "gemma3-27b-vision": lambda: _published("gemma3-27b"),
+    "gemma3-4b-vision": ExtendedModel("gemma3-4b", _with_vision),
+    "gemma3-12b-vision": ExtendedModel("gemma3-12b", _with_vision),
+    "gemma3-27b-vision": ExtendedModel("gemma3-27b", _with_vision),
 }

@@ -1,17 +1,17 @@
-"""Gemma 4, text (Gemma Team 2026): Gemma 3's layers with wider heads where the whole past is seen.
+"""Gemma 4, text (Gemma Team 2026): Gemma 3's layers with wider heads in layers without a window.
 
-The larger models have values that are normalised keys, and perhaps experts beside the MLP; the smaller ones embeddings
-for each layer, and last layers that read the keys and values of earlier ones.
+The larger models have normalized keys as values, and perhaps experts next to the MLP; the smaller ones have embeddings
+for each layer, and last layers that share the keys and values of earlier ones.
 """
 
+import dataclasses
 import functools
-import re
 from typing import Any
 
-from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import ExtraLayerConfig
+from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.errors import ConversionError
+from eqx_decoders.families._gemma import ACTIVATION_KEY, IGNORED_ACTIVATION_KEY, unused_kv_tensors
 from eqx_decoders.families.common import (
     LAYER_TYPES,
     DecoderSizes,
@@ -25,10 +25,10 @@ from eqx_decoders.families.common import (
     write_sizes,
 )
 from eqx_decoders.families.config_reader import Fields, activation_name
-from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY
-from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
 from eqx_decoders.families.rope_config import read_ropes, write_ropes
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Causal, Mask
@@ -37,7 +37,7 @@ from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import ProportionalRope, Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 ROPES: dict[str, Rope] = {
@@ -54,13 +54,13 @@ def gemma4(
     heads: tuple[Heads, ...],
     ropes: dict[str, Rope] = ROPES,
     shared_kv: bool = False,
-    num_borrowing: int = 0,
+    num_kv_shared_layers: int = 0,
     double_wide: bool = False,
     experts: dict[str, int] | None = None,
     per_layer: PerLayerEmbeddingConfig | None = None,
     logit_cap: float | None = 30.0,
 ) -> DecoderConfig:
-    """A decoder of Gemma 4 blocks.
+    """Return a decoder of Gemma 4 blocks.
 
     **Arguments:**
 
@@ -68,85 +68,94 @@ def gemma4(
     - `masks`, `heads`: of each layer.
     - `ropes`: rotary embeddings by the type of the layer.
     - `shared_kv`: whether values are keys in layers without a window.
-    - `num_borrowing`: how many of the last layers read the keys and values of the last one of their type before them.
+    - `num_kv_shared_layers`: number of last layers that read the keys and values of an earlier layer of their type.
     - `double_wide`: whether these have an MLP of twice the width.
-    - `experts`: `num_experts`, `num_experts_per_token` and `mlp_dim` of experts beside the MLP; None for none.
+    - `experts`: `num_experts`, `num_experts_per_token` and `mlp_dim` of experts next to the MLP; None for none.
     - `per_layer`: embeddings for each layer; None for none.
     - `logit_cap`: soft cap of the logits.
     """
     types = [LAYER_TYPES[type(mask)] for mask in masks]
-    first = len(masks) - num_borrowing
-    givers = {
+    first = len(masks) - num_kv_shared_layers  # the first layer that shares
+    sources = {
         kind: max(i for i in range(first) if types[i] == kind) for kind in set(types[first:]) & set(types[:first])
     }
 
-    def mixer(layer: int) -> AttentionConfig:
+    def block(layer: int) -> BlockConfig:
+        kind, shares = types[layer], layer >= first
         num_kv_heads, head_dim = heads[layer]
-        kv_shared_from = types[layer] if layer >= first else None
-        return shape.attention(
+        mixer = shape.attention(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             mask=masks[layer],
-            rope=ropes[types[layer]],
+            rope=ropes[kind],
             query_scale=1.0,
             qk_norm=QKNorm(norm=shape.norm),
-            shared_kv=shared_kv and isinstance(masks[layer], Causal) and kv_shared_from is None,
-            value_norm=RMSNormConfig(eps=shape.eps, scale=False) if kv_shared_from is None else None,
-            kv_shared_from=kv_shared_from,
+            shared_kv=shared_kv and isinstance(masks[layer], Causal) and not shares,
+            value_norm=None if shares else RMSNormConfig(eps=shape.eps, scale=False),
+            kv_shared_from=kind if shares else None,
         )
-
-    def mlp(layer: int) -> MLPConfig | ExpertsConfig:
-        width = shape.mlp_dim * (2 if double_wide and layer >= first else 1)
-        dense = MLPConfig(mlp_dim=width, activation=shape.activation)
-        if experts is None:
-            return dense
-        router = RouterConfig(order="score_first", renormalize=True, per_expert_scale=True, input_norm=shape.norm)
-        return shape.experts(router=router, shared=dense, norms=shape.norm, **experts)
-
-    def block(layer: int) -> BlockConfig:
-        further = None if per_layer is None else PerLayerInputConfig(
-            features=per_layer.features, activation=shape.activation
-        )  # fmt: skip
-        return BlockConfig(
-            mixer=mixer(layer),
-            mlp=mlp(layer),
-            pre_mixer_norm=shape.norm,
-            post_mixer_norm=shape.norm,
-            pre_mlp_norm=shape.norm if experts is None else None,
-            post_mlp_norm=shape.norm,
-            post_layers=() if further is None else (ExtraLayerConfig(layer=further, post_norm=shape.norm),),
-            residual=Sequential(output_scale=True),
-            shares_kv_as=types[layer] if layer in givers.values() else None,
-        )
+        mlp = _mlp(shape, 2 if double_wide and shares else 1, experts)
+        block = _block(shape, mixer, mlp, per_layer)
+        return dataclasses.replace(block, shares_kv_as=kind if layer in sources.values() else None)
 
     scale = shape.embed_dim**0.5
     options: dict[str, Any] = dict(embedding_scale=scale, logit_soft_cap=logit_cap, per_layer_embedding=per_layer)
     return shape.decoder(map(block, range(len(masks))), **options)
 
 
-# --- config.json ---
+def _mlp(shape: DecoderSizes, factor: int, experts: dict[str, int] | None) -> MLPConfig | ExpertsConfig:
+    dense = MLPConfig(mlp_dim=shape.mlp_dim * factor, activation=shape.activation)
+    if experts is None:
+        return dense
+    router = RouterConfig(order="score_first", renormalize=True, per_expert_scale=True, input_norm=shape.norm)
+    return shape.experts(router=router, shared=dense, norms=shape.norm, **experts)
 
-_KEYS = {"hidden_act": "hidden_activation"}
+
+def _block(
+    shape: DecoderSizes,
+    mixer: AttentionConfig,
+    mlp: MLPConfig | ExpertsConfig,
+    per_layer: PerLayerEmbeddingConfig | None,
+) -> BlockConfig:
+    post_layers = ()
+    if per_layer is not None:
+        layer = PerLayerInputConfig(features=per_layer.features, activation=shape.activation)
+        post_layers = (ExtraLayerConfig(layer=layer, post_norm=shape.norm),)
+    return BlockConfig(
+        mixer=mixer,
+        mlp=mlp,
+        pre_mixer_norm=shape.norm,
+        post_mixer_norm=shape.norm,
+        pre_mlp_norm=shape.norm if isinstance(mlp, MLPConfig) else None,
+        post_mlp_norm=shape.norm,
+        post_layers=post_layers,
+        residual=Sequential(output_scale=True),
+    )
+
+
+# --- config.json ---
 
 
 def _read(fields: Fields) -> DecoderConfig:
     fields.allow_only("use_bidirectional_attention", "vision")  # it is about the tokens of images
-    shape = read_shape(fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=_KEYS)
+    shape = read_shape(
+        fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=ACTIVATION_KEY
+    )
     local = [(index + 1) % 6 != 0 for index in range(shape.num_layers)]
     masks = (*read_masks(fields, fields.integer("sliding_window", 512), local)[:-1], Causal())  # as transformers has it
     shared_kv = fields.flag("attention_k_eq_v", False)
-    borrowing = fields.integer("num_kv_shared_layers", 0, least=0)
-    alone = {type(mask) for mask in masks} - {type(mask) for mask in masks[: shape.num_layers - borrowing]}
-    if alone:
-        raise fields.error(f"num_kv_shared_layers={borrowing} leaves no layer of each type with keys of its own.")
-    given = fields.content.get("rope_parameters") is not None
+    shared_layers = fields.integer("num_kv_shared_layers", 0, least=0)
+    missing = {type(mask) for mask in masks} - {type(mask) for mask in masks[: shape.num_layers - shared_layers]}
+    if missing:
+        raise fields.error(f"num_kv_shared_layers={shared_layers} leaves no layer of each type with keys of its own.")
+    has_ropes = fields.content.get("rope_parameters") is not None
     return gemma4(
         shape,
         masks=masks,
         heads=_read_heads(fields, shape, masks, shared_kv),
-        ropes=read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key=None) if given else ROPES,
+        ropes=read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key=None) if has_ropes else ROPES,
         shared_kv=shared_kv,
-        num_borrowing=borrowing,
+        num_kv_shared_layers=shared_layers,
         double_wide=fields.flag("use_double_wide_mlp", False),
         experts=_read_experts(fields),
         per_layer=_read_per_layer(fields, shape),
@@ -155,27 +164,27 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _read_heads(fields: Fields, shape: DecoderSizes, masks: tuple[Mask, ...], shared_kv: bool) -> tuple[Heads, ...]:
-    """By layer in `per_layer_config`; in older files `global_…` keys say what layers without a window have."""
+    """Read the heads from `per_layer_config`, or from `global_…` keys in older files."""
     head_dim = fields.integer("global_head_dim", 512)
     kv_heads = fields.integer("num_global_key_value_heads", None)
-    own = (shape.num_kv_heads, shape.head_dim)
+    default = (shape.num_kv_heads, shape.head_dim)
     table = fields.table("per_layer_config")
     if "per_layer_config" not in fields.content:
         wide = (kv_heads if shared_kv and kv_heads is not None else shape.num_kv_heads, head_dim)
-        return tuple(wide if isinstance(mask, Causal) else own for mask in masks)
+        return tuple(wide if isinstance(mask, Causal) else default for mask in masks)
     if table is not None:  # transformers writes numbers of equal length: 04, 09
         table.content = {key.lstrip("0") or key[:1]: value for key, value in table.content.items()}
-    found = []
+    heads = []
     for index in range(len(masks)):
         layer = None if table is None else table.table(str(index))
         if layer is None:
-            found.append(own)
+            heads.append(default)
             continue
-        found.append((layer.integer("num_key_value_heads", own[0]), layer.integer("head_dim", own[1])))
+        heads.append((layer.integer("num_key_value_heads", default[0]), layer.integer("head_dim", default[1])))
         layer.finish()
     if table is not None:
         table.finish()
-    return tuple(found)
+    return tuple(heads)
 
 
 def _read_experts(fields: Fields) -> dict[str, int] | None:
@@ -205,9 +214,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     mixers, per_layer = attentions(config), config.per_layer_embedding
     experts = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
     dense, wide = (_dense(config.blocks[index]) for index in (0, -1))
-    borrowing = sum(mixer.kv_shared_from is not None for mixer in mixers)
+    shared_layers = sum(mixer.kv_shared_from is not None for mixer in mixers)
     return (
-        write_sizes(config, _KEYS)
+        write_sizes(config, ACTIVATION_KEY)
         | write_masks(config, default=512)
         | write_ropes(config)
         | {
@@ -216,8 +225,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
             "final_logit_softcapping": config.logit_soft_cap,
             "per_layer_config": _write_heads(mixers),
             "attention_k_eq_v": any(mixer.shared_kv for mixer in mixers),
-            "num_kv_shared_layers": borrowing,
-            "use_double_wide_mlp": borrowing > 0 and wide.mlp_dim != dense.mlp_dim,
+            "num_kv_shared_layers": shared_layers,
+            "use_double_wide_mlp": shared_layers > 0 and wide.mlp_dim != dense.mlp_dim,
             "enable_moe_block": experts is not None,
             "num_experts": None if experts is None else experts.num_experts,
             "top_k_experts": None if experts is None else experts.num_experts_per_token,
@@ -229,7 +238,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _dense(block: BlockConfig) -> MLPConfig:
-    """The MLP of a block, with or without experts beside it."""
+    """Return the MLP of a block, with or without experts next to it."""
     mlp = block.mlp.shared if isinstance(block.mlp, ExpertsConfig) else block.mlp
     if not isinstance(mlp, MLPConfig):
         raise ConversionError(f"BlockConfig.mlp={block.mlp!r} must be or have an MLP.")
@@ -237,20 +246,14 @@ def _dense(block: BlockConfig) -> MLPConfig:
 
 
 def _write_heads(mixers: tuple[AttentionConfig, ...]) -> dict[str, dict[str, int]]:
-    """What layers have otherwise than the first."""
-    found: dict[str, dict[str, int]] = {}
+    """Return the sizes in which layers differ from the first."""
+    sizes_by_layer: dict[str, dict[str, int]] = {}
     for index, mixer in enumerate(mixers):
         sizes = {"head_dim": mixer.head_dim, "num_key_value_heads": mixer.num_kv_heads}
         first = {"head_dim": mixers[0].head_dim, "num_key_value_heads": mixers[0].num_kv_heads}
         other = {key: size for key, size in sizes.items() if size != first[key]}
-        found |= {str(index): other} if other else {}
-    return found
-
-
-def ignored_tensors(config: DecoderConfig, prefix: str = "model.") -> str:
-    """Published files have keys and values of layers that borrow them, which nothing reads."""
-    layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.kv_shared_from is not None)
-    return rf"{re.escape(prefix)}layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
+        sizes_by_layer |= {str(index): other} if other else {}
+    return sizes_by_layer
 
 
 _LAYER = "model.layers.{layer}."
@@ -299,7 +302,7 @@ FAMILY = Family(
         Weight("model.per_layer_projection_norm.weight", "per_layer_embedding.norm.scale", "norm -> norm"),
     ),
     ignored_keys=IGNORED_ACTIVATION_KEY | IGNORED_ROUTER_KEYS,
-    ignored_tensors=ignored_tensors,
+    ignored_tensors=unused_kv_tensors,
 )
 
 _shape = functools.partial(DecoderSizes, vocab_size=262_144, tied=True, activation="gelu_tanh", head_dim=256)
@@ -309,7 +312,7 @@ _26B = _shape(embed_dim=2816, num_layers=30, num_heads=16, num_kv_heads=8, mlp_d
 _31B = _shape(embed_dim=5376, num_layers=60, num_heads=32, num_kv_heads=16, mlp_dim=21_504)
 
 
-def _published(shape: DecoderSizes, *, window: int, period: int, full_kv_heads: int, **options: Any) -> DecoderConfig:
+def _model(shape: DecoderSizes, *, window: int, period: int, full_kv_heads: int, **options: Any) -> DecoderConfig:
     masks = shape.cycle_masks(window, period)
     wide = (full_kv_heads, 512)
     heads = tuple(wide if isinstance(mask, Causal) else (shape.num_kv_heads, shape.head_dim) for mask in masks)
@@ -317,15 +320,16 @@ def _published(shape: DecoderSizes, *, window: int, period: int, full_kv_heads: 
 
 
 MODELS = {
-    "gemma4-e2b": lambda: _published(
-        _E2B, window=512, period=5, full_kv_heads=1, num_borrowing=20, double_wide=True, per_layer=_per_layer(_E2B)
+    "gemma4-e2b": lambda: _model(
+        _E2B, window=512, period=5, full_kv_heads=1, num_kv_shared_layers=20, double_wide=True,
+        per_layer=_per_layer(_E2B),
     ),
-    "gemma4-e4b": lambda: _published(
-        _E4B, window=512, period=6, full_kv_heads=2, num_borrowing=18, per_layer=_per_layer(_E4B)
+    "gemma4-e4b": lambda: _model(
+        _E4B, window=512, period=6, full_kv_heads=2, num_kv_shared_layers=18, per_layer=_per_layer(_E4B)
     ),
-    "gemma4-26b": lambda: _published(
+    "gemma4-26b": lambda: _model(
         _26B, window=1024, period=6, full_kv_heads=2, shared_kv=True,
         experts=dict(num_experts=128, num_experts_per_token=8, mlp_dim=704),
     ),
-    "gemma4-31b": lambda: _published(_31B, window=1024, period=6, full_kv_heads=4, shared_kv=True),
+    "gemma4-31b": lambda: _model(_31B, window=1024, period=6, full_kv_heads=4, shared_kv=True),
 }  # fmt: skip

@@ -1,63 +1,67 @@
-"""Gemma 4 that sees (Gemma Team 2026): patches of images of any shape, turned by column and row, averaged to tokens.
+"""Gemma 4 with images (Gemma Team 2026): patches of images of any shape, rotated by column and row, averaged to tokens.
 
-In the larger models the tokens of an image see each other whole, in layers with a window; in the smaller ones the
-encoder's matrices clip what they read and make. A video is its frames: images, one behind the other. The smaller ones
-also hear: `gemma4_audio`.
+In the larger models the tokens of an image attend to all of it, in layers with a window; in the smaller ones the
+encoder's matrices clip their inputs and outputs. A video is its frames: images, one behind the other. The smaller ones
+also have an encoder of audio: `gemma4_audio`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.encoders.stem import LearnedAxes, PatchStemConfig
+from eqx_decoders.encoders.stem import LearnedAxes
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families import gemma4, gemma4_audio
+from eqx_decoders.families import _gemma4_audio
+from eqx_decoders.families._gemma import unused_kv_tensors
+from eqx_decoders.families._gemma4_audio import gemma4_audio, maybe_clipped
 from eqx_decoders.families.common import gated_mlp, norm_weights
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.hf_table import Weight
-from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, with_defaults, with_spans
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.multimodal import (
+    ExtendedModel,
+    MultimodalFamily,
+    attention,
+    finish,
+    linear,
+    with_defaults,
+    with_spans,
+)
+from eqx_decoders.families.vision_fields import EncoderSizes
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
-from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 IMAGE, VIDEO, AUDIO = 258_880, 258_884, 258_881
 
 
 def gemma4_encoder(
+    sizes: EncoderSizes,
     *,
-    embed_dim: int,
-    layers: int,
-    heads: int,
-    mlp_dim: int,
-    out_dim: int,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    size: int = 16,
-    merge: int = 3,
     positions: int = 10_240,
     theta: float = 100.0,
     eps: float = 1e-6,
-    activation: str = "gelu_tanh",
     standardize: bool = False,
     clipped: bool = False,
 ) -> EncoderConfig:
-    """The encoder of images of any number of patches, of which `merge x merge` are averaged to one token.
+    """Return the encoder of images of any number of patches, of which `merge x merge` are averaged to one token.
 
-    `positions` is how many columns, and rows, have learned positions.
+    `positions` is the number of columns, and of rows, that have learned positions.
     """
     scaled, plain = RMSNormConfig(eps=eps), RMSNormConfig(eps=eps, scale=False)
     mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=kv_heads or heads,
-        head_dim=head_dim or embed_dim // heads,
+        num_heads=sizes.heads,
+        num_kv_heads=kv_heads or sizes.heads,
+        head_dim=head_dim or sizes.embed_dim // sizes.heads,
         mask=Bidirectional(),
         rope=AxialRope(theta=theta, pairing="half_of_axis"),
         query_scale=1.0,
@@ -66,15 +70,13 @@ def gemma4_encoder(
     )
     block = BlockConfig(
         mixer=mixer,
-        mlp=MLPConfig(mlp_dim=mlp_dim, activation=activation),
+        mlp=sizes.mlp(gated=True, bias=False),
         pre_mixer_norm=scaled,
         post_mixer_norm=scaled,
         pre_mlp_norm=scaled,
         post_mlp_norm=scaled,
     )
-    stem = PatchStemConfig(
-        size=size,
-        merge=merge,
+    stem = sizes.stem(
         bias=False,
         positions=LearnedAxes(size=positions),
         pixel_scale=2.0,
@@ -82,14 +84,15 @@ def gemma4_encoder(
         coordinates="column_row",
     )
     projector = ProjectorConfig(
-        group=merge**2,
+        group=sizes.merge**2,
         combine="mean",
-        scale=embed_dim**0.5,
+        scale=sizes.embed_dim**0.5,
         standardize=standardize,
         norm=plain,
-        layers=(ProjectionConfig(dim=out_dim),),
+        layers=(ProjectionConfig(dim=sizes.out_dim),),
     )
-    return EncoderConfig(embed_dim=embed_dim, stem=stem, blocks=(block,) * layers, projector=projector, clipped=clipped)
+    blocks = (block,) * sizes.layers
+    return EncoderConfig(embed_dim=sizes.embed_dim, stem=stem, blocks=blocks, projector=projector, clipped=clipped)
 
 
 def gemma4_vision(
@@ -103,9 +106,9 @@ def gemma4_vision(
     audio_token: int = AUDIO,
     lookup_token: int = 0,
 ) -> DecoderConfig:
-    """A decoder with these encoders, at least one; `whole`: whether layers with a window see images whole.
+    """Return a decoder with these encoders; `whole`: whether layers with a window attend to whole images.
 
-    `lookup_token` is the one that the embeddings of layers have in place of placeholders.
+    `lookup_token` is the token that per-layer embeddings read in place of placeholders.
     """
     media = MediaConfig(
         vision=vision,
@@ -134,7 +137,7 @@ _DEFAULTS = {
 def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
     text = fields.table("text_config")
     assert text is not None  # it has been read
-    vision, audio = _read_vision(fields, config.embed_dim), gemma4_audio.read_audio(fields, config.embed_dim)
+    vision, audio = _read_vision(fields, config.embed_dim), _gemma4_audio.read_audio(fields, config.embed_dim)
     if vision is None and audio is None:
         raise fields.error("vision_config is missing: it describes the encoder. Without one: text_only=True.")
     return gemma4_vision(
@@ -159,20 +162,23 @@ def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig | None:
         theta = rope.number("rope_theta", theta)
         rope.allow_only("rope_type", "axial", "default")  # the same here
         rope.finish()
-    encoder = gemma4_encoder(
+    sizes = EncoderSizes(
         embed_dim=table.integer("hidden_size", 768),
         layers=table.layers("num_hidden_layers", 16),
         heads=heads,
-        kv_heads=table.integer("num_key_value_heads", 12),
-        head_dim=table.integer("head_dim", 64),
         mlp_dim=table.integer("intermediate_size", 3072),
         out_dim=out_dim,
         size=table.integer("patch_size", 16),
         merge=table.integer("pooling_kernel_size", 3),
+        activation=table.word("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+    )
+    encoder = gemma4_encoder(
+        sizes,
+        kv_heads=table.integer("num_key_value_heads", 12),
+        head_dim=table.integer("head_dim", 64),
         positions=table.integer("position_embedding_size", 10_240),
         theta=theta,
         eps=table.number("rms_norm_eps", 1e-6),
-        activation=table.word("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         standardize=table.flag("standardize", False),
         clipped=table.flag("use_clipped_linears", False),
     )
@@ -181,7 +187,7 @@ def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig | None:
 
 
 def _media(config: DecoderConfig) -> MediaConfig:
-    """Its encoders; ConversionError where there are none."""
+    """Return the encoders; ConversionError where there are none."""
     media = config.media
     if media is None or (media.vision is None and media.audio is None):
         raise ConversionError("DecoderConfig.media must have an encoder of images or of audio.")
@@ -194,7 +200,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "image_token_id": media.image_token,
         "video_token_id": media.video_token,
         **({} if media.audio is None else {"audio_token_id": media.audio_token}),
-        "audio_config": None if media.audio is None else gemma4_audio.write_audio(media.audio),
+        "audio_config": None if media.audio is None else _gemma4_audio.write_audio(media.audio),
         "vision_config": None if media.vision is None else _write_vision(media.vision),
     }
 
@@ -222,10 +228,15 @@ def _write_vision(vision: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def _write_text(config: DecoderConfig) -> dict[str, Any]:
-    media = _media(config)
-    kept = {"use_bidirectional_attention": "vision" if media.spans else None, "pad_token_id": media.lookup_token}
-    return gemma4.FAMILY.write(config) | kept
+def _adapt(text: Family) -> Family:
+    """Add the settings of the decoder that depend on its encoders."""
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        media = _media(config)
+        settings = {"use_bidirectional_attention": "vision" if media.spans else None}
+        return text.write(config) | settings | {"pad_token_id": media.lookup_token}
+
+    return dataclasses.replace(with_defaults(text, _DEFAULTS), write=write)
 
 
 _IGNORED_VISION_KEYS = {
@@ -245,9 +256,9 @@ IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders") | {
 
 
 def _maybe_clipped(rows: tuple[Weight, ...]) -> Iterator[Weight]:
-    """Rows of projections, without and with the bounds of what they read and make; other rows as they are."""
+    """Yield the rows of projections, without and with the bounds of inputs and outputs; other rows unchanged."""
     for row in rows:
-        yield from gemma4_audio.maybe_clipped(row) if row.name.endswith("_proj.weight") else (row,)
+        yield from maybe_clipped(row) if row.name.endswith("_proj.weight") else (row,)
 
 
 _LAYER = "model.vision_tower.encoder.layers.{layer}."
@@ -274,11 +285,12 @@ WEIGHTS = (
     Weight("model.vision_tower.std_bias", "vision.projector.bias", "norm -> norm"),
     Weight("model.vision_tower.std_scale", "vision.projector.scale", "norm -> norm"),
     *linear("model.embed_vision.embedding_projection", "vision.projector.layers.0"),
-    *gemma4_audio.WEIGHTS,
+    *_gemma4_audio.WEIGHTS,
 )
 _NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
-FAMILY = multimodal(
-    dataclasses.replace(with_defaults(gemma4.FAMILY, _DEFAULTS), write=_write_text),
+FAMILY = MultimodalFamily(
+    text="gemma4_text",
+    adapt=_adapt,
     model_type="gemma4",
     architecture="Gemma4ForConditionalGeneration",
     read=_read,
@@ -286,23 +298,26 @@ FAMILY = multimodal(
     weights=WEIGHTS,
     names=_NAMES,
     ignored_keys=IGNORED_KEYS,
-    ignored_tensors=lambda config: gemma4.ignored_tensors(config, _NAMES["model."]),
+    ignored_tensors=lambda config: unused_kv_tensors(config, _NAMES["model."]),
 )
 
-_large = dict(embed_dim=1152, layers=27, heads=16, mlp_dim=4304, standardize=True)
-_small = dict(embed_dim=768, layers=16, heads=12, mlp_dim=3072, clipped=True)
+_large = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, mlp_dim=4304, size=16, merge=3)
+_small = functools.partial(EncoderSizes, embed_dim=768, layers=16, heads=12, mlp_dim=3072, size=16, merge=3)
 
 
-def _published(name: str, vision: dict[str, Any], *, whole: bool, hears: bool = False) -> DecoderConfig:
-    """An encoder of audio is that of transformers' `Gemma4AudioConfig`, whose defaults are said to be e2b's."""
-    text = gemma4.MODELS[name]()
-    audio = gemma4_audio.gemma4_audio(out_dim=text.embed_dim) if hears else None
-    return gemma4_vision(text, gemma4_encoder(out_dim=text.embed_dim, **vision), whole=whole, audio=audio)
+def _with_large_vision(text: DecoderConfig) -> DecoderConfig:
+    return gemma4_vision(text, gemma4_encoder(_large(out_dim=text.embed_dim), standardize=True), whole=True)
+
+
+def _with_small_vision_and_audio(text: DecoderConfig) -> DecoderConfig:
+    """Add encoders; that of audio is transformers' `Gemma4AudioConfig`, whose defaults are said to be e2b's."""
+    vision = gemma4_encoder(_small(out_dim=text.embed_dim), clipped=True)
+    return gemma4_vision(text, vision, whole=False, audio=gemma4_audio(out_dim=text.embed_dim))
 
 
 MODELS = {
-    "gemma4-e2b-vision": lambda: _published("gemma4-e2b", _small, whole=False, hears=True),
-    "gemma4-e4b-vision": lambda: _published("gemma4-e4b", _small, whole=False, hears=True),
-    "gemma4-26b-vision": lambda: _published("gemma4-26b", _large, whole=True),
-    "gemma4-31b-vision": lambda: _published("gemma4-31b", _large, whole=True),
+    "gemma4-e2b-vision": ExtendedModel("gemma4-e2b", _with_small_vision_and_audio),
+    "gemma4-e4b-vision": ExtendedModel("gemma4-e4b", _with_small_vision_and_audio),
+    "gemma4-26b-vision": ExtendedModel("gemma4-26b", _with_large_vision),
+    "gemma4-31b-vision": ExtendedModel("gemma4-31b", _with_large_vision),
 }

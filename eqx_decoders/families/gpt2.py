@@ -7,16 +7,17 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import DecoderSizes, attentions, norm_weights, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def gpt2(
     shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool = True, scaled_by_layer: bool = False
 ) -> DecoderConfig:
-    """A decoder of GPT-2 blocks; the table of positions has `max_positions` rows.
+    """Return a decoder of GPT-2 blocks; the table of positions has `max_positions` rows.
 
     Scores are divided by the root of `head_dim` if `scaled`, and by the layer's number from 1 if `scaled_by_layer`.
     """

@@ -1,6 +1,6 @@
 """GPT-3 (Brown et al. 2020) as MaxText has it: GPT-2's block, whose norms store their scale minus one.
 
-Unlike there, norms are computed in float32, the tied head is not rounded to bfloat16, and decoding has a cache.
+Unlike in MaxText, norms are computed in float32, the tied head is not rounded to bfloat16, and decoding has a cache.
 """
 
 import dataclasses
@@ -9,11 +9,11 @@ import functools
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def gpt3(shape: DecoderSizes, *, max_positions: int = 16_384, dropout: float = 0.0) -> DecoderConfig:
-    """A decoder of GPT-3 blocks: LayerNorm before attention and MLP, learned positions, biases everywhere.
+    """Return a decoder of GPT-3 blocks: LayerNorm before attention and MLP, learned positions, biases everywhere.
 
     **Arguments:**
 

@@ -14,12 +14,13 @@ from eqx_decoders.families.common import (
     write_sizes,
 )
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.hf_table import Family, Weight, sharing
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _ROPE = YarnRope(theta=150_000.0, factor=32.0, original_length=4096, truncate=False)
@@ -34,7 +35,7 @@ def gpt_oss(
     rope: Rope = _ROPE,
     limit: float = 7.0,
 ) -> DecoderConfig:
-    """A decoder of GPT-OSS blocks: `(up + 1) gate sigmoid(1.702 gate)`, with gate and up cut off at `limit`."""
+    """Return a decoder of GPT-OSS blocks: `(up + 1) gate sigmoid(1.702 gate)`, gate and up clipped at `limit`."""
     experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,

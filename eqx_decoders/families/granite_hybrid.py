@@ -1,4 +1,4 @@
-"""Granite 4, hybrid (IBM 2025): Mamba-2 and a little attention without positions, experts or an MLP, multipliers."""
+"""Granite 4, hybrid (IBM 2025): Mamba-2, few layers of attention without positions, experts or an MLP, multipliers."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
+from eqx_decoders.families._mamba import mamba_weights
 from eqx_decoders.families.common import (
     ENDS,
     PRE_NORMS,
@@ -20,15 +21,15 @@ from eqx_decoders.families.common import (
     write_sizes,
 )
 from eqx_decoders.families.config_reader import Fields, activation_name
-from eqx_decoders.families.hf_table import Family, Weight, sharing
-from eqx_decoders.families.nemotron_h import mamba_weights
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def granite_hybrid(
@@ -43,7 +44,7 @@ def granite_hybrid(
     residual_scale: float,
     rope: Rope | None = None,
 ) -> DecoderConfig:
-    """A decoder of Granite's blocks; `full` says which layers have attention, the others having `mamba`."""
+    """Return a decoder of Granite's blocks: attention in the layers where `full` is True, else `mamba`."""
     attention = shape.attention(rope=rope, query_scale=query_scale)
 
     def block(has_attention: bool) -> BlockConfig:
@@ -55,7 +56,7 @@ def granite_hybrid(
 
 
 def granite_experts(shape: DecoderSizes, *, dim: int, shared_dim: int, **options: Any) -> ExpertsConfig:
-    """Experts of width `dim`, a softmax over the chosen ones, and one of `shared_dim` that every token uses."""
+    """Return experts of width `dim`, a softmax over the chosen ones, and a shared one of `shared_dim`."""
     return shape.experts(mlp_dim=dim, shared=MLPConfig(mlp_dim=shared_dim, activation=shape.activation), **options)
 
 
@@ -118,7 +119,7 @@ _INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
 def _read_limits(fields: Fields) -> tuple[float, float | None]:
-    """The bounds of a step: two numbers, of which the second may be infinite: None."""
+    """Read the bounds of a step: two numbers, the second None where it is infinite."""
     limits = fields.take("time_step_limit", [0.0, _INFINITE])
     low, high = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
     infinite = high == _INFINITE or high == float("inf")
@@ -147,7 +148,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     if isinstance(mlp, ExpertsConfig):
         settings |= moe.write_experts(config, count="num_local_experts", width="intermediate_size")
     mambas = [block.mixer for block in config.blocks if isinstance(block.mixer, Mamba2Config)]
-    # which transformers writes even where nothing is rotated
+    # transformers writes rope_parameters even where nothing is rotated
     rope = write_rope(config) if attention.rope else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     sizes = {key: value for key, value in write_sizes(config).items() if key != "head_dim"}
     layers = write_hybrid_layers(config, AttentionConfig)
@@ -210,7 +211,7 @@ _shape = functools.partial(DecoderSizes, vocab_size=100_352, num_layers=40, eps=
 _FULL = tuple(index % 10 == 5 for index in range(40))
 
 
-def _published(shape: DecoderSizes, mamba_heads: int, logit_divisor: float, experts: ExpertsConfig | None = None):
+def _model(shape: DecoderSizes, mamba_heads: int, logit_divisor: float, experts: ExpertsConfig | None = None):
     mamba = Mamba2Config(num_heads=mamba_heads, value_dim=64, num_groups=1, key_dim=128, eps=shape.eps)
     return granite_hybrid(
         shape, mamba=mamba, full=_FULL, mlp=experts or shape.mlp(), query_scale=1 / shape.head_dim,
@@ -224,12 +225,12 @@ _TINY = _shape(embed_dim=1536, num_heads=12, num_kv_heads=4, head_dim=128, mlp_d
 _SMALL = _shape(embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=768)
 
 MODELS = {
-    "granite4-h-micro": lambda: _published(_MICRO, 64, 8.0),
-    "granite4-h-1b": lambda: _published(_1B, 48, 6.0),
-    "granite4-h-tiny": lambda: _published(
+    "granite4-h-micro": lambda: _model(_MICRO, 64, 8.0),
+    "granite4-h-1b": lambda: _model(_1B, 48, 6.0),
+    "granite4-h-tiny": lambda: _model(
         _TINY, 48, 6.0, granite_experts(_TINY, dim=512, shared_dim=1024, num_experts=64, num_experts_per_token=6)
     ),
-    "granite4-h-small": lambda: _published(
+    "granite4-h-small": lambda: _model(
         _SMALL, 128, 16.0, granite_experts(_SMALL, dim=768, shared_dim=1536, num_experts=72, num_experts_per_token=10)
     ),
 }

@@ -1,6 +1,6 @@
-"""Kimi Linear (Moonshot 2025): three delta attentions that forget by channel to one latent attention, and experts.
+"""Kimi Linear (Moonshot 2025): three delta attentions with decay by channel to one latent attention, and experts.
 
-Nothing is rotated: positions are known by the recurrence alone.
+Nothing is rotated: positions come from the recurrence alone.
 """
 
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import WEIGHTS, latent_attention, v3_router
 from eqx_decoders.families.common import (
     NO_BIAS,
     DecoderSizes,
@@ -19,15 +20,14 @@ from eqx_decoders.families.common import (
     write_outer,
 )
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.deepseek import WEIGHTS
-from eqx_decoders.families.deepseek_v3 import v3_router
-from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def kimi_linear(
@@ -42,20 +42,12 @@ def kimi_linear(
     value_dim: int = 128,
     q_rank: int | None = None,
 ) -> DecoderConfig:
-    """A decoder of Kimi Linear's blocks: `full` says which layers have latent attention, `dense` which an MLP.
+    """Return a decoder of Kimi Linear's blocks: latent attention where `full` is True, an MLP where `dense` is.
 
-    Heads of latent attention have `shape.head_dim` features in queries and keys, of which `nope_dim` are made from the
-    latent and the others are shared by all heads.
+    Heads of latent attention have `shape.head_dim` features in queries and keys: `nope_dim` from the latent, and the
+    others shared by all heads.
     """
-    latent = LatentAttentionConfig(  # its norms have the default eps, not that of the other norms
-        num_heads=shape.num_heads,
-        q_rank=q_rank,
-        kv_rank=kv_rank,
-        nope_dim=nope_dim,
-        rope_dim=shape.head_dim - nope_dim,
-        value_dim=value_dim,
-        rope=None,
-    )
+    latent = latent_attention(shape, rope=None, q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope_dim, value_dim=value_dim)
 
     def block(has_latent: bool, is_dense: bool) -> BlockConfig:
         return shape.block(latent if has_latent or delta is None else delta, shape.mlp() if is_dense else experts)
@@ -65,7 +57,7 @@ def kimi_linear(
 
 def kimi_experts(shape: DecoderSizes, *, dim: int, num_shared: int, scaling_factor: float, groups: int = 1,
                  groups_per_token: int = 1, renormalize: bool = True, **options: Any) -> ExpertsConfig:  # fmt: skip
-    """DeepSeek-V3's experts of width `dim`."""
+    """Return DeepSeek-V3's experts of width `dim`."""
     return shape.experts(
         mlp_dim=dim,
         shared=MLPConfig(mlp_dim=dim * num_shared, activation=shape.activation),
@@ -122,16 +114,16 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _read_delta(fields: Fields, shape: DecoderSizes) -> tuple[tuple[bool, ...], KimiDeltaAttentionConfig]:
-    """Which layers have latent attention, and what the others have; published files nest it, newer ones don't."""
+    """Read the flags of latent attention, and delta attention; published files nest them, newer ones do not."""
     table = fields.table("linear_attn_config") or Fields({}, fields.where)
 
     def size(nested: str, flat: str, default: int) -> int:
-        own, outer = table.integer(nested, None), fields.integer(flat, None)
-        if own is not None and outer is not None and own != outer:
+        inner, outer = table.integer(nested, None), fields.integer(flat, None)
+        if inner is not None and outer is not None and inner != outer:
             raise fields.error(
-                f"linear_attn_config: {nested}={own}, but {flat}={outer} outside of it: make them equal."
+                f"linear_attn_config: {nested}={inner}, but {flat}={outer} outside of it: make them equal."
             )
-        return own or outer or default
+        return inner or outer or default
 
     head_dim = size("head_dim", "linear_head_dim", 128)
     delta = KimiDeltaAttentionConfig(
@@ -182,7 +174,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_delta(config: DecoderConfig) -> dict[str, Any]:
-    """Which layers have delta attention, and its sizes, in both spellings."""
+    """Return the layers of delta attention, and its sizes, in both spellings."""
     layers = write_hybrid_layers(config, LatentAttentionConfig)
     full = [index + 1 for index, kind in enumerate(layers["layer_types"]) if kind == "full_attention"]
     nested: dict[str, Any] = {"full_attn_layers": full}

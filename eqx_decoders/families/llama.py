@@ -14,11 +14,11 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def llama(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
-    """A decoder of Llama blocks."""
+    """Return a decoder of Llama blocks."""
     return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
 
 
@@ -47,7 +47,7 @@ _TINY = DecoderSizes(
 
 
 def _tiny_moe() -> DecoderConfig:
-    """`tiny` with experts: a shared one and two of four are together as large as the MLP that they replace.
+    """Return `tiny` with experts: a shared one and two of four are as large as the MLP that they replace.
 
     Selection biases balance the loads; they move three times as far in a step as DeepSeek-V3's, because a run of a few
     hundred steps has to turn the order of scores that differ by tenths. An expert sees half of the tokens, and its

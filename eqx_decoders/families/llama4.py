@@ -1,4 +1,4 @@
-"""Llama 4, text (Meta 2025): chunked attention with RoPE, every fourth layer whole and without it; experts."""
+"""Llama 4, text (Meta 2025): chunked attention with RoPE, full attention without it in every fourth layer; experts."""
 
 import functools
 from collections.abc import Collection
@@ -25,7 +25,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _LOCAL = (Chunked, "attention_chunk_size")
@@ -44,10 +44,10 @@ def llama4(
     qk_norm: bool = True,
     temperature: QueryTemperature | None = QueryTemperature(),
 ) -> DecoderConfig:
-    """A decoder of Llama 4 blocks; `shape`'s MLP is that of an expert and the shared one.
+    """Return a decoder of Llama 4 blocks; `shape`'s MLP is that of an expert and the shared one.
 
-    The layers in `sparse`, counted from 0, have experts. Queries and keys are normalised in those that are `rotated`,
-    and have a `temperature` in the others.
+    The layers in `sparse`, counted from 0, have experts. Queries and keys are normalized in the `rotated` layers, and
+    have a `temperature` in the others.
     """
     experts = shape.experts(
         num_experts=num_experts,
@@ -131,11 +131,11 @@ _SHAPE = DecoderSizes(
     eps=1e-5,
 )  # fmt: skip
 _ROTATED = frozenset(index for index in range(48) if (index + 1) % 4)
-_published = functools.partial(llama4, _SHAPE, rotated=_ROTATED, masks=_SHAPE.cycle_masks(8192, 4, Chunked))
+_model = functools.partial(llama4, _SHAPE, rotated=_ROTATED, masks=_SHAPE.cycle_masks(8192, 4, Chunked))
 _SCOUT_ROPE = Llama3Rope(theta=500_000.0, factor=16.0, high_frequency_factor=1.0, pairing="interleaved")
 _MAVERICK_ROPE = Rope(theta=500_000.0, pairing="interleaved")
 
 MODELS = {
-    "llama4-17b-16e": lambda: _published(num_experts=16, sparse=range(48), rope=_SCOUT_ROPE),
-    "llama4-17b-128e": lambda: _published(num_experts=128, sparse=range(1, 48, 2), rope=_MAVERICK_ROPE, qk_norm=False),
+    "llama4-17b-16e": lambda: _model(num_experts=16, sparse=range(48), rope=_SCOUT_ROPE),
+    "llama4-17b-128e": lambda: _model(num_experts=128, sparse=range(1, 48, 2), rope=_MAVERICK_ROPE, qk_norm=False),
 }

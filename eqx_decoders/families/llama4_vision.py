@@ -1,67 +1,64 @@
-"""Llama 4 that sees, Scout and Maverick (Meta 2025): tiles of an image, each with a class token behind its patches."""
+"""Llama 4 with images, Scout and Maverick (Meta 2025): tiles of an image, with a class token behind their patches."""
 
 import dataclasses
 from typing import Any
 
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.families import llama4
+from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.hf_table import Weight
-from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm, plain_mlp
-from eqx_decoders.families.vision_fields import read_side, read_sizes, read_theta, vision_fields, vision_of, write_sizes
-from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.families.multimodal import (
+    ExtendedModel,
+    MultimodalFamily,
+    attention,
+    encoder_layer,
+    finish,
+    linear,
+    norm,
+    plain_mlp,
+)
+from eqx_decoders.families.vision_fields import (
+    EncoderSizes,
+    read_side,
+    read_sizes,
+    read_theta,
+    vision_fields,
+    vision_of,
+    write_sizes,
+)
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 IMAGE = 200_092
 _NORM = LayerNormConfig(eps=1e-5)
 
 
-def llama4_encoder(
-    *,
-    embed_dim: int,
-    layers: int,
-    heads: int,
-    mlp_dim: int,
-    feature_dim: int,
-    out_dim: int,
-    size: int,
-    side: int,
-    merge: int = 2,
-    channels: int = 3,
-    theta: float = 10_000.0,
-) -> EncoderConfig:
-    """The encoder of tiles of `side x side` patches, of which `merge x merge` become one token of `feature_dim`."""
+def llama4_encoder(sizes: EncoderSizes, *, feature_dim: int, side: int, theta: float = 10_000.0) -> EncoderConfig:
+    """Return the encoder of tiles of `side x side` patches; `merge x merge` become one token of `feature_dim`."""
     rope = AxialRope(theta=theta, pairing="interleaved")
-    mlp = MLPConfig(mlp_dim=mlp_dim, activation="gelu", gated=False, bias=True)
     projection = ProjectionConfig(dim=feature_dim, activation="gelu")
     return EncoderConfig(
-        embed_dim=embed_dim,
-        stem=PatchStemConfig(
-            size=size,
-            channels=channels,
-            merge=merge,
+        embed_dim=sizes.embed_dim,
+        stem=sizes.stem(
             bias=False,
             positions=LearnedGrid(side=side),
             class_token=True,
             coordinates="column_row",
             first_coordinate=1,  # the class token stands at 0
         ),
-        blocks=(encoder_layer(embed_dim, heads, mlp, _NORM, rope=rope),) * layers,
+        blocks=(encoder_layer(sizes.embed_dim, sizes.heads, sizes.mlp(), _NORM, rope=rope),) * sizes.layers,
         pre_norm=_NORM,
         post_norm=_NORM,
-        projector=ProjectorConfig(group=merge**2, layers=(projection, projection)),
-        into=ProjectionConfig(dim=out_dim),
+        projector=ProjectorConfig(group=sizes.merge**2, layers=(projection, projection)),
+        into=ProjectionConfig(dim=sizes.out_dim),
     )
 
 
 def llama4_vision(text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE) -> DecoderConfig:
-    """A decoder with this encoder."""
+    """Return a decoder with this encoder."""
     return dataclasses.replace(text, media=MediaConfig(vision=vision, image_token=image_token))
 
 
@@ -93,11 +90,9 @@ def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
     table.allow_only("multi_modal_projector_bias", False)
     table.allow_only("vision_feature_layer", -1)
     encoder = llama4_encoder(
-        **sizes,
+        EncoderSizes(**sizes, out_dim=out_dim, merge=merge, activation="gelu"),
         feature_dim=features,
-        out_dim=out_dim,
         side=read_side(table, sizes["size"], 448),
-        merge=merge,
         theta=read_theta(table, "default"),
     )
     finish(fields, "vision_config", table, _IGNORED_OF_VISION)
@@ -153,8 +148,8 @@ WEIGHTS = (
     *linear("vision_model.vision_adapter.mlp.fc2", "vision.projector.layers.1"),
     *linear("multi_modal_projector.linear_1", "vision.into"),
 )
-FAMILY = multimodal(
-    llama4.FAMILY,
+FAMILY = MultimodalFamily(
+    text="llama4_text",
     model_type="llama4",
     architecture="Llama4ForConditionalGeneration",
     read=_read,
@@ -168,15 +163,14 @@ FAMILY = multimodal(
 )
 
 
-def _published(name: str) -> DecoderConfig:
-    text = llama4.MODELS[name]()
-    vision = llama4_encoder(
-        embed_dim=1408, layers=34, heads=16, mlp_dim=5632, feature_dim=4096, out_dim=text.embed_dim, size=14, side=24
+def _with_vision(text: DecoderConfig) -> DecoderConfig:
+    sizes = EncoderSizes(
+        embed_dim=1408, layers=34, heads=16, mlp_dim=5632, out_dim=text.embed_dim, size=14, activation="gelu"
     )
-    return llama4_vision(text, vision)
+    return llama4_vision(text, llama4_encoder(sizes, feature_dim=4096, side=24))
 
 
 MODELS = {
-    "llama4-17b-16e-vision": lambda: _published("llama4-17b-16e"),
-    "llama4-17b-128e-vision": lambda: _published("llama4-17b-128e"),
+    "llama4-17b-16e-vision": ExtendedModel("llama4-17b-16e", _with_vision),
+    "llama4-17b-128e-vision": ExtendedModel("llama4-17b-128e", _with_vision),
 }

@@ -16,11 +16,11 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def mistral(shape: DecoderSizes, *, rope: Rope, mask: Mask = Causal()) -> DecoderConfig:
-    """A decoder of Mistral blocks, all with the same mask."""
+    """Return a decoder of Mistral blocks, all with the same mask."""
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask)))
 
 

@@ -1,25 +1,38 @@
 """Mistral Small 3.1 (Mistral AI 2025): Mistral with the vision encoder of Pixtral (Agrawal et al. 2024).
 
-Images keep their own sizes; four neighbouring patches become one token.
+Images keep their sizes; four neighboring patches become one token.
 """
 
 import dataclasses
 from typing import Any
 
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.families import mistral
 from eqx_decoders.families.common import DecoderSizes, gated_mlp
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.hf_table import Weight
-from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm
-from eqx_decoders.families.vision_fields import KERNEL, read_sizes, read_theta, vision_fields, vision_of, write_sizes
-from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.multimodal import (
+    MultimodalFamily,
+    attention,
+    check_model_type,
+    encoder_layer,
+    finish,
+    linear,
+    norm,
+)
+from eqx_decoders.families.vision_fields import (
+    KERNEL,
+    EncoderSizes,
+    read_sizes,
+    read_theta,
+    vision_fields,
+    vision_of,
+    write_sizes,
+)
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 IMAGE = 10
@@ -27,56 +40,50 @@ _NORM = RMSNormConfig(eps=1e-5)
 
 
 def pixtral(
+    sizes: EncoderSizes,
     *,
-    embed_dim: int,
-    layers: int,
-    heads: int,
-    mlp_dim: int,
-    out_dim: int,
-    size: int,
     eps: float,
-    merge: int = 2,
-    channels: int = 3,
-    activation: str = "silu",
     theta: float = 10_000.0,
     projector_activation: str = "gelu",
     projector_bias: bool = False,
 ) -> EncoderConfig:
-    """The encoder of images of any size; `eps` is that of the norm behind it."""
-    rope = AxialRope(theta=theta, staggered=True)
-    mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation)
+    """Return the encoder of images of any size; `eps` is that of the norm behind it."""
+    rope, mlp = AxialRope(theta=theta, staggered=True), sizes.mlp(gated=True, bias=False)
     return EncoderConfig(
-        embed_dim=embed_dim,
-        stem=PatchStemConfig(size=size, channels=channels, merge=merge, bias=False),
-        blocks=(encoder_layer(embed_dim, heads, mlp, _NORM, rope=rope, bias=False),) * layers,
+        embed_dim=sizes.embed_dim,
+        stem=sizes.stem(bias=False),
+        blocks=(encoder_layer(sizes.embed_dim, sizes.heads, mlp, _NORM, rope=rope, bias=False),) * sizes.layers,
         pre_norm=_NORM,
         projector=ProjectorConfig(
-            group=merge**2,
+            group=sizes.merge**2,
             combine="interleave",
             norm=RMSNormConfig(eps=eps),
             norm_of="patches",
             layers=(
-                ProjectionConfig(dim=embed_dim),
-                ProjectionConfig(dim=out_dim, bias=projector_bias, activation=projector_activation),
-                ProjectionConfig(dim=out_dim, bias=projector_bias),
+                ProjectionConfig(dim=sizes.embed_dim),
+                ProjectionConfig(dim=sizes.out_dim, bias=projector_bias, activation=projector_activation),
+                ProjectionConfig(dim=sizes.out_dim, bias=projector_bias),
             ),
         ),
     )
 
 
 def mistral3(text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE) -> DecoderConfig:
-    """A decoder with this encoder."""
+    """Return a decoder with this encoder."""
     return dataclasses.replace(text, media=MediaConfig(vision=vision, image_token=image_token))
 
 
 # --- config.json ---
 
 
-def _read_text(fields: Fields) -> DecoderConfig:
-    kind = fields.content.get("model_type", mistral.FAMILY.model_type)
-    if kind != mistral.FAMILY.model_type:
-        raise fields.unknown(f"model_type={kind}", kind, (mistral.FAMILY.model_type,))
-    return mistral.FAMILY.read(fields)
+def _adapt(text: Family) -> Family:
+    """Refuse the settings of a decoder of another family."""
+
+    def read(fields: Fields) -> DecoderConfig:
+        check_model_type(fields, text.model_type)
+        return text.read(fields)
+
+    return dataclasses.replace(text, read=read)
 
 
 def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
@@ -88,12 +95,15 @@ def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
     if table.integer("head_dim", head_dim) != head_dim:
         raise table.error(f"head_dim={table.take('head_dim')} must be hidden_size / num_attention_heads={head_dim}.")
     assert config.final_norm is not None
-    vision = pixtral(
+    encoder_sizes = EncoderSizes(
         **sizes,
         out_dim=config.embed_dim,
-        eps=config.final_norm.eps,
         merge=fields.integer("spatial_merge_size", 2),
         activation=table.word("hidden_act", ACTIVATIONS, "gelu"),
+    )
+    vision = pixtral(
+        encoder_sizes,
+        eps=config.final_norm.eps,
         theta=read_theta(table, "axial", "default"),
         projector_activation=fields.word("projector_hidden_act", ACTIVATIONS, "gelu"),
         projector_bias=fields.flag("multimodal_projector_bias", False),
@@ -142,8 +152,9 @@ WEIGHTS = (
     *linear("multi_modal_projector.linear_1", "vision.projector.layers.1"),
     *linear("multi_modal_projector.linear_2", "vision.projector.layers.2"),
 )
-FAMILY = multimodal(
-    dataclasses.replace(mistral.FAMILY, read=_read_text),
+FAMILY = MultimodalFamily(
+    text="mistral",
+    adapt=_adapt,
     model_type="mistral3",
     architecture="Mistral3ForConditionalGeneration",
     read=_read,
@@ -168,8 +179,11 @@ def _small_31() -> DecoderConfig:
         vocab_size=131_072, embed_dim=5120, num_layers=40, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=32_768,
         eps=1e-5,
     )  # fmt: skip
-    vision = pixtral(embed_dim=1024, layers=24, heads=16, mlp_dim=4096, out_dim=shape.embed_dim, size=14, eps=shape.eps)
-    return mistral3(mistral.mistral(shape, rope=Rope(theta=1e9)), vision)
+    sizes = EncoderSizes(
+        embed_dim=1024, layers=24, heads=16, mlp_dim=4096, out_dim=shape.embed_dim, size=14, activation="silu"
+    )
+    text = shape.decoder(shape.block(shape.attention(rope=Rope(theta=1e9))))
+    return mistral3(text, pixtral(sizes, eps=shape.eps))
 
 
 MODELS = {"mistral-small-3.1-24b": _small_31}

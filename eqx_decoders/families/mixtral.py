@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): Mistral's attention, and eight experts of which each token uses two."""
+"""Mixtral (Jiang et al. 2024): Mistral's attention, and eight experts, two for each token."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def mixtral(
@@ -21,7 +21,7 @@ def mixtral(
     rope: Rope = Rope(theta=1e6),
     mask: Mask = Causal(),
 ) -> DecoderConfig:
-    """A decoder of Mixtral blocks: a softmax over the chosen experts weighs them."""
+    """Return a decoder of Mixtral blocks: a softmax over the chosen experts weighs them."""
     experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), experts))
 

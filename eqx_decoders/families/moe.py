@@ -1,14 +1,14 @@
-"""What the sparse families share: settings and names of routers and experts."""
+"""Settings and tensors of routers and experts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import Fields, activation_name
-from eqx_decoders.families.hf_table import Weight, sharing
+from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 IGNORED_ROUTER_KEYS: dict[str, str] = dict.fromkeys(
@@ -18,34 +18,34 @@ IGNORED_ROUTER_KEYS: dict[str, str] = dict.fromkeys(
 
 
 def experts_of(config: DecoderConfig) -> ExpertsConfig:
-    """The experts of the first layer that has any; ConversionError where none has."""
-    found = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
-    if found is None:
+    """Return the experts of the first layer that has any; ConversionError where none has."""
+    experts = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
+    if experts is None:
         raise ConversionError("DecoderConfig.blocks: no layer has experts.")
-    return found
+    return experts
 
 
 def dense_dim(config: DecoderConfig, default: int) -> int:
-    """The width of the MLP in layers without experts; `default` where all have them."""
+    """Return the width of the MLP in layers without experts; `default` where all have them."""
     return next((block.mlp.mlp_dim for block in config.blocks if isinstance(block.mlp, MLPConfig)), default)
 
 
 def need_experts(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    """The configuration, if any layer has experts: else it belongs to a family without them."""
+    """Return the configuration; raise ConversionError where no layer has experts."""
     if not sparse_layers(config):
         raise fields.error("no layer has experts: check the settings that say which layers do.")
     return config
 
 
 def sparse_layers(config: DecoderConfig) -> list[int]:
-    """The layers that have experts, counted from 0."""
+    """Return the layers that have experts, counted from 0."""
     return [index for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
 
 
 def separate_experts(
     prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Weight, ...]:
-    """Rows of a router, and of experts that are stored one by one as matrices `[out, in]`."""
+    """Return the rows of a router, and of experts that are stored one by one as matrices `[out, in]`."""
     expert = prefix + "experts.{expert}."
     return (
         Weight(prefix + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
@@ -62,9 +62,9 @@ def fused_experts(
     down: str = "experts embed mlp",
     within: str | None = None,
 ) -> tuple[Weight, ...]:
-    """Rows of a router, and of experts that share tensors with these dimensions, as transformers holds them.
+    """Return the rows of a router, and of experts that share tensors with these dimensions.
 
-    Gates and up projections are halves of `mlp` or, `within` each of its places, neighbours.
+    Gates and up projections are halves of `mlp` or, with `within="mlp"`, alternate.
     """
     pattern, axis = f"{gate_up} -> experts embed mlp", gate_up.split().index("mlp")
     return (
@@ -75,7 +75,7 @@ def fused_experts(
 
 
 def are_transposed(tensors: Mapping[str, Any]) -> bool:
-    """Whether fused experts are stored as matrices `[in, out]`, and not `[out, in]`: their shapes tell."""
+    """Return True if fused experts are stored as matrices `[in, out]`, not `[out, in]`, by their shapes."""
     for name, down in tensors.items():
         gate_up = tensors.get(name.removesuffix("down_proj") + "gate_up_proj")
         if gate_up is not None and len(down.shape) == 3:
@@ -84,7 +84,7 @@ def are_transposed(tensors: Mapping[str, Any]) -> bool:
 
 
 def write_experts(config: DecoderConfig, *, count: str, width: str) -> dict[str, Any]:
-    """How many experts there are, under the key `count`, and how wide, how many a token uses, and their activation."""
+    """Return the number, width and activation of experts, and how many a token uses, under transformers' keys."""
     experts = experts_of(config)
     return {
         count: experts.num_experts,

@@ -1,19 +1,20 @@
-"""Families with encoders: a text family whose settings and tensors stand inside of others."""
+"""Families with encoders: a text family whose settings and tensors are nested in others."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families.common import self_attention
+from eqx_decoders.families.common import map_blocks, self_attention
 from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields
-from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import NormConfig
 from eqx_decoders.layers.rope import AxialRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _TIED = "tie_word_embeddings"
@@ -29,7 +30,7 @@ def encoder_layer(
     bias: bool = True,
     window: int | None = None,
 ) -> BlockConfig:
-    """A layer in which patches, or tokens of audio, see all of their image or window, in both directions."""
+    """Return a layer in which patches, or tokens of audio, attend to all of their image or window."""
     mixer = AttentionConfig(
         num_heads=heads,
         num_kv_heads=heads,
@@ -43,95 +44,114 @@ def encoder_layer(
 
 
 def text_fields(fields: Fields) -> Fields:
-    """The settings of the decoder; what stands outside of them and is about it, too."""
+    """Return the settings of the decoder, with those that stand outside of them."""
     table = fields.table("text_config")
     if table is None:
         raise fields.error("text_config is missing: it describes the decoder.")
-    table.content.pop("architectures", None)  # what the decoder was alone: the outer object names the class
+    table.content.pop("architectures", None)  # the class of the decoder: the outer object names that of the model
     if isinstance(tied := fields.take(_TIED, None), bool):
-        table.content[_TIED] = tied  # what stands outside counts: inside may be the default of a class
+        table.content[_TIED] = tied  # the outer value counts: the inner one may be the default of a class
     return table
 
 
-def multimodal(
-    text: Family,
-    *,
-    model_type: str,
-    architecture: str,
-    read: Callable[[Fields, DecoderConfig], DecoderConfig],
-    write: Callable[[DecoderConfig], dict[str, Any]],
-    weights: tuple[Weight, ...],
-    names: Mapping[str, str],
-    ignored_keys: Mapping[str, str] = {},
-    renamed: Mapping[str, str] = {},
-    modules: Mapping[str, str] = {},
-    ignored_tensors: str | Callable[[DecoderConfig], str] = r".*(rotary_emb\.inv_freq|position_ids)",
-    auto_class: str = "AutoModelForImageTextToText",
-    own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
-    aliases: tuple[str, ...] = (),
-    alone: Family | None = None,
-    default_settings: Mapping[str, Any] = {},
-) -> Family:
-    """A family whose decoder is one of `text`.
+class ExtendedModel(NamedTuple):
+    """Published model that adds encoders to the published model called `text`."""
+
+    text: str
+    add_encoders: Callable[[DecoderConfig], DecoderConfig]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultimodalFamily:
+    """Family of checkpoints with encoders, whose decoder is one of a text family.
 
     **Arguments:**
 
-    - `read`: of the settings, and the decoder's configuration, the whole configuration.
-    - `write`: the settings beside `text_config`.
+    - `text`: the `model_type` of the text family.
+    - `adapt`: changes the text family to the form that its settings have in these checkpoints.
+    - `reads_as_text`: whether the decoder is opened by itself as one of the text family before `adapt`.
+    - `read`: the whole configuration, from the settings and the decoder's configuration.
+    - `write`: the settings outside of `text_config`.
     - `weights`: rows of the encoders.
-    - `names`: how the tensors of `text` begin, and how they do here.
-    - `alone`: a family as one of which the decoder is opened by itself; None for `text`.
+    - `names`: prefixes of the tensors of the text family, and those that replace them.
+
+    The other fields are those of `Family`.
     """
 
-    def read_all(fields: Fields) -> DecoderConfig:
-        table = text_fields(fields)
-        config, kept = text.decode_fields(table)
-        fields.keep("text_config", kept)
-        return read(fields, config)
+    text: str
+    adapt: Callable[[Family], Family] = lambda text: text
+    reads_as_text: bool = False
+    model_type: str
+    architecture: str
+    read: Callable[[Fields, DecoderConfig], DecoderConfig]
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    weights: tuple[Weight, ...]
+    names: Mapping[str, str]
+    ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored_tensors: str | Callable[[DecoderConfig], str] = r".*(rotary_emb\.inv_freq|position_ids)"
+    auto_class: str = "AutoModelForImageTextToText"
+    own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    aliases: tuple[str, ...] = ()
+    default_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def write_all(config: DecoderConfig) -> dict[str, Any]:
-        inner = text.write(config)
-        tied = {_TIED: inner[_TIED]} if _TIED in inner else {}
-        return {"text_config": {"model_type": text.model_type, **inner}, **tied, **write(config)}
+    def with_text(self, base: Family) -> Family:
+        """Return the family with the decoder of `base`, the text family."""
+        text = self.adapt(base)
+        stored = text.stored_rows
+        return dataclasses.replace(
+            text,
+            model_type=self.model_type,
+            architecture=self.architecture,
+            read=self._reader(text),
+            write=self._writer(text),
+            weights=(*map(self._renamed_row, text.weights), *self.weights),
+            fused=tuple(map(self._renamed_row, text.fused)),
+            prefix="",
+            ignored_keys=self.ignored_keys,
+            ignored_tensors=self.ignored_tensors,
+            aliases=self.aliases,
+            copies={self._renamed(copy): self._renamed(name) for copy, name in text.copies.items()},
+            renamed={**text.renamed, **self.renamed},
+            modules=self.modules,
+            text=_opened_as(text, base) if self.reads_as_text else text,
+            text_names=self.names,
+            auto_class=self.auto_class,
+            own_settings=self.own_settings,
+            default_settings=self.default_settings,
+            stored_rows=None if stored is None else lambda tensors: tuple(map(self._renamed_row, stored(tensors))),
+        )
 
-    def renamed_row(weight: Weight) -> Weight:
-        for inner, here in names.items():
-            if weight.name.startswith(inner):
-                return dataclasses.replace(weight, name=here + weight.name.removeprefix(inner))
-        return weight
+    def _reader(self, text: Family) -> Callable[[Fields], DecoderConfig]:
+        def read(fields: Fields) -> DecoderConfig:
+            config, ignored = text.decode_fields(text_fields(fields))
+            fields.carry("text_config", ignored)
+            return self.read(fields, config)
 
-    stored = text.stored_rows
-    return dataclasses.replace(
-        text,
-        model_type=model_type,
-        architecture=architecture,
-        read=read_all,
-        write=write_all,
-        weights=(*map(renamed_row, text.weights), *weights),
-        fused=tuple(map(renamed_row, text.fused)),
-        prefix="",
-        ignored_keys=ignored_keys,
-        ignored_tensors=ignored_tensors,
-        aliases=aliases,
-        copies={renamed_name(copy, names): renamed_name(name, names) for copy, name in text.copies.items()},
-        renamed={**text.renamed, **renamed},
-        modules=modules,
-        text=text if alone is None else _opened_as(text, alone),
-        text_names=names,
-        auto_class=auto_class,
-        own_settings=own_settings,
-        default_settings=default_settings,
-        stored_rows=None if stored is None else lambda tensors: tuple(map(renamed_row, stored(tensors))),
-    )
+        return read
+
+    def _writer(self, text: Family) -> Callable[[DecoderConfig], dict[str, Any]]:
+        def write(config: DecoderConfig) -> dict[str, Any]:
+            inner = text.write(config)
+            tied = {_TIED: inner[_TIED]} if _TIED in inner else {}
+            return {"text_config": {"model_type": text.model_type, **inner}, **tied, **self.write(config)}
+
+        return write
+
+    def _renamed(self, name: str) -> str:
+        inner = next((inner for inner in self.names if name.startswith(inner)), "")
+        return self.names.get(inner, "") + name.removeprefix(inner)
+
+    def _renamed_row(self, weight: Weight) -> Weight:
+        return dataclasses.replace(weight, name=self._renamed(weight.name))
 
 
 def _opened_as(text: Family, plain: Family) -> Family:
-    """`plain`, read from the settings and tensors of `text`: positions of text are the same in all dimensions."""
+    """Return `plain`, read from the settings and tensors of `text`: text has the same position in all dimensions."""
 
     def read(fields: Fields) -> DecoderConfig:
-        config = text.read(fields)
-        blocks = {block: _without_sections(block) for block in dict.fromkeys(config.blocks)}
-        return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks))
+        return map_blocks(text.read(fields), _without_sections)
 
     return dataclasses.replace(
         plain,
@@ -151,8 +171,15 @@ def _without_sections(block: BlockConfig) -> BlockConfig:
     return dataclasses.replace(block, mixer=dataclasses.replace(mixer, rope=rope))
 
 
+def check_model_type(fields: Fields, model_type: str) -> None:
+    """Refuse another `model_type` of a nested object, which may lack the key."""
+    kind = fields.content.get("model_type", model_type)
+    if kind != model_type:
+        raise fields.unknown(f"model_type={kind}", kind, (model_type,))
+
+
 def with_defaults(text: Family, defaults: Mapping[str, int]) -> Family:
-    """A text family whose settings may lack these keys, as `text_config` of published files does."""
+    """Return a text family whose settings may lack these keys, as `text_config` of published files does."""
 
     def read(fields: Fields) -> DecoderConfig:
         for key, value in defaults.items():
@@ -162,34 +189,27 @@ def with_defaults(text: Family, defaults: Mapping[str, int]) -> Family:
     return dataclasses.replace(text, read=read)
 
 
-def renamed_name(name: str, names: Mapping[str, str]) -> str:
-    """A tensor's name here."""
-    inner = next((inner for inner in names if name.startswith(inner)), "")
-    return names.get(inner, "") + name.removeprefix(inner)
-
-
 def finish(fields: Fields, key: str, table: Fields, ignored: Mapping[str, str] = {}) -> None:
-    """Refuse what nothing has read of a nested object, and keep what changes nothing."""
+    """Refuse unread keys of a nested object, and carry those that have no effect."""
     for name in ("model_type", "dtype", "torch_dtype"):
         table.take(name, None)
-    fields.keep(key, table.kept({**IGNORED_KEYS, **ignored}))
+    fields.carry(key, table.ignored({**IGNORED_KEYS, **ignored}))
 
 
 def with_spans(config: DecoderConfig, chosen: Callable[[AttentionConfig], bool] = lambda _: True) -> DecoderConfig:
-    """The configuration whose (chosen) layers see images whole."""
+    """Return the configuration whose (chosen) layers attend to whole images."""
 
-    def changed(block: Any) -> Any:
+    def with_span(block: BlockConfig) -> BlockConfig:
         mixer = block.mixer
         if not isinstance(mixer, AttentionConfig) or not chosen(mixer):
             return block
         return dataclasses.replace(block, mixer=dataclasses.replace(mixer, spans=True))
 
-    blocks = {block: changed(block) for block in dict.fromkeys(config.blocks)}
-    return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks))
+    return map_blocks(config, with_span)
 
 
 def linear(name: str, path: str) -> tuple[Weight, ...]:
-    """Rows of one matrix of a projector."""
+    """Return the rows of one matrix of a projector."""
     return (
         Weight(f"{name}.weight", f"{path}.kernel", "outer inner -> inner outer"),
         Weight(f"{name}.bias", f"{path}.bias", "outer -> outer"),
@@ -197,7 +217,7 @@ def linear(name: str, path: str) -> tuple[Weight, ...]:
 
 
 def norm(name: str, path: str) -> tuple[Weight, ...]:
-    """Rows of a norm."""
+    """Return the rows of a norm."""
     return (
         Weight(f"{name}.weight", f"{path}.scale", "norm -> norm"),
         Weight(f"{name}.bias", f"{path}.bias", "norm -> norm"),
@@ -205,7 +225,7 @@ def norm(name: str, path: str) -> tuple[Weight, ...]:
 
 
 def plain_mlp(layer: str, first: str, second: str, owner: str = "vision") -> tuple[Weight, ...]:
-    """Rows of an MLP without a gate."""
+    """Return the rows of an MLP without a gate."""
     return (
         Weight(f"{layer}{first}.weight", f"{owner}.mlp.up", "mlp embed -> embed mlp"),
         Weight(f"{layer}{first}.bias", f"{owner}.mlp.up_bias", "mlp -> mlp"),
@@ -215,7 +235,7 @@ def plain_mlp(layer: str, first: str, second: str, owner: str = "vision") -> tup
 
 
 def attention(layer: str, name: str = "self_attn.", out: str = "o_proj", owner: str = "vision") -> tuple[Weight, ...]:
-    """Rows of attention with one matrix each for queries, keys, values and output."""
+    """Return the rows of attention with one matrix each for queries, keys, values and output."""
     return tuple(
         dataclasses.replace(row, name=row.name.replace("o_proj", out), path=f"{owner}.{row.path}")
         for row in self_attention(layer, name)

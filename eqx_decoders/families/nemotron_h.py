@@ -9,15 +9,17 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import v3_router
+from eqx_decoders.families._mamba import mamba_weights
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, first_mixer, read_shape, self_attention, write_sizes
 from eqx_decoders.families.config_reader import Fields, activation_name
-from eqx_decoders.families.deepseek_v3 import v3_router
-from eqx_decoders.families.hf_table import Family, Weight, sharing
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -27,7 +29,7 @@ _LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
 def nemotron_h(
     shape: DecoderSizes, pattern: str, *, mamba: Mamba2Config | None, experts: ExpertsConfig | None = None
 ) -> DecoderConfig:
-    """A decoder of layers with one branch each: M(amba), * (attention), - (an MLP) or E(xperts)."""
+    """Return a decoder of layers with one branch each: M(amba), * (attention), - (an MLP) or E(xperts)."""
     norm, mixers = shape.norm, {"M": mamba, "*": shape.attention(rope=None)}
     channels = {"-": shape.mlp(gated=False), "E": experts}
 
@@ -44,7 +46,7 @@ def nemotron_experts(
     shape: DecoderSizes, *, dim: int, shared_dim: int, scaling_factor: float, groups: int = 1,
     groups_per_token: int = 1, renormalize: bool = True, **options: Any,
 ) -> ExpertsConfig:  # fmt: skip
-    """Experts of width `dim` without gates, and one of `shared_dim` that every token uses."""
+    """Return experts of width `dim` without gates, and a shared one of `shared_dim`."""
     router = v3_router(
         groups=groups, groups_per_token=groups_per_token, scaling_factor=scaling_factor, renormalize=renormalize
     )
@@ -91,7 +93,7 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _read_pattern(fields: Fields) -> str:
-    """One letter for each layer."""
+    """Read the pattern: one letter for each layer."""
     pattern = fields.take("hybrid_override_pattern", None)
     names = fields.words("layers_block_type", (*_LETTERS.values(), *_LEGACY), None)
     if names is not None:  # it counts where both are given
@@ -187,32 +189,6 @@ _LAYER = "backbone.layers.{layer}."
 _MIXER = _LAYER + "mixer."
 
 
-def mamba_weights(prefix: str) -> tuple[Weight, ...]:
-    """Rows of Mamba-2: gates, values, keys, queries and steps share one tensor, those with taps another."""
-    streams = {"value": "(heads value_dim)", "key": "(key_heads key_dim)", "query": "(key_heads key_dim)"}
-    into = [("gate", "(heads value_dim)"), *streams.items()]
-    return (
-        *sharing(
-            prefix + "in_proj.weight",
-            *((f"mixer.{name}", f"{rows} embed -> embed {rows.strip('()')}") for name, rows in into),
-            ("mixer.dt", "heads embed -> embed heads"),
-        ),
-        *sharing(
-            prefix + "conv1d.weight",
-            *((f"mixer.{name}_taps", f"{rows} 1 taps -> {rows.strip('()')} taps") for name, rows in streams.items()),
-        ),
-        *sharing(
-            prefix + "conv1d.bias",
-            *((f"mixer.{name}_taps_bias", f"{rows} -> {rows.strip('()')}") for name, rows in streams.items()),
-        ),
-        Weight(prefix + "A_log", "mixer.a_log", "heads -> heads"),
-        Weight(prefix + "D", "mixer.skip", "heads -> heads"),
-        Weight(prefix + "dt_bias", "mixer.dt_bias", "heads -> heads"),
-        Weight(prefix + "norm.weight", "mixer.norm_scale", "(heads value_dim) -> heads value_dim"),
-        Weight(prefix + "out_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
-    )
-
-
 def _plain_mlp(prefix: str, path: str) -> tuple[Weight, ...]:
     return (
         Weight(prefix + "up_proj.weight", path + "up", "mlp embed -> embed mlp"),
@@ -255,12 +231,12 @@ _shape = functools.partial(
 )  # fmt: skip
 
 
-def _published(shape: DecoderSizes, pattern: str, heads: int, value_dim: int = 64, key_dim: int = 128, **experts: Any):
+def _model(shape: DecoderSizes, pattern: str, heads: int, value_dim: int = 64, key_dim: int = 128, **experts: Any):
     mamba = Mamba2Config(
         num_heads=heads, value_dim=value_dim, num_groups=8, key_dim=key_dim, dt_min=0.001, eps=shape.eps
     )
-    own = nemotron_experts(shape, dim=shape.mlp_dim, **experts) if experts else None
-    return nemotron_h(shape, pattern, mamba=mamba, experts=own)
+    experts_config = nemotron_experts(shape, dim=shape.mlp_dim, **experts) if experts else None
+    return nemotron_h(shape, pattern, mamba=mamba, experts=experts_config)
 
 
 _SMALL = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
@@ -277,25 +253,25 @@ def _sized(pattern: str, **sizes: Any) -> DecoderSizes:
 
 
 MODELS = {
-    "nemotron-h-4b": lambda: _published(_sized(_SMALL, embed_dim=3072, num_heads=32, mlp_dim=12_288), _SMALL, 112),
-    "nemotron-h-8b": lambda: _published(_sized(_SMALL, embed_dim=4096, num_heads=32, mlp_dim=21_504), _SMALL, 128),
-    "nemotron-h-47b": lambda: _published(
+    "nemotron-h-4b": lambda: _model(_sized(_SMALL, embed_dim=3072, num_heads=32, mlp_dim=12_288), _SMALL, 112),
+    "nemotron-h-8b": lambda: _model(_sized(_SMALL, embed_dim=4096, num_heads=32, mlp_dim=21_504), _SMALL, 128),
+    "nemotron-h-47b": lambda: _model(
         _sized(_47B, embed_dim=8192, num_heads=64, mlp_dim=30_720), _47B, 256, key_dim=256
     ),
-    "nemotron-h-56b": lambda: _published(
+    "nemotron-h-56b": lambda: _model(
         _sized(_56B, embed_dim=8192, num_heads=64, mlp_dim=32_768), _56B, 256, key_dim=256
     ),
-    "nemotron-nano2-9b": lambda: _published(
+    "nemotron-nano2-9b": lambda: _model(
         _sized(_NANO, embed_dim=4480, num_heads=40, mlp_dim=15_680), _NANO, 128, value_dim=80
     ),
-    "nemotron-nano2-12b": lambda: _published(
+    "nemotron-nano2-12b": lambda: _model(
         _sized(_NANO_12B, embed_dim=5120, num_heads=40, mlp_dim=20_480), _NANO_12B, 128, value_dim=80
     ),
-    "nemotron3-nano-30b-a3b": lambda: _published(
+    "nemotron3-nano-30b-a3b": lambda: _model(
         _sized(_NANO_30B, embed_dim=2688, num_heads=32, num_kv_heads=2, mlp_dim=1856), _NANO_30B, 64,
         num_experts=128, num_experts_per_token=6, shared_dim=3712, scaling_factor=2.5,
     ),
-    "nemotron3-super-120b-a12b": lambda: _published(
+    "nemotron3-super-120b-a12b": lambda: _model(
         _sized(_SUPER, embed_dim=4096, num_heads=32, num_kv_heads=2, mlp_dim=2688), _SUPER, 128,
         num_experts=512, num_experts_per_token=22, shared_dim=5376, scaling_factor=5.0, latent_dim=1024,
     ),

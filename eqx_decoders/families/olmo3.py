@@ -1,4 +1,4 @@
-"""Olmo 3 (Team Olmo 2025): norms on the layers' outputs alone, norms over all heads, a window in three of four."""
+"""Olmo 3 (Team Olmo 2025): norms on outputs only, norms over all heads, a window in three of four layers."""
 
 import functools
 
@@ -17,7 +17,7 @@ from eqx_decoders.families.rope_config import read_ropes, write_ropes
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope, YarnRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _THETA = 500_000.0
@@ -30,7 +30,7 @@ def olmo3(
     rope: Rope = Rope(theta=_THETA),
     local_rope: Rope = Rope(theta=_THETA),
 ) -> DecoderConfig:
-    """A decoder of Olmo 3 blocks; layers with a window have the rotary embedding `local_rope`."""
+    """Return a decoder of Olmo 3 blocks; layers with a window have the rotary embedding `local_rope`."""
     qk_norm = QKNorm(norm=shape.norm, over="heads")
 
     def block(mask: Mask) -> BlockConfig:

@@ -3,43 +3,18 @@
 import functools
 from typing import Any
 
+from eqx_decoders.families._qwen import IGNORED_WINDOW_KEYS, qwen2, read_late_windows, write_late_windows
 from eqx_decoders.families.common import (
     NO_BIAS,
     DecoderSizes,
     llama_weights,
-    read_masks,
     read_shape,
-    write_masks,
     write_shape,
 )
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.layers.mask import Causal, Mask
-from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
-
-
-def qwen2(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
-    """A decoder of Qwen2 blocks; `masks` has one for each layer, or is empty: all are causal."""
-    masks = masks or (Causal(),) * shape.num_layers
-    return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qkv_bias=True)) for mask in masks)
-
-
-def read_late_windows(fields: Fields, layers: int) -> tuple[Mask, ...]:
-    """Windows from layer `max_window_layers` on, if `use_sliding_window`, or as `layer_types` says."""
-    on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
-    first = fields.integer("max_window_layers", 28, least=0)
-    window = size if on else None
-    return read_masks(fields, window, [window is not None and index >= first for index in range(layers)])
-
-
-def write_late_windows(config: DecoderConfig) -> dict[str, Any]:
-    """The keys that `read_late_windows` reads."""
-    masks = write_masks(config)
-    if masks["sliding_window"] is None:
-        return masks | {"use_sliding_window": False}
-    return masks | {"use_sliding_window": True, "max_window_layers": masks["layer_types"].index("sliding_attention")}
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -51,7 +26,6 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return write_shape(config, NO_BIAS) | write_late_windows(config) | write_rope(config)
 
 
-IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",

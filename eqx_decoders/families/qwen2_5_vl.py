@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al. 2025): Qwen2 that sees images and videos, mostly in windows; frames of videos have times."""
+"""Qwen2.5-VL (Bai et al. 2025): Qwen2 with images and videos, encoded mostly in windows; video frames have times."""
 
 import dataclasses
 import functools
@@ -6,17 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families import qwen2
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, gated_mlp, read_shape, write_shape
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import encoder_layer, finish, multimodal
-from eqx_decoders.families.qwen2 import read_late_windows, write_late_windows
-from eqx_decoders.families.qwen_vision import (
+from eqx_decoders.families._qwen import qwen2, read_late_windows, write_late_windows
+from eqx_decoders.families._qwen_vision import (
     IGNORED_KEYS,
     IGNORED_VISION_KEYS,
     TOKENS,
@@ -26,13 +22,18 @@ from eqx_decoders.families.qwen_vision import (
     vision_weights,
     with_media,
 )
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, gated_mlp, read_shape, write_shape
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, finish
 from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.vision_fields import EncoderSizes, vision_fields
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 SECTIONS = (16, 24, 24)
@@ -41,42 +42,35 @@ _NORM = RMSNormConfig(eps=1e-6)
 
 
 def windowed_vision(
+    sizes: EncoderSizes,
     *,
-    embed_dim: int,
-    layers: int,
-    heads: int,
-    mlp_dim: int,
-    out_dim: int,
     whole: tuple[int, ...] = (7, 15, 23, 31),
     window: int = 4,
-    size: int = 14,
     frames: int = 2,
-    merge: int = 2,
-    channels: int = 3,
-    activation: str = "silu",
     theta: float = 10_000.0,
 ) -> EncoderConfig:
-    """The encoder: layers see windows of `window x window` merged patches, those in `whole` the whole frame."""
-    joined = embed_dim * merge**2
+    """Return the encoder: layers see windows of `window x window` merged patches, those in `whole` the whole frame."""
+    merge = sizes.merge
 
     def block(layer: int) -> BlockConfig:
-        mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, bias=True)
-        own = None if layer in whole else (window * merge) ** 2
-        return encoder_layer(embed_dim, heads, mlp, _NORM, rope=AxialRope(theta=theta), window=own)
+        size = None if layer in whole else (window * merge) ** 2
+        mlp, rope = sizes.mlp(gated=True), AxialRope(theta=theta)
+        return encoder_layer(sizes.embed_dim, sizes.heads, mlp, _NORM, rope=rope, window=size)
 
-    into = (ProjectionConfig(dim=joined, bias=True, activation="gelu"), ProjectionConfig(dim=out_dim, bias=True))
+    first = ProjectionConfig(dim=sizes.embed_dim * merge**2, bias=True, activation="gelu")
+    layers = (first, ProjectionConfig(dim=sizes.out_dim, bias=True))
     return EncoderConfig(
-        embed_dim=embed_dim,
-        stem=PatchStemConfig(size=size, channels=channels, frames=frames, merge=merge, bias=False, window=window),
-        blocks=tuple(map(block, range(layers))),
-        projector=ProjectorConfig(group=merge**2, norm=_NORM, norm_of="patches", layers=into),
+        embed_dim=sizes.embed_dim,
+        stem=sizes.stem(frames=frames, bias=False, window=window),
+        blocks=tuple(map(block, range(sizes.layers))),
+        projector=ProjectorConfig(group=merge**2, norm=_NORM, norm_of="patches", layers=layers),
     )
 
 
 def _read_vision(table: Fields, out_dim: int) -> EncoderConfig:
-    made = table.integer("out_hidden_size", 3584)
-    if made != out_dim:
-        raise table.error(f"out_hidden_size={made} must be the decoder's hidden_size={out_dim}.")
+    output_dim = table.integer("out_hidden_size", 3584)
+    if output_dim != out_dim:
+        raise table.error(f"out_hidden_size={output_dim} must be the decoder's hidden_size={out_dim}.")
     size, merge, window = (
         table.integer(key, default)
         for key, default in (("patch_size", 14), ("spatial_merge_size", 2), ("window_size", 112))
@@ -84,27 +78,28 @@ def _read_vision(table: Fields, out_dim: int) -> EncoderConfig:
     if window < size * merge:
         raise table.error(f"window_size={window} must be at least {size * merge} pixels: those of one token.")
     embed, heads = read_heads(table, 3584)
-    return windowed_vision(
+    sizes = EncoderSizes(
         embed_dim=embed,
         layers=table.layers("depth", 32),
         heads=heads,
         mlp_dim=table.integer("intermediate_size", 3420),
         out_dim=out_dim,
-        whole=tuple(table.numbers("fullatt_block_indexes", [7, 15, 23, 31])),
-        window=window // merge // size,
         size=size,
-        frames=table.integer("temporal_patch_size", 2),
         merge=merge,
         channels=table.integer("in_channels", 3),
         activation=table.word("hidden_act", ACTIVATIONS, "silu"),
+    )
+    return windowed_vision(
+        sizes,
+        whole=tuple(table.numbers("fullatt_block_indexes", [7, 15, 23, 31])),
+        window=window // merge // size,
+        frames=table.integer("temporal_patch_size", 2),
         theta=read_axial_theta(table),
     )
 
 
 def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    table = fields.table("vision_config")
-    if table is None:
-        raise fields.error("vision_config is missing: it describes the encoder.")
+    table = vision_fields(fields)
     rate = table.integer("tokens_per_second", 4)
     vision = _read_vision(table, config.embed_dim)
     finish(fields, "vision_config", table, IGNORED_VISION_KEYS)
@@ -154,20 +149,22 @@ def _read_text(fields: Fields) -> DecoderConfig:
     fields.content.setdefault("max_window_layers", 80)
     shape = read_shape(fields, num_kv_heads=8, eps=1e-5, keys=NO_BIAS)
     rope = read_rope(fields, theta=1e6, sections=SECTIONS, interleaved_sections=False)
-    return qwen2.qwen2(shape, rope=rope, masks=read_late_windows(fields, shape.num_layers))
+    return qwen2(shape, rope=rope, masks=read_late_windows(fields, shape.num_layers))
 
 
-TEXT = dataclasses.replace(
-    qwen2.FAMILY,
-    model_type="qwen2_5_vl_text",
-    architecture="Qwen2_5_VLTextModel",
-    read=_read_text,
-    write=lambda config: write_shape(config, NO_BIAS) | write_late_windows(config) | write_rope(config),
-    ignored_keys={**qwen2.FAMILY.ignored_keys, **IGNORED_KEYS},
-)
+def _adapt(text: Family) -> Family:
+    return dataclasses.replace(
+        text,
+        model_type="qwen2_5_vl_text",
+        architecture="Qwen2_5_VLTextModel",
+        read=_read_text,
+        write=lambda config: write_shape(config, NO_BIAS) | write_late_windows(config) | write_rope(config),
+        ignored_keys={**text.ignored_keys, **IGNORED_KEYS},
+    )
+
 
 _TIED = "tie_word_embeddings"
-# what no decoder has, of settings that stand in one object
+# keys that are not the decoder's where all settings stand in one object
 _OUTSIDE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "transformers_version"),
     *("vision_config", "text_config", _TIED, *TOKENS.values()),
@@ -176,7 +173,7 @@ _OUTSIDE = {
 
 
 def _nested(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's settings in an object of their own; old files have them beside the encoder's, or in both places."""
+    """Nest the decoder's settings; old files have them next to the encoder's, or in both positions."""
     inner = content.get("text_config")
     if isinstance(inner, Mapping):
         inner = {key: value for key, value in inner.items() if key != "architectures"}
@@ -189,8 +186,10 @@ def _nested(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**{key: value for key, value in content.items() if key in _OUTSIDE}, "text_config": inner}
 
 
-FAMILY = multimodal(
-    TEXT,
+FAMILY = MultimodalFamily(
+    text="qwen2",
+    adapt=_adapt,
+    reads_as_text=True,
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
     read=_read,
@@ -207,19 +206,21 @@ FAMILY = multimodal(
     modules={r"^model\.": "model.language_model.", r"^visual\.": "model.visual."},
     ignored_keys=IGNORED_KEYS,
     own_settings=_nested,
-    alone=qwen2.FAMILY,
 )  # fmt: skip
 
 
 def _model(shape: DecoderSizes, mlp_dim: int) -> DecoderConfig:
+    sizes = EncoderSizes(
+        embed_dim=1280, layers=32, heads=16, mlp_dim=mlp_dim, out_dim=shape.embed_dim, size=14, activation="silu"
+    )
     media = MediaConfig(
-        vision=windowed_vision(embed_dim=1280, layers=32, heads=16, mlp_dim=mlp_dim, out_dim=shape.embed_dim),
+        vision=windowed_vision(sizes),
         image_token=IMAGE,
         video_token=VIDEO,
         positions=GridPositions(frames="together", per_second=2.0, whole=True, behind_times=False),
     )
     rope = Rope(theta=1e6, sections=SECTIONS, interleaved_sections=False)
-    return with_media(qwen2.qwen2(shape, rope=rope), media)
+    return with_media(qwen2(shape, rope=rope), media)
 
 
 _shape = functools.partial(DecoderSizes, vocab_size=152_064, head_dim=128)

@@ -1,22 +1,14 @@
-"""Qwen3, dense (Yang et al. 2025): Llama's block with normalised queries and keys."""
+"""Qwen3, dense (Yang et al. 2025): Llama's block with normalized queries and keys."""
 
 import functools
 
+from eqx_decoders.families._qwen import IGNORED_WINDOW_KEYS, qwen3, read_late_windows, write_late_windows
 from eqx_decoders.families.common import DecoderSizes, llama_weights, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.qwen2 import IGNORED_WINDOW_KEYS, read_late_windows, write_late_windows
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.layers.attention.attention import QKNorm
-from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
-
-
-def qwen3(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
-    """A decoder of Qwen3 blocks; `masks` has one for each layer, or is empty: all are causal."""
-    masks, qk_norm = masks or (Causal(),) * shape.num_layers, QKNorm(norm=shape.norm)
-    return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qk_norm=qk_norm)) for mask in masks)
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:

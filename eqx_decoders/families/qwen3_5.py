@@ -1,62 +1,22 @@
 """Qwen3.5, dense, text (Qwen Team 2026): Qwen3-Next's layers, and positions of several dimensions for images."""
 
 import functools
-from typing import Any
 
-from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, read_shape, write_shape
-from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.hf_table import Family, Weight, sharing
-from eqx_decoders.families.qwen3_next import (
+from eqx_decoders.families._qwen_hybrid import (
     DEPTH,
-    INTO_KEYS,
-    INTO_VALUES,
-    LINEAR,
-    ROPE,
-    SHARED_WEIGHTS,
+    IGNORED_STATE_KEYS,
+    QWEN3_5_WEIGHTS,
     delta_net,
-    every_fourth,
-    qwen3_next,
-    read_depth,
-    read_hybrid,
+    qwen3_5,
+    read_qwen3_5,
     with_depth,
     with_depths,
-    write_depth,
-    write_hybrid,
+    write_qwen3_5,
 )
-from eqx_decoders.families.rope_config import read_rope
-from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
-from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
-
-
-SECTIONS = (11, 11, 10)
-DEPTH_KEY = "mtp_num_hidden_layers"
-IGNORED_KEYS = {"mamba_ssm_dtype": "states are in float32"}
-
-
-def qwen3_5(
-    shape: DecoderSizes,
-    *,
-    delta: GatedDeltaNetConfig,
-    mlp: MLPConfig | ExpertsConfig,
-    full: tuple[bool, ...] = (),
-    rope: Rope = Rope(theta=ROPE.theta, fraction=ROPE.fraction, sections=SECTIONS),
-) -> DecoderConfig:
-    """A decoder of Qwen3.5 blocks; `full` says which layers have attention, or is empty: every fourth."""
-    full = full or every_fourth(shape.num_layers)
-    return qwen3_next(shape, delta=delta, full=full, mlps=(mlp,) * shape.num_layers, rope=rope)
-
-
-def read_qwen3_5(fields: Fields, shape: DecoderSizes, mlp: MLPConfig | ExpertsConfig) -> DecoderConfig:
-    """The configuration with this MLP."""
-    fields.allow_only("attn_output_gate", True)
-    fields.allow_only("output_gate_type", "swish")
-    fields.allow_only("mtp_use_dedicated_embeddings", False)
-    delta, full = read_hybrid(fields, shape)
-    rope = read_rope(fields, fraction=0.25, sections=SECTIONS)
-    return read_depth(fields, DEPTH_KEY, qwen3_5(shape, delta=delta, mlp=mlp, full=full, rope=rope))
+from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, read_shape, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -65,29 +25,13 @@ def _read(fields: Fields) -> DecoderConfig:
     return read_qwen3_5(fields, shape, shape.mlp())
 
 
-def write_qwen3_5(config: DecoderConfig) -> dict[str, Any]:
-    """What `read_qwen3_5` reads."""
-    return write_hybrid(config) | write_depth(config, DEPTH_KEY)
-
-
-# queries, keys and values of all heads one after the other, and tensors for the rest
-WEIGHTS = (
-    *SHARED_WEIGHTS,
-    *sharing(
-        LINEAR + "in_proj_qkv.weight",
-        *(("mixer.query", INTO_KEYS), ("mixer.key", INTO_KEYS), ("mixer.value", INTO_VALUES)),
-    ),
-    Weight(LINEAR + "in_proj_z.weight", "mixer.gate", INTO_VALUES),
-    Weight(LINEAR + "in_proj_b.weight", "mixer.beta", "heads embed -> embed heads"),
-    Weight(LINEAR + "in_proj_a.weight", "mixer.dt", "heads embed -> embed heads"),
-)
 FAMILY = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     read=_read,
     write=lambda config: write_shape(config, NO_BIAS) | write_qwen3_5(config),
-    weights=(*ENDS, *with_depths((*WEIGHTS, *GATED_MLP)), *DEPTH),
-    ignored_keys=IGNORED_KEYS,
+    weights=(*ENDS, *with_depths((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
+    ignored_keys=IGNORED_STATE_KEYS,
     with_depth=with_depth,
 )
 

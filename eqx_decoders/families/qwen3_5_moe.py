@@ -4,22 +4,26 @@ import functools
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, read_shape
-from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.qwen3_5 import IGNORED_KEYS, WEIGHTS, qwen3_5, read_qwen3_5, write_qwen3_5
-from eqx_decoders.families.qwen3_next import (
+from eqx_decoders.families._qwen_hybrid import (
     DEPTH,
     EXPERTS,
     FUSED_EXPERTS,
+    IGNORED_STATE_KEYS,
+    QWEN3_5_WEIGHTS,
     delta_net,
+    qwen3_5,
     qwen_experts,
     read_experts,
+    read_qwen3_5,
     with_depth,
     with_depths,
     write_experts,
+    write_qwen3_5,
 )
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, read_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -38,9 +42,9 @@ FAMILY = Family(
     architecture="Qwen3_5MoeForCausalLM",
     read=_read,
     write=_write,
-    weights=(*ENDS, *with_depths((*WEIGHTS, *EXPERTS)), *DEPTH),
+    weights=(*ENDS, *with_depths((*QWEN3_5_WEIGHTS, *EXPERTS)), *DEPTH),
     fused=with_depths(FUSED_EXPERTS),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_KEYS,
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS,
     with_depth=with_depth,
 )
 
@@ -48,8 +52,8 @@ _shape = functools.partial(DecoderSizes, vocab_size=248_320, num_kv_heads=2, hea
 
 
 def _sparse(shape: DecoderSizes, heads: int, **experts: Any) -> DecoderConfig:
-    own = qwen_experts(shape, dim=shape.mlp_dim, shared_dim=shape.mlp_dim, **experts)
-    return qwen3_5(shape, delta=delta_net(shape, heads=heads), mlp=own)
+    experts_config = qwen_experts(shape, dim=shape.mlp_dim, shared_dim=shape.mlp_dim, **experts)
+    return qwen3_5(shape, delta=delta_net(shape, heads=heads), mlp=experts_config)
 
 
 _35B = _shape(embed_dim=2048, num_layers=40, num_heads=16, mlp_dim=512)

@@ -1,20 +1,13 @@
-"""Qwen3.5 with experts that sees images and videos (Qwen Team 2026)."""
+"""Qwen3.5 with experts, images and videos (Qwen Team 2026)."""
 
-from eqx_decoders.families import qwen3_5_moe
-from eqx_decoders.families.qwen3_5_vision import LARGE, qwen3_5_vision, seeing
-from eqx_decoders.model.decoder import DecoderConfig
-
-
-FAMILY = seeing(qwen3_5_moe.FAMILY, model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration")
+from eqx_decoders.families._qwen_vision import qwen3_5_family, with_large_vision
+from eqx_decoders.families.multimodal import ExtendedModel
 
 
-def _with(name: str) -> DecoderConfig:
-    text = qwen3_5_moe.MODELS[name]()
-    return qwen3_5_vision(text, LARGE(out_dim=text.embed_dim))
-
+FAMILY = qwen3_5_family("qwen3_5_moe_text", model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration")
 
 MODELS = {
-    "qwen3.5-35b-a3b-vision": lambda: _with("qwen3.5-35b-a3b"),
-    "qwen3.5-122b-a10b-vision": lambda: _with("qwen3.5-122b-a10b"),
-    "qwen3.5-397b-a17b-vision": lambda: _with("qwen3.5-397b-a17b"),
+    "qwen3.5-35b-a3b-vision": ExtendedModel("qwen3.5-35b-a3b", with_large_vision),
+    "qwen3.5-122b-a10b-vision": ExtendedModel("qwen3.5-122b-a10b", with_large_vision),
+    "qwen3.5-397b-a17b-vision": ExtendedModel("qwen3.5-397b-a17b", with_large_vision),
 }

@@ -4,38 +4,14 @@ import functools
 from typing import Any
 
 from eqx_decoders.families import moe
+from eqx_decoders.families._qwen import qwen3_moe
 from eqx_decoders.families.common import GATED_MLP, DecoderSizes, find_window, llama_weights, read_shape, write_sizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.layers.attention.attention import QKNorm
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
-from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
-
-
-def qwen3_moe(
-    shape: DecoderSizes,
-    *,
-    expert_dim: int,
-    num_experts: int = 128,
-    num_experts_per_token: int = 8,
-    renormalize: bool = True,
-    dense_layers: frozenset[int] = frozenset(),
-    rope: Rope = Rope(theta=1e6),
-    mask: Mask = Causal(),
-) -> DecoderConfig:
-    """A decoder of Qwen3 blocks with experts, but for `dense_layers`, counted from 0, whose MLP is `shape`'s."""
-    experts = shape.experts(
-        num_experts=num_experts,
-        num_experts_per_token=num_experts_per_token,
-        mlp_dim=expert_dim,
-        router=RouterConfig(order="score_first", renormalize=renormalize),
-    )
-    mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm))
-    sparse, dense = shape.block(mixer, experts), shape.block(mixer)
-    return shape.decoder(dense if index in dense_layers else sparse for index in range(shape.num_layers))
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:

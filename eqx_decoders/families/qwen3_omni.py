@@ -1,6 +1,6 @@
-"""Qwen3-Omni's thinker (Xu et al. 2025): Qwen3 with experts that sees images and videos, and hears; it writes text.
+"""Qwen3-Omni's thinker (Xu et al. 2025): Qwen3 with experts, images, videos and audio; its output is text.
 
-Files of the whole model are read, too, without what speaks.
+Files of the whole model are read, too, without the talker.
 """
 
 import dataclasses
@@ -8,32 +8,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families import qwen3_moe
-from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.hf_table import Weight
-from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm, plain_mlp
-from eqx_decoders.families.qwen3_vl import LARGE, SECTIONS
-from eqx_decoders.families.qwen3_vl_moe import read_sparse_text
-from eqx_decoders.families.qwen_vision import (
+from eqx_decoders.families._qwen import VL_SECTIONS, qwen3_moe, read_sparse_text
+from eqx_decoders.families._qwen_vision import (
     IGNORED_KEYS,
+    LARGE,
+    LARGE_DEEPSTACK,
     TOKENS,
     media_of,
+    qwen_vision,
     read_vision,
     vision_weights,
     with_media,
     write_vision,
 )
+from eqx_decoders.families.common import DecoderSizes
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.multimodal import MultimodalFamily, attention, encoder_layer, finish, linear, norm, plain_mlp
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _NORM = LayerNormConfig(eps=1e-5)
@@ -54,7 +56,7 @@ def omni_audio(
     window_chunks: int = 8,
     activation: str = "gelu",
 ) -> EncoderConfig:
-    """The encoder of audio: tokens see those of their window of `window_chunks` chunks."""
+    """Return the encoder of audio: tokens attend to their window of `window_chunks` chunks."""
     stem = AudioStemConfig(mel_bands=mel_bands, chunk_frames=chunk_frames, filters=filters)
     window = window_chunks * stem.chunk_tokens
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
@@ -69,15 +71,15 @@ def omni_audio(
 
 
 def read_audio(fields: Fields, out_dim: int) -> EncoderConfig:
-    """The encoder that `audio_config` describes."""
+    """Read the encoder of `audio_config`."""
     table = fields.table("audio_config")
     if table is None:
         raise fields.error("audio_config is missing: it describes the encoder of audio.")
     table.rename("num_hidden_layers", "encoder_layers")
     table.allow_only("scale_embedding", False)
-    made = table.integer("output_dim", 3584)
-    if made != out_dim:
-        raise table.error(f"output_dim={made} must be the decoder's hidden_size={out_dim}.")
+    output_dim = table.integer("output_dim", 3584)
+    if output_dim != out_dim:
+        raise table.error(f"output_dim={output_dim} must be the decoder's hidden_size={out_dim}.")
     half, window = table.integer("n_window", 50), table.integer("n_window_infer", 800)
     if window < 2 * half:
         raise table.error(f"n_window_infer={window} must be at least 2 x n_window={half}: one chunk.")
@@ -112,7 +114,7 @@ _IGNORED_AUDIO_KEYS = {
 
 
 def write_audio(encoder: EncoderConfig | None) -> dict[str, Any]:
-    """What `read_audio` reads."""
+    """Return the keys that `read_audio` reads."""
     if encoder is None or not isinstance(encoder.stem, AudioStemConfig):
         raise ConversionError("MediaConfig.audio=None: there must be an encoder of audio.")
     stem, mixer, mlp = encoder.stem, encoder.blocks[0].mixer, encoder.blocks[0].mlp
@@ -140,7 +142,7 @@ def write_audio(encoder: EncoderConfig | None) -> dict[str, Any]:
 def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
     rate = fields.integer("position_id_per_seconds", 25)
     media = MediaConfig(
-        vision=read_vision(fields, config.embed_dim, deepstack=(8, 16, 24)),
+        vision=read_vision(fields, config.embed_dim, deepstack=LARGE_DEEPSTACK),
         audio=read_audio(fields, config.embed_dim),
         image_token=fields.integer("image_token_id", 151_655, least=0),
         video_token=fields.integer("video_token_id", 151_656, least=0),
@@ -175,12 +177,10 @@ def _read_text(fields: Fields) -> DecoderConfig:
     )
 
 
-TEXT = dataclasses.replace(
-    qwen3_moe.FAMILY,
-    model_type="qwen3_omni_moe_text",
-    architecture="Qwen3OmniMoeThinkerTextModel",
-    read=_read_text,
-)
+def _adapt(text: Family) -> Family:
+    architecture = "Qwen3OmniMoeThinkerTextModel"
+    return dataclasses.replace(text, model_type="qwen3_omni_moe_text", architecture=architecture, read=_read_text)
+
 
 _TOWER = "audio_tower."
 _LAYER = _TOWER + "layers.{layer}."
@@ -204,7 +204,7 @@ _VISION_WEIGHTS = vision_weights(
 )
 
 
-# by these transformers finds placeholders
+# transformers finds placeholders by these
 _AROUND = {
     "vision_start_token_id": 151_652,
     "vision_end_token_id": 151_653,
@@ -215,7 +215,7 @@ _ARCHITECTURE, _WHOLE = "Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3Omn
 
 
 def _thinker(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The thinker's settings, of which those of the whole model have a copy."""
+    """Return the thinker's settings, which those of the whole model contain."""
     inner = content.get("thinker_config")
     if not isinstance(inner, Mapping):
         return content
@@ -223,8 +223,10 @@ def _thinker(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**inner, "architectures": [_ARCHITECTURE] if named in (None, [_WHOLE]) else named}
 
 
-FAMILY = multimodal(
-    TEXT,
+FAMILY = MultimodalFamily(
+    text="qwen3_moe",
+    adapt=_adapt,
+    reads_as_text=True,
     model_type="qwen3_omni_moe_thinker",
     architecture=_ARCHITECTURE,
     read=_read,
@@ -235,14 +237,13 @@ FAMILY = multimodal(
     | dict.fromkeys(_AROUND, "a token around placeholders: part of the prompt")
     | {"user_token_id": "for processors", "seconds_per_chunk": "for processors"},
     default_settings=_AROUND,
-    # what speaks stands beside the thinker
+    # the talker is stored next to the thinker
     renamed={r"^thinker\.": "", r"^model\.language_model\.": "model.", r"^model\.(visual|audio_tower)\.": r"\1."},
     modules={r"^model\.": "model.language_model.", r"^(visual|audio_tower)\.": r"model.\1."},
     ignored_tensors=r"(talker|code2wav)\..*|.*rotary_emb\.inv_freq",
     auto_class="Qwen3OmniMoeThinkerForConditionalGeneration",
     own_settings=_thinker,
     aliases=("qwen3_omni_moe",),
-    alone=qwen3_moe.FAMILY,
 )
 
 
@@ -250,9 +251,9 @@ def _30b() -> DecoderConfig:
     shape = DecoderSizes(
         vocab_size=152_064, embed_dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, mlp_dim=768
     )
-    text = qwen3_moe.qwen3_moe(shape, expert_dim=768, rope=Rope(theta=1e6, sections=SECTIONS))
+    text = qwen3_moe(shape, expert_dim=768, rope=Rope(theta=1e6, sections=VL_SECTIONS))
     media = MediaConfig(
-        vision=LARGE(out_dim=2048),
+        vision=qwen_vision(LARGE(out_dim=2048), deepstack=LARGE_DEEPSTACK),
         audio=omni_audio(embed_dim=1280, layers=32, heads=20, mlp_dim=5120, out_dim=2048),
         image_token=IMAGE,
         video_token=VIDEO,

@@ -8,7 +8,7 @@ from eqx_decoders.families.common import LAYER_TYPES, attentions
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _TYPES = {
@@ -38,7 +38,7 @@ def read_rope(
     sections: tuple[int, ...] = (),
     interleaved_sections: bool = True,
 ) -> Rope:
-    """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+    """Read the rotary embedding of all layers, from `rope_parameters` or older `rope_theta` and `rope_scaling`.
 
     Partial rotation and positions of several dimensions are refused unless their defaults, `fraction` and `sections`,
     are given. `interleaved_sections` says how the family's pairs are divided among the dimensions.
@@ -64,14 +64,14 @@ def read_rope(
 
 
 def _plain_mrope(table: Fields, sections: tuple[int, ...]) -> None:
-    """Old files call a plain embedding of several dimensions `mrope`, some of them under one of two keys."""
+    """Rename the type `mrope`, which old files give a plain embedding of several dimensions."""
     for key in ("type", "rope_type") if sections else ():
         if table.content.get(key) == "mrope":
             table.content[key] = _TYPES[Rope]
 
 
 def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: str | None) -> dict[str, Rope]:
-    """The rotary embeddings of `full_attention` and `sliding_attention` layers.
+    """Read the rotary embeddings of `full_attention` and `sliding_attention` layers.
 
     New files nest them by the type of the layer. In old ones `rope_theta` and `rope_scaling` are those of the full
     layers, and `local_key` names the others' theta (None: always `local_theta`).
@@ -94,10 +94,10 @@ def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Outer:
-    """What stands outside of a table, and what is taken where nothing is said.
+    """Settings outside of a table of rotary settings, and defaults.
 
-    `nested`: layers of different types have tables of their own. A `default_fraction` of None: all features are
-    rotated; no `sections`: positions have one dimension, else pairs turn by these `interleaved_sections` or not.
+    `nested`: layers of different types have tables of their own. `default_fraction=None` rotates all features. Without
+    `sections` positions have one dimension; else pairs are divided by them, with `interleaved_sections` or not.
     """
 
     theta: float | None
@@ -110,7 +110,7 @@ class _Outer:
     interleaved_sections: bool = True
 
     def common(self, theta: float | None, fraction: float | None) -> dict[str, Any]:
-        """The fields that all kinds of rotary embeddings have, with what a table says of two of them."""
+        """Return the fields of all kinds of rotary embeddings, two of them from a table if it has them."""
         return {
             "theta": theta or self.theta or self.default,
             "fraction": fraction or self.fraction or self.default_fraction or 1.0,
@@ -120,15 +120,15 @@ class _Outer:
 
 
 def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rope:
-    """What the tables that are there say."""
-    found = [_rope(table, outer) for table in tables if table is not None]
-    if any(rope != found[0] for rope in found):
+    """Return the rotary embedding of the tables that exist; refuse tables that differ."""
+    ropes = [_rope(table, outer) for table in tables if table is not None]
+    if any(rope != ropes[0] for rope in ropes):
         raise fields.error("rope_parameters and rope_scaling say different things: remove one of them.")
-    return found[0] if found else Rope(**outer.common(None, None))
+    return ropes[0] if ropes else Rope(**outer.common(None, None))
 
 
 def _rope(fields: Fields, outer: _Outer) -> Rope:
-    """One table of rotary settings."""
+    """Read one table of rotary settings."""
     kind = fields.word("rope_type", {name: name for name in _TYPES.values()}, "default")
     partial = outer.default_fraction is not None or kind == _TYPES[ProportionalRope]
     common = outer.common(
@@ -166,11 +166,11 @@ def _rope(fields: Fields, outer: _Outer) -> Rope:
 
 
 def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
-    """A number of a table, which must be that outside of it where both are given."""
-    own = fields.number(key, None)
-    if own is not None and outside is not None and own != outside:
-        raise fields.error(f"{key}={own}, but {outside} outside of it: make them equal.")
-    return own
+    """Read a number of a table; refuse one that differs from the number outside of it."""
+    inner = fields.number(key, None)
+    if inner is not None and outside is not None and inner != outside:
+        raise fields.error(f"{key}={inner}, but {outside} outside of it: make them equal.")
+    return inner
 
 
 def _original_length(fields: Fields, outer: _Outer) -> int:
@@ -195,9 +195,9 @@ def _yarn_rope(fields: Fields, common: dict[str, Any], outer: _Outer) -> YarnRop
         original_length=original,
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
-        # transformers looks for it beside nested tables, where no file has it
+        # transformers looks for it outside of nested tables, where no file has it
         truncate=truncate or outer.nested,
-        # without mscale_all_dim and beside attention_factor it has no effect
+        # without mscale_all_dim, or together with attention_factor, it has no effect
         mscale=mscale if mscale_all_dim is not None and attention_factor is None else None,
         mscale_all_dim=mscale_all_dim,
         attention_factor=attention_factor,
@@ -205,7 +205,7 @@ def _yarn_rope(fields: Fields, common: dict[str, Any], outer: _Outer) -> YarnRop
 
 
 def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any]:
-    """The rotary embedding of all layers, as `rope_parameters` and in the spelling that transformers 4 reads.
+    """Return the rotary embedding of all layers, as `rope_parameters` and in the spelling of transformers 4.
 
     `partial` is for families whose `fraction` has a default: it is always written.
     """
@@ -218,13 +218,13 @@ def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any
 
 
 def write_ropes(config: DecoderConfig) -> dict[str, Any]:
-    """`rope_parameters` by the type of the layer; a type that no layer has is left out."""
+    """Return `rope_parameters` by the type of the layer; a type that no layer has is left out."""
     kinds = {type(mixer.mask): mixer.rope for mixer in attentions(config)}
     return {"rope_parameters": {LAYER_TYPES[kind]: _table(rope) for kind, rope in kinds.items()}}
 
 
 def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
-    """The table of one rotary embedding, as transformers 5 writes it."""
+    """Return the table of one rotary embedding, as transformers 5 writes it."""
     if rope is None:
         raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
     table: dict[str, Any] = {key: getattr(rope, field, None) for key, field in _KEYS.items()}

@@ -1,4 +1,4 @@
-"""A model in numbers: its weights, those that a token uses, and what a cache holds of each token and each sequence."""
+"""Model summary: its weights, those that a token uses, and the bytes of a cache for each token and each sequence."""
 
 import collections
 import dataclasses
@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from eqx_decoders.blocks.stack import segments
+from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.families import get_config
 from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
-from eqx_decoders.model.init import abstract, abstract_cache
+from eqx_decoders.model.caches import abstract_cache
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import axes, named_leaves
 
 
@@ -23,16 +25,17 @@ _LONG = 2**20  # tokens: more than any window
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """A model in numbers.
+    """Sizes of a model.
 
     **Arguments:**
 
-    - `name`: of the model; None for a configuration of one's own.
-    - `parameters`: weights; tied ones count once, those of multi-token prediction too.
-    - `active_parameters`: without the experts that a token does not use, and without tables beside the embedding.
-    - `bytes_per_token`: by how much each token lets a cache of `dtype` grow.
-    - `bytes_per_sequence`: what a cache holds of each sequence however long: windows, and states of recurrent layers.
-    - `layers`: how many there are of each kind of mixer.
+    - `name`: of the model; None for another configuration.
+    - `parameters`: number of weights; tied ones count once, those of multi-token prediction too.
+    - `active_parameters`: the same without the experts that a token does not use, and without lookup tables other than
+        the embedding.
+    - `bytes_per_token`: growth of a cache of `dtype` with each token.
+    - `bytes_per_sequence`: constant size of a cache for each sequence: windows, and states of recurrent layers.
+    - `layers`: number of layers with each kind of mixer.
     - `dtype`: of the cache.
     """
 
@@ -54,7 +57,7 @@ class ModelInfo:
 
 
 def describe_model(model: str | DecoderConfig, *, dtype: DTypeLike = jnp.bfloat16) -> ModelInfo:
-    """The numbers of a model, by its name or its configuration, with a cache of `dtype`. No weight is made."""
+    """Return the sizes of a model, by its name or its configuration, with a cache of `dtype`. No weight is made."""
     config = get_config(model) if isinstance(model, str) else model
     tree, kinds = abstract(config), collections.Counter(_kind(block.mixer) for block in config.blocks)
     shorter, longer = (_cache_bytes(config, length, dtype) for length in (_LONG, 2 * _LONG))
@@ -71,21 +74,21 @@ def describe_model(model: str | DecoderConfig, *, dtype: DTypeLike = jnp.bfloat1
 
 
 def active_parameters(model: Decoder) -> dict[str, int]:
-    """By path, how many of a weight's numbers a token uses: of experts those that it is sent to.
+    """Return, by path, the number of a weight's parameters that a token uses: experts count by use.
 
-    Tables beside the embedding, of which a token reads some rows, count as none.
+    Lookup tables other than the embedding, of which a token reads some rows, count as 0.
     """
-    words, found = axes(model), {}
+    words, counts = axes(model), {}
     for name, leaf in named_leaves(model).items():
         inside, size = [word for word in words[name] if word != "layers"], math.prod(leaf.shape)
         if inside[0] == "experts" and len(inside) > 1:
             size = size * _experts_per_token(name, model.config) // leaf.shape[words[name].index("experts")]
-        found[name] = 0 if inside[0] in ("vocab", "rows") and name != "embedding.table" else size
-    return found
+        counts[name] = 0 if inside[0] in ("vocab", "rows") and name != "embedding.table" else size
+    return counts
 
 
 def _experts_per_token(name: str, config: DecoderConfig) -> int:
-    """How many experts a token uses in the layers that have the weight of this path."""
+    """Return the number of experts that a token uses in the layers of the weight `name`."""
     part, index, _, place, *_ = (*name.split("."), "", "", "")
     if part == "segments":
         block = segments(config.blocks)[int(index)][0][int(place)]
@@ -95,7 +98,7 @@ def _experts_per_token(name: str, config: DecoderConfig) -> int:
 
 
 def _inside(config: Any) -> list[Any]:
-    """A configuration and all that stand in it."""
+    """Return a configuration and all configurations nested in it."""
     if isinstance(config, tuple):
         return [each for part in config for each in _inside(part)]
     if not dataclasses.is_dataclass(config):
@@ -109,7 +112,7 @@ def _cache_bytes(config: DecoderConfig, length: int, dtype: DTypeLike) -> int:
 
 
 def _kind(mixer: Any) -> str:
-    """What a mixer is called here: the name of its configuration's class, and its window if it has one."""
+    """Return the name of a mixer: that of its configuration's class, with its window if it has one."""
     if mixer is None:
         return "none"
     size = getattr(getattr(mixer, "mask", None), "size", None)

@@ -1,8 +1,7 @@
-"""A small model that sees, to be trained from nothing on one CPU: no published one."""
+"""Small model with images, to be trained from scratch on one CPU: no published one."""
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
@@ -10,14 +9,14 @@ from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 NORM = RMSNormConfig()
 
 
 def tiny_vision() -> DecoderConfig:
-    """Images of 32 x 32 pixels, 16 tokens each, before a decoder of three layers."""
+    """Return an encoder of images of 32 x 32 pixels, 16 tokens each, with a decoder of three layers."""
     eye = BlockConfig(
         mixer=AttentionConfig(
             num_heads=4,

@@ -1,23 +1,55 @@
-"""What several families read of `vision_config`, and write into it."""
+"""Settings of `vision_config` that several families share."""
 
+import dataclasses
 from typing import Any
 
-from eqx_decoders.encoders.encoder import EncoderConfig
-from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 # the pattern of a convolution's weights
 KERNEL = "embed (channels frames) patch_rows patch_columns -> channels frames patch_rows patch_columns embed"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderSizes:
+    """Sizes of an encoder of images whose layers all have the same.
+
+    **Arguments:**
+
+    - `embed_dim`, `layers`, `heads`, `mlp_dim`: features, number, heads and MLP width of the layers.
+    - `out_dim`: number of features of a token.
+    - `size`, `channels`: rows and columns of pixels in a patch, and values of a pixel.
+    - `merge`: rows and columns of patches that become one token.
+    - `activation`: activation of the MLPs.
+    """
+
+    embed_dim: int
+    layers: int
+    heads: int
+    mlp_dim: int
+    out_dim: int
+    size: int
+    merge: int = 2
+    channels: int = 3
+    activation: str = "gelu_tanh"
+
+    def mlp(self, *, gated: bool = False, bias: bool = True) -> MLPConfig:
+        """Return the MLP of a layer."""
+        return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, gated=gated, bias=bias)
+
+    def stem(self, **options: Any) -> PatchStemConfig:
+        """Return an input layer with patches of these sizes."""
+        return PatchStemConfig(size=self.size, channels=self.channels, merge=self.merge, **options)
+
+
 def vision_fields(fields: Fields) -> Fields:
-    """The settings of the encoder."""
+    """Return the settings of the encoder."""
     table = fields.table("vision_config")
     if table is None:
         raise fields.error("vision_config is missing: it describes the encoder.")
@@ -27,7 +59,7 @@ def vision_fields(fields: Fields) -> Fields:
 def read_sizes(
     table: Fields, *, width: int, heads: int, layers: int, mlp_dim: int, size: int, channels: int = 3
 ) -> dict[str, int]:
-    """The sizes of an encoder as keywords; the arguments are what transformers takes where a key is missing."""
+    """Read the sizes of an encoder as keywords; the arguments are transformers' defaults."""
     width, heads = table.integer("hidden_size", width), table.integer("num_attention_heads", heads)
     if width % heads:
         raise table.error(f"hidden_size={width} must be a multiple of num_attention_heads={heads}.")
@@ -42,7 +74,7 @@ def read_sizes(
 
 
 def read_side(table: Fields, size: int, image_size: int) -> int:
-    """Rows and columns of the grid of learned positions: the whole patches of an image of `image_size`."""
+    """Read the side of the grid of learned positions: the whole patches of an image of `image_size`."""
     pixels = table.integer("image_size", image_size)
     if pixels < size:
         raise table.error(f"image_size={pixels} must be at least patch_size={size}.")
@@ -50,7 +82,7 @@ def read_side(table: Fields, size: int, image_size: int) -> int:
 
 
 def read_theta(table: Fields, *kinds: str) -> float:
-    """The base of the rotary embedding, from `rope_parameters` of one of these kinds or the older `rope_theta`."""
+    """Read the base of the rotary embedding, from `rope_parameters` of one of these kinds or older `rope_theta`."""
     theta = table.number("rope_theta", 10_000.0)
     rope = table.table("rope_parameters")
     if rope is not None:
@@ -61,7 +93,7 @@ def read_theta(table: Fields, *kinds: str) -> float:
 
 
 def vision_of(config: DecoderConfig) -> tuple[MediaConfig, EncoderConfig]:
-    """Its encoders, and the one of images; ConversionError unless it is the only one."""
+    """Return the encoders, and the one of images; ConversionError unless it is the only one."""
     media = config.media
     if media is None or media.vision is None or media.audio is not None:
         raise ConversionError("DecoderConfig.media must have an encoder of images, and none of audio.")
@@ -69,7 +101,7 @@ def vision_of(config: DecoderConfig) -> tuple[MediaConfig, EncoderConfig]:
 
 
 def write_sizes(vision: EncoderConfig) -> dict[str, Any]:
-    """What `read_sizes` and `read_side` read."""
+    """Return the keys that `read_sizes` and `read_side` read."""
     stem, mixer, mlp = vision.stem, vision.blocks[0].mixer, vision.blocks[0].mlp
     patches = isinstance(stem, PatchStemConfig)
     if not patches or not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig):

@@ -1,7 +1,7 @@
 """Speculative greedy decoding: multi-token prediction drafts some tokens, and the model verifies them at once.
 
-A draft token is kept only where the model says the same (Leviathan et al. 2023): the tokens are those of plain greedy
-decoding, in fewer steps.
+A draft token is accepted only if the model predicts the same (Leviathan et al. 2023): the tokens are those of plain
+greedy decoding, in fewer steps.
 """
 
 import dataclasses
@@ -15,27 +15,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.blocks.stack import at_layer
-from eqx_decoders.context import Context
+from eqx_decoders.context import Context, Promises
 from eqx_decoders.core.sampling import Greedy, Sampler, is_stop
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.inference.unstack import inference_cache
-from eqx_decoders.layers.cache import kv_cache
+from eqx_decoders.layers.cache import base as cache_base
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
+from eqx_decoders.model.caches import block_memory
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.model.init import block_memory
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
 
 
 class Speculation(NamedTuple):
-    """What speculative greedy decoding returns.
+    """Result of speculative greedy decoding.
 
     **Arguments:**
 
-    - `tokens`: of each row, as `generate` gives them.
-    - `steps`: how often each row asked the model after its prompt; plain decoding asks once per token.
-    - `proposed`, `accepted`: draft tokens of each row, and how many of them the model confirmed.
+    - `tokens`: of each row, as `generate` returns them.
+    - `steps`: calls of the model for each row after its prompt; plain decoding has one per token.
+    - `proposed`, `accepted`: draft tokens of each row, and the number of them that the model confirmed.
     """
 
     tokens: Int[Array, "batch new"]
@@ -45,7 +45,7 @@ class Speculation(NamedTuple):
 
 
 class MTPDepthStates(eqx.Module):
-    """What the depths remember: their memories, and what depth k last made of token p - k, p being the next position.
+    """Caches of the depths, and the stream of depth k at token p - k, p being the next position.
 
     Depth k can store token t once token t + k is known, so it is k - 1 tokens behind the first depth, whose entries
     are as many as the model's.
@@ -56,7 +56,7 @@ class MTPDepthStates(eqx.Module):
 
 
 class _SpeculationState(eqx.Module):
-    """Where generation stands: the next token, draft tokens for those after it, and the caches."""
+    """State of the decode loop: the next token, draft tokens for those after it, and the caches."""
 
     token: Int[Array, "batch"]
     draft: Int[Array, "batch draft"]
@@ -70,7 +70,7 @@ class _SpeculationState(eqx.Module):
 
 
 def check_draft(model: Decoder, num_draft_tokens: int, sampler: Sampler) -> None:
-    """Raise ConfigError where the model can't draft so many tokens, or the sampler isn't greedy."""
+    """Raise ConfigError if the model can't draft so many tokens, or the sampler isn't greedy."""
     check_integer("generate: num_draft_tokens", num_draft_tokens, minimum=0)
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
     check(
@@ -93,16 +93,16 @@ def stream_speculative(
     pad_id: int,
     cache_format: CacheFormat = CacheFormat(),
 ) -> Iterator[np.ndarray]:
-    """The tokens of `speculate` one by one, each with one id per row, as soon as all rows have it."""
-    asked = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
-    state, given = _first(model, *asked), 0
+    """Yield the tokens of `speculate` one by one, each with one id per row, as soon as all rows have it."""
+    arguments = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
+    state, yielded = _first(model, *arguments), 0
     while True:
         tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
         ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
-        yield from tokens.T[given:ready]
+        yield from tokens.T[yielded:ready]
         if np.all(done):
             return
-        state, given = _next((model, max_new_tokens, stop_ids), state), max(given, ready)
+        state, yielded = _next((model, max_new_tokens, stop_ids), state), max(yielded, ready)
 
 
 @eqx.filter_jit
@@ -118,8 +118,8 @@ def speculate(
     cache_format: CacheFormat = CacheFormat(),
 ) -> Speculation:
     """Continue every prompt greedily, drafting `num_draft_tokens` at each step: one program, as in `generate`."""
-    asked = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
-    return jax.tree.map(model.execution.layout.replicate, _speculation(model, *asked))
+    arguments = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
+    return jax.tree.map(model.execution.layout.replicate, _speculation(model, *arguments))
 
 
 @typed
@@ -135,13 +135,13 @@ def _speculation(model, prompt, lengths, max_new_tokens, room, drafts, stop_ids,
 def _prefill(
     model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
 ) -> _SpeculationState:
-    """Prefill of the model and of the depths."""
+    """Run the prompts through the model and the depths."""
     config = model.config
     batch, width = prompt.shape
     cache = inference_cache(model, batch, room, cache_format)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, cache_is_empty=True)
+    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, promises=Promises(cache_is_empty=True))
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = jnp.argmax(model.logits(last)[:, 0], axis=-1).astype(jnp.int32)
     following = jnp.concatenate([prompt[:, 1:], jnp.zeros((batch, 1), prompt.dtype)], axis=1).astype(jnp.int32)
@@ -151,7 +151,7 @@ def _prefill(
         memories=tuple(block_memory(config.mtp.block, 1, batch, room, cache_format) for _ in range(num_draft_tokens)),
         last=(nothing,) * (num_draft_tokens - 1),
     )
-    depths, draft = draft_further(
+    depths, draft = draft_with_mtp(
         model, depths, hidden, following, jnp.zeros_like(lengths), lengths, cache_is_empty=True
     )
     zeros = jnp.zeros((batch,), jnp.int32)
@@ -170,25 +170,25 @@ def _prefill(
 
 @typed
 def _decode_step(model, max_new_tokens, stop_ids, state: _SpeculationState) -> _SpeculationState:
-    """Verify the draft, keep its right tokens and the model's own next token, and draft again."""
+    """Verify the draft, accept its right tokens and the model's own next token, and draft again."""
     batch, count = state.draft.shape
     begin = state.cache.length
     index = jnp.arange(count + 1, dtype=jnp.int32)[None]
-    fed = jnp.concatenate([state.token[:, None], state.draft], axis=1)
+    inputs = jnp.concatenate([state.token[:, None], state.draft], axis=1)
     positions = jnp.where(state.done[:, None], -1, begin[:, None] + index)
-    hidden, proposal, _ = model.propose(fed, positions, cache=state.cache)
-    said = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
-    right = jnp.cumprod((said[:, :-1] == state.draft).astype(jnp.int32), axis=1)
-    kept = jnp.where(state.done, 0, 1 + jnp.sum(right, axis=1))  # tokens that are now known to be in the text
-    cache = state.cache.commit(proposal.entries, jnp.where(index < kept[:, None], positions, -1))
-    depths, draft = draft_further(model, state.depths, hidden, said, begin, kept)
-    new, ends = _until_stop(said, kept, stop_ids)
-    place = state.count[:, None] + index
-    where = jnp.where((index < new[:, None]) & (place < max_new_tokens), place, state.tokens.shape[1])
-    tokens = state.tokens.at[jnp.arange(batch)[:, None], where].set(said, mode="drop")
+    hidden, proposal, _ = model.forward_uncommitted(inputs, positions, cache=state.cache)
+    predicted = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
+    right = jnp.cumprod((predicted[:, :-1] == state.draft).astype(jnp.int32), axis=1)
+    accepted = jnp.where(state.done, 0, 1 + jnp.sum(right, axis=1))  # tokens that are now certain
+    cache = state.cache.commit(proposal.entries, jnp.where(index < accepted[:, None], positions, -1))
+    depths, draft = draft_with_mtp(model, state.depths, hidden, predicted, begin, accepted)
+    new, ends = _until_stop(predicted, accepted, stop_ids)
+    target = state.count[:, None] + index
+    where = jnp.where((index < new[:, None]) & (target < max_new_tokens), target, state.tokens.shape[1])
+    tokens = state.tokens.at[jnp.arange(batch)[:, None], where].set(predicted, mode="drop")
     count = jnp.minimum(state.count + new, max_new_tokens)
     return _SpeculationState(
-        token=jnp.take_along_axis(said, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0],
+        token=jnp.take_along_axis(predicted, jnp.maximum(accepted - 1, 0)[:, None], axis=1)[:, 0],
         draft=draft,
         cache=cache,
         depths=depths,
@@ -196,20 +196,20 @@ def _decode_step(model, max_new_tokens, stop_ids, state: _SpeculationState) -> _
         count=count,
         done=state.done | ends | (count >= max_new_tokens),
         steps=state.steps + (~state.done).astype(jnp.int32),
-        accepted=state.accepted + jnp.maximum(kept - 1, 0),
+        accepted=state.accepted + jnp.maximum(accepted - 1, 0),
     )
 
 
 def _readable(model: Decoder, state: _SpeculationState) -> _SpeculationState:
-    """The state, with what the host reads of it on every device."""
+    """Return the state, with all that the host reads of it on every device."""
     replicate = model.execution.layout.replicate
     shown = {name: replicate(getattr(state, name)) for name in ("tokens", "count", "done")}
     return dataclasses.replace(state, **shown)
 
 
 @eqx.filter_jit
-def _first(model, *asked) -> _SpeculationState:
-    return _readable(model, _prefill(model, *asked))
+def _first(model, *arguments) -> _SpeculationState:
+    return _readable(model, _prefill(model, *arguments))
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -217,7 +217,7 @@ def _next(inputs: tuple[Decoder, Any, Any], state: _SpeculationState) -> _Specul
     return _readable(inputs[0], _decode_step(*inputs, state))
 
 
-def draft_further(
+def draft_with_mtp(
     model: Decoder,
     depths: MTPDepthStates,
     hidden: Float[Array, "batch length embed"],
@@ -231,15 +231,15 @@ def draft_further(
 
     **Arguments:**
 
-    - `hidden`, `following`: of each new token the model's stream, and the token after it.
+    - `hidden`, `following`: the model's stream at each new token, and the token after it.
     - `begin`: the position of the first new token.
-    - `known`: how many of the new tokens count.
+    - `known`: number of the new tokens that count.
     """
     assert model.mtp is not None
-    length, each = hidden.shape[1], model.mtp.unstacked()
-    stream, drafted, memories, last = model.mtp_input(hidden), [], [], []
-    for index, kept in enumerate(depths.memories):
-        # from `index` tokens further back, where the last call could not yet go: stream and tokens are one longer
+    length, depth_modules = hidden.shape[1], model.mtp.unstacked()
+    stream, drafted, caches, last = model.mtp_input(hidden), [], [], []
+    for index, cache in enumerate(depths.memories):
+        # it begins `index` tokens earlier, where the last call had to stop: stream and tokens are one longer
         if index > 0:
             stream = jnp.concatenate([depths.last[index - 1], stream], axis=1)
             following = _with_draft(following, known + index - 1, drafted[-1])
@@ -249,32 +249,32 @@ def draft_further(
         positions = jnp.where(real, positions, -1)
         ctx = Context(positions=positions, execution=model.execution, cache_is_empty=cache_is_empty)
         later = Context(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
-        past = None if cache_is_empty else kv_cache.pasts(kept, at_layer(kv_cache.slices(kept), 0))
-        stream, entries, _ = each[index](stream, model.embed(following, later), ctx, past)
-        # only where the token that it read is no draft
+        past = None if cache_is_empty else cache_base.pasts(cache, at_layer(cache_base.slices(cache), 0))
+        stream, entries, _ = depth_modules[index](stream, model.embed(following, later), ctx, past)
+        # only entries whose input was no draft token
         stored = jnp.where(offset < known[:, None], positions, -1)
-        memories.append(kv_cache.commit(kept, jax.tree.map(lambda x: x[None], entries), stored))
+        caches.append(cache_base.commit(cache, jax.tree.map(lambda x: x[None], entries), stored))
         end = jnp.maximum(known - 1, 0)[:, None, None]
         tip = jnp.take_along_axis(stream, end + index, axis=1)
         drafted.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))
         last.append(jnp.take_along_axis(stream, end, axis=1))
-    return MTPDepthStates(tuple(memories), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
+    return MTPDepthStates(tuple(caches), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
 
 
 def _with_draft(
     following: Int[Array, "batch length"], where: Int[Array, "batch"], token: Int[Array, "batch"]
 ) -> Int[Array, "batch longer"]:
-    """One longer, with the draft token at its place."""
+    """Insert the draft token after the tokens of each row."""
     longer = jnp.pad(following, ((0, 0), (0, 1)))
     index = jnp.arange(longer.shape[1], dtype=jnp.int32)[None]
     return jnp.where(index == where[:, None], token[:, None], longer)
 
 
 def _until_stop(
-    said: Int[Array, "batch length"], kept: Int[Array, "batch"], stop_ids: Int[AnyArray, "stops"]
+    predicted: Int[Array, "batch length"], accepted: Int[Array, "batch"], stop_ids: Int[AnyArray, "stops"]
 ) -> tuple[Int[Array, "batch"], Bool[Array, "batch"]]:
-    """How many of the kept tokens are part of the text, the stop among them, and whether there is one."""
-    index = jnp.arange(said.shape[1], dtype=jnp.int32)[None]
-    stop = is_stop(said, stop_ids) & (index < kept[:, None])
+    """Return the number of accepted tokens up to the first stop, itself included, and whether there is one."""
+    index = jnp.arange(predicted.shape[1], dtype=jnp.int32)[None]
+    stop = is_stop(predicted, stop_ids) & (index < accepted[:, None])
     ends = jnp.any(stop, axis=1)
-    return jnp.where(ends, jnp.argmax(stop, axis=1).astype(jnp.int32) + 1, kept), ends
+    return jnp.where(ends, jnp.argmax(stop, axis=1).astype(jnp.int32) + 1, accepted), ends

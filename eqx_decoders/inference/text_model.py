@@ -1,27 +1,23 @@
-"""Text in, text out: a decoder with its tokenizer and, where it has one, its chat template."""
+"""Text in, text out: a decoder with its tokenizer and its chat template, if it has one."""
 
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Int, PRNGKeyArray
 
-from eqx_decoders.context import ExecutionOptions
 from eqx_decoders.core.sampling import Sampler
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.inference.generation import stream
+from eqx_decoders.inference.stream_decoder import StreamDecoder, prompt_ids
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
-from eqx_decoders.io.huggingface.hub import resolve
-from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
-from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
-from eqx_decoders.io.text.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer, with_letters
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
 
@@ -30,7 +26,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Files(NamedTuple):
-    """Files beside a prompt: images, videos and audio."""
+    """Files for a prompt: images, videos and audio."""
 
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
@@ -41,57 +37,20 @@ class Files(NamedTuple):
 
 
 def _has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a message holds more than text."""
+    """Return whether a message holds more than text."""
     contents = [one.get("content") for one in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
-    """A prompt as the beginning of a document, as training has it: the token that begins one, then the text."""
-    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    return np.asarray([*([] if first is None else [first]), *tokenizer.encode(text).tolist()], np.int32)
-
-
-class StreamDecoder:
-    """Decode ids as they come, without ever showing half of a character.
-
-    An unfinished UTF-8 sequence decodes to U+FFFD at the very end: that is held back until more ids complete it, or
-    `flush` says that there are none. All pieces together are `tokenizer.decode` of all ids.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0  # characters of decode(self._ids) that were returned
-
-    def push(self, ids: int | np.integer | Ids) -> str:
-        """Take the next id or ids, return the text that is certain now."""
-        self._ids += np.atleast_1d(np.asarray(ids)).tolist()
-        text = self._tokenizer.decode(self._ids)
-        certain = text.rstrip("\ufffd")  # all of them: decoders with byte fallback show one for each byte
-        new = certain[self._shown :]
-        self._shown += len(new)
-        if certain == text and len(self._ids) > 32:  # keep a little context: some decoders treat the first id specially
-            self._ids = self._ids[-8:]
-            self._shown = len(self._tokenizer.decode(self._ids))
-        return new
-
-    def flush(self) -> str:
-        """Return what was held back, and start anew."""
-        rest = self._tokenizer.decode(self._ids)[self._shown :]
-        self._ids, self._shown = [], 0
-        return rest
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextModel:
-    """A decoder with all that lies between it and text.
+    """A decoder with its tokenizer and chat template.
 
     **Arguments:**
 
     - `model`, `tokenizer`: of the same vocabulary.
-    - `chat`: how a conversation is written down; None: the model only continues texts.
+    - `chat`: template of conversations; None: the model only continues texts.
     - `published`: whether a text begins as `tokenizer.json` says (see `JsonTokenizer.encode_prompt`), not as in our own
         training (see `prompt_ids`).
     """
@@ -102,21 +61,21 @@ class TextModel:
     published: bool = False
 
     def with_letters(self) -> "TextModel":
-        """The same, but names of special tokens in messages are letters (see `ChatTemplate.literal`)."""
+        """Return the same model, but names of special tokens in messages are letters (see `ChatTemplate.literal`)."""
         return dataclasses.replace(self, chat=with_letters(self.chat, self.tokenizer))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids of the tokenizer, of `generation_config.json` and of `config.json` that end a text."""
+        """Return the ids of the tokenizer, of `generation_config.json` and of `config.json` that end a text."""
         origin = self.model.origin
         ends = None if origin is None else json.loads(origin.settings).get("eos_token_id")
-        found = {*self.model.generation_config.stop_ids, *parse_token_ids("config.json: eos_token_id", ends)}
+        ids = {*self.model.generation_config.stop_ids, *parse_token_ids("config.json: eos_token_id", ends)}
         if self.tokenizer.eos_id is not None:
-            found.add(self.tokenizer.eos_id)
-        return tuple(sorted(found))
+            ids.add(self.tokenizer.eos_id)
+        return tuple(sorted(ids))
 
     def encode(self, prompt: Prompt) -> Int[np.ndarray, "length"]:
-        """The ids of a text to be continued, or of a conversation: to be answered, unless the assistant spoke last."""
+        """Return the ids of a text to be continued, or of a conversation to be answered (or continued)."""
         if not isinstance(prompt, str):
             return self._conversation(prompt)
         if self.published and isinstance(self.tokenizer, JsonTokenizer):
@@ -124,13 +83,13 @@ class TextModel:
         return prompt_ids(self.tokenizer, prompt)
 
     def prepare(self, prompt: Prompt, files: Files = Files()) -> tuple[Int[np.ndarray, "length"], Media | None]:
-        """The ids of a prompt, and what the model sees and hears beside them; None for text alone.
+        """Return the ids of a prompt, and its images, videos and audio; None for text alone.
 
         **Arguments:**
 
-        - `prompt`: a text; where it has no placeholders for images, videos and audio, they stand before it. Or
+        - `prompt`: a text; without placeholders for images, videos and audio these precede it. Or
             messages, whose contents are texts or lists of parts that carry files of their own.
-        - `files`: beside a text.
+        - `files`: for a text.
         """
         if not files and (isinstance(prompt, str) or not _has_parts(prompt)):
             return self.encode(prompt), None
@@ -148,10 +107,10 @@ class TextModel:
         processor = Processor.load(origin.directory, tokenizer=tokenizer)
         if self.chat is not None:
             processor = processor.with_letters(self.chat.literal)
-        given: dict[str, Any] = {name: found for name, found in files._asdict().items() if found}
+        given_files: dict[str, Any] = {name: paths for name, paths in files._asdict().items() if paths}
         if isinstance(prompt, str):
-            prompt = processor.with_placeholders(prompt, **{name: len(found) for name, found in given.items()})
-        prepared = processor(prompt, **given)
+            prompt = processor.with_placeholders(prompt, **{name: len(paths) for name, paths in given_files.items()})
+        prepared = processor(prompt, **given_files)
         arrays: dict[str, Any] = dict(prepared.arrays)
         media = Media.create(self.model.config, prepared.input_ids, **arrays) if arrays else None
         return prepared.input_ids[0], media
@@ -159,9 +118,9 @@ class TextModel:
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "length"]:
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             raise ConfigError("This model has no chat template: give a text to be continued.")
-        asked = not messages or messages[-1].get("role") != "assistant"
-        found = self.chat.rendered(messages, add_generation_prompt=asked)
-        return self.tokenizer.encode(found.text, special=True, literal=found.literal)
+        answered = not messages or messages[-1].get("role") != "assistant"
+        rendered = self.chat.rendered(messages, add_generation_prompt=answered)
+        return self.tokenizer.encode(rendered.text, special=True, literal=rendered.literal)
 
     def write(
         self,
@@ -173,16 +132,16 @@ class TextModel:
         num_draft_tokens: int = 0,
         files: Files = Files(),
     ) -> Iterator[str]:
-        """What the model makes of a prompt, piece by piece as it comes; all pieces together are the text.
+        """Yield the model's answer to a prompt, piece by piece; all pieces together are the text.
 
         `num_draft_tokens` as in `generate`, `files` as in `prepare`.
 
         Raises ConfigError for an empty prompt, or for one that fills all learned positions; a text ends where these do.
-        In a run of several processes all must call this and take all pieces; the prompt is that of the first.
+        In a run of several processes all must call this and take all pieces; the first one's prompt counts.
         """
-        # Only what the first one makes of it counts: some templates ask for the date, which may differ.
-        found, media = self.prepare(prompt, files) if jax.process_index() == 0 else (None, None)
-        ids = np.asarray(from_first("prompt", None if found is None else found.tolist()), np.int32)
+        # Only the prompt of the first process counts: some templates insert the date, which may differ.
+        own_ids, media = self.prepare(prompt, files) if jax.process_index() == 0 else (None, None)
+        ids = np.asarray(from_first("prompt", None if own_ids is None else own_ids.tolist()), np.int32)
         check(len(ids) > 0, "prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
         tokens = stream(
             self.model,
@@ -197,7 +156,7 @@ class TextModel:
         return self._decoded(tokens)
 
     def _fitting(self, count: int, new: int) -> int:
-        """The number of new tokens that there is room for behind so many."""
+        """Return the number of new tokens that fit after a prompt of so many."""
         positions = self.model.config.positions
         if not isinstance(positions, LearnedPositions):
             return new
@@ -211,32 +170,3 @@ class TextModel:
             if token[0] not in stops:
                 yield text.push(token[0])
         yield text.flush()
-
-
-def load_text_model(
-    source: str | Path,
-    dtype: DTypeLike | None = None,
-    *,
-    revision: str | None = None,
-    quantized: QuantizedName = "expand",
-    **execution: Unpack[ExecutionOptions],
-) -> TextModel:
-    """The model and the tokenizer in a Hugging Face directory, or of the repository `"org/name"` (see `load_hf`).
-
-    dtype: None for float32 on CPUs, bfloat16 elsewhere.
-    """
-    folder = resolve(source, revision).path
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    tokenizer = load_tokenizer(folder)  # it fails faster than the weights do
-    return published_model(load_hf(folder, dtype, quantized=quantized, **execution), tokenizer, folder)
-
-
-def published_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
-    """A model with the chat template in the directory of its tokenizer."""
-    return TextModel(
-        model=model,
-        tokenizer=tokenizer,
-        chat=load_chat_template(folder),
-        published=True,
-    )

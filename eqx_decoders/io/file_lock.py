@@ -1,4 +1,4 @@
-"""An exclusive lock on an open file, on every system. The system releases it when the process ends, however it ends."""
+"""Exclusive locks on open files, on every system, which releases them when the process ends, however it ends."""
 
 import contextlib
 import importlib
@@ -14,7 +14,7 @@ _LOCKED_BYTE = 1 << 30  # behind the content of any lock file: on Windows no oth
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Around what one process at a time may do: the lock of the file `path`, which is made if needed."""
+    """Hold the lock of the file `path`, which is made if needed, for a block that one process at a time may run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         lock_file(file.fileno(), wait=True)

@@ -1,4 +1,4 @@
-"""What takes time before there are steps: it shows that it is at work, and tells what is kept if a signal ends it."""
+"""Status lines of long operations, which show their progress and say what remains if a signal ends them."""
 
 import contextlib
 import shutil
@@ -11,14 +11,14 @@ from pathlib import Path
 
 FIRST, TERMINAL, LINES = 2.0, 0.5, 5.0  # seconds until it is shown first, and then between two times
 
-ON_ENTER: list[Callable[[], None]] = []  # called whenever something begins that takes time
+ON_ENTER: list[Callable[[], None]] = []  # called whenever a long operation begins
 _open: list["StatusLine"] = []  # the innermost last
 _showing = 0
 
 
 @contextlib.contextmanager
 def showing() -> Iterator[None]:
-    """While open, whatever takes longer than two seconds is shown on the standard error."""
+    """Show operations that take longer than two seconds on the standard error, while open."""
     global _showing
     _showing += 1
     try:
@@ -28,32 +28,32 @@ def showing() -> Iterator[None]:
 
 
 class StatusLine:
-    """Something that takes time, with a `showing()` around it shown every few seconds, also from calls into libraries.
+    """Long operation, whose status is shown every few seconds inside `showing()`, also during calls into libraries.
 
-    with Waiting("tokenising", kept="nothing of the tokens is kept") as waiting:
+    with StatusLine("tokenizing", remains="nothing of the tokens is kept") as status:
         for text in texts:
-            waiting.add(len(text))
+            status.add(len(text))
 
-    what: what is being done. kept: what there is afterwards if it is ended by a signal. total: bytes, where known.
-    partial: a directory that a process which is ended at once deletes. show: takes the text, by default a line.
+    what: name of the operation. remains: sentence on its results after a signal. total: bytes, where known. partial: a
+    directory to be deleted if the process is ended at once. show: called with the text; None prints a line.
     """
 
     def __init__(
         self,
         what: str,
         *,
-        kept: str = "",
+        remains: str = "",
         total: int | None = None,
         partial: Path | None = None,
         show: Callable[[str], None] | None = None,
     ):
-        self.what, self.kept, self.total, self.partial = what, kept, total, partial
-        self._show, self._done, self._begun = show or _show_line, 0, time.monotonic()
+        self.what, self.remains, self.total, self.partial = what, remains, total, partial
+        self._show, self._done, self._start = show or _show_line, 0, time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
     def __enter__(self) -> "StatusLine":
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         _open.append(self)
         for call in ON_ENTER:
             call()
@@ -68,18 +68,18 @@ class StatusLine:
             self._thread.join()
 
     def add(self, size: int) -> None:
-        """So many bytes more are done."""
+        """Add bytes that are done."""
         self._done += size
 
     def counted(self, texts: Iterable[str]) -> Iterator[str]:
-        """The texts, counted as they are taken."""
+        """Yield the texts, and add the size of each."""
         for text in texts:
             self.add(len(text))
             yield text
 
     def text(self) -> str:
-        """`"tokenising: 35 MB, 4.2 MB/s, 8s"`, `"loading weights: 1.2 of 16.1 GB, 0.4 GB/s, 3s"`, `"compiling: 9s"`."""
-        seconds = time.monotonic() - self._begun
+        """Return `"compiling: 9s"`, `"tokenizing: 35 MB, 4.2 MB/s, 8s"`, `"loading: 1.2 of 16.1 GB, 0.4 GB/s, 3s"`."""
+        seconds = time.monotonic() - self._start
         parts = [duration(seconds)]
         if self._done or self.total:
             unit, size = ("GB", 1e9) if max(self._done, self.total or 0) >= 1e9 else ("MB", 1e6)
@@ -92,7 +92,7 @@ class StatusLine:
         terminal = sys.stderr.isatty()
         shown, wait = False, FIRST
         while not self._ended.wait(wait):
-            if _open[-1:] == [self]:  # what it waits for itself is shown instead
+            if _open[-1:] == [self]:  # an operation inside of this one is shown instead
                 self._show(self.text())
                 shown, wait = True, TERMINAL if terminal else LINES
         if shown and terminal and self._show is _show_line:
@@ -100,27 +100,27 @@ class StatusLine:
 
 
 def takes_time() -> bool:
-    """Whether this process is at something that takes time."""
+    """Return whether a long operation is under way in this process."""
     return bool(_open)
 
 
 def stopped_text() -> str:
-    """The sentence for a process that a signal ends at this moment."""
-    waits = list(_open)
-    kept = next((each.kept for each in reversed(waits) if each.kept), "")
-    where = f" while {waits[-1].what}" if waits else ""
-    return f"stopped{where}" + (f": {kept}, start again with the same command" if kept else "")
+    """Return the message of a process that a signal ends at this moment."""
+    operations = list(_open)
+    remains = next((each.remains for each in reversed(operations) if each.remains), "")
+    where = f" while {operations[-1].what}" if operations else ""
+    return f"stopped{where}" + (f": {remains}, start again with the same command" if remains else "")
 
 
 def delete_partial() -> None:
-    """Delete what is unfinished, in a process that is about to end without coming back to it."""
+    """Delete unfinished directories, in a process that is about to end without coming back to them."""
     for each in list(_open):
         if each.partial is not None:
             shutil.rmtree(each.partial, ignore_errors=True)
 
 
 def duration(seconds: int | float) -> str:
-    """45 -> "45s", 200 -> "3m20s", 7500 -> "2h05m", 180000 -> "2d02h"."""
+    """Format seconds: 45 -> "45s", 200 -> "3m20s", 7500 -> "2h05m", 180000 -> "2d02h"."""
     whole = round(seconds)
     for unit, size, below, small in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if whole >= size:
@@ -129,6 +129,6 @@ def duration(seconds: int | float) -> str:
 
 
 def _show_line(text: str) -> None:
-    """A line that replaces itself on a terminal, a line of its own elsewhere."""
+    """Print a line, which replaces the one before on a terminal."""
     terminal = sys.stderr.isatty()
     print(f"\r\x1b[2K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)

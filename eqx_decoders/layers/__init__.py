@@ -1,4 +1,30 @@
-"""The layers, each with its configuration; weightless maths (rope, mask, kernels) are functions."""
+"""The layers: each is a configuration with `build` and a module; rope, mask and kernels are functions without weights.
+
+Mix tokens
+    `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `GatedDeltaNetConfig`,
+    `KimiDeltaAttentionConfig`, `Mamba2Config`; in encoders of audio `LocalAttentionConfig` and
+    `LightConvolutionConfig`; `LearnedInitConfig` learns attention's initial weights.
+
+Transform each token
+    `MLPConfig`, `LinearConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`, `load_balance_loss`,
+    `router_z_loss`).
+
+Normalize
+    `RMSNormConfig`, `LayerNormConfig`.
+
+Embed
+    `LearnedPositions`, `SinusoidalPositions`, `EngramConfig` (`TokenClasses`), `PerLayerEmbeddingConfig`,
+    `PerLayerInputConfig`.
+
+Choose masks and positions
+    `Causal`, `SlidingWindow`, `Chunked`, `Bidirectional`, `Spans` and `spans_of`; `Rope`, `LinearRope`, `Llama3Rope`,
+    `YarnRope`, `ProportionalRope`.
+
+Call the maths
+    `attend` by one of `KERNELS` (a `Kernel` each), `max_scores`; `delta_rule`, `linear_recurrence`.
+
+Each configuration builds the module of its name without `Config`: `AttentionConfig` an `Attention`.
+"""
 
 from eqx_decoders.layers.attention.attention import (
     Attention as Attention,

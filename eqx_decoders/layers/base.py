@@ -1,4 +1,4 @@
-"""What a block asks of each of its layers."""
+"""Protocols of the layers of a block."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -10,12 +10,12 @@ from eqx_decoders.context import Context
 
 
 class BranchResult(NamedTuple):
-    """What a layer gives back to its block.
+    """Result of a layer in a block.
 
     **Arguments:**
 
     - `out`: features for the residual stream.
-    - `entries`: what it proposes to its memory, a tree like that of the memory; None where it remembers nothing.
+    - `entries`: new entries for its cache, a tree like the cache itself; None for a layer without one.
     - `stats`: values for fields of `BlockStats`, by name.
     """
 
@@ -25,7 +25,7 @@ class BranchResult(NamedTuple):
 
 
 class BranchInputs(NamedTuple):
-    """What a block calls a layer with: the arguments of `BranchLayer.branch`."""
+    """Arguments of `BranchLayer.branch`."""
 
     x: Array
     ctx: Context
@@ -35,21 +35,21 @@ class BranchInputs(NamedTuple):
 
 @runtime_checkable
 class BranchLayer(Protocol):
-    """A layer that can stand in a block."""
+    """Layer that can stand in a block."""
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """Its output, given what it remembers (None: nothing)."""
+        """Compute the layer's result; `past` is what it reads from its cache, or None."""
         ...
 
 
 @runtime_checkable
 class StaggeredLayer(BranchLayer, Protocol):
-    """A layer that sends and receives, and so has an order for the parts of a batch that hides it: `branch` in two."""
+    """Layer whose communication a block can hide behind the other parts of a batch: `branch` in two steps."""
 
     def begin(self, inputs: BranchInputs) -> PyTree:
-        """What a part does before it sends anything: arrays."""
+        """Compute a part's arrays before anything is sent."""
         ...
 
-    def finish(self, parts: Sequence[BranchInputs], begun: Sequence[PyTree]) -> list[BranchResult]:
-        """The rest of all parts."""
+    def finish(self, parts: Sequence[BranchInputs], prepared: Sequence[PyTree]) -> list[BranchResult]:
+        """Communicate, and compute the results of all parts."""
         ...

@@ -1,4 +1,4 @@
-"""A gated convolution over a row's tokens, each feature by itself (Gulati et al. 2020; Gemma 4's encoder of audio)."""
+"""Gated convolution of a conformer: over a row's tokens, each feature by itself (Gulati et al. 2020)."""
 
 import dataclasses
 
@@ -13,19 +13,19 @@ from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.mlp import ACTIVATIONS
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LightConvolutionConfig:
-    """`out(act(norm(convolution(a * sigmoid(b)))))`, a and b being `into x`: a token sees those before it.
+    """Configuration of `out(act(norm(convolution(a * sigmoid(b)))))`, a and b being `into x`; it is causal.
 
     **Arguments:**
 
     - `taps`: tokens that the convolution sees, the last among them.
     - `activation`: one of `ACTIVATIONS`.
-    - `norm`: of what the convolution gives.
+    - `norm`: normalization of the convolution's output.
     """
 
     taps: int = 5
@@ -48,7 +48,7 @@ class LightConvolutionConfig:
 
 
 class LightConvolution(eqx.Module):
-    """`out(act(norm(convolution(a * sigmoid(b)))))`, a and b being `into x`."""
+    """Gated convolution `out(act(norm(convolution(a * sigmoid(b)))))`, a and b being `into x`."""
 
     into: Float[Array, "embed inputs channels"]
     taps: Float[Array, "channels taps"]
@@ -67,5 +67,5 @@ class LightConvolution(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(self(x, ctx))

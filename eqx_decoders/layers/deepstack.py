@@ -1,4 +1,4 @@
-"""Features of images that are added to the stream behind a layer (DeepStack; Meng et al. 2024)."""
+"""Features of images that are added to the stream after a layer (DeepStack; Meng et al. 2024)."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,7 +16,7 @@ DEEPSTACK = "deepstack"  # the name under which layers take them
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddedFeaturesConfig:
-    """`x + features`, features being the layer's own of each token, or 0: a branch behind the MLP."""
+    """Configuration of `x + features`: features of this layer for each token, or 0; a layer after the MLP."""
 
     takes: ClassVar[tuple[str, ...]] = (DEEPSTACK,)
 
@@ -25,12 +25,12 @@ class AddedFeaturesConfig:
 
 
 class AddedFeatures(eqx.Module):
-    """`x + features`."""
+    """Layer that adds given features to the stream: `x + features`."""
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
-        given = ctx.layer_inputs.get(DEEPSTACK)
-        return jnp.zeros_like(x) if given is None else given.astype(x.dtype)
+        features = ctx.layer_inputs.get(DEEPSTACK)
+        return jnp.zeros_like(x) if features is None else features.astype(x.dtype)
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(self(x, ctx))

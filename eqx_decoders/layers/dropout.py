@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014) with one mask for all positions of a sequence, as MaxText has it."""
+"""Dropout (Srivastava et al. 2014) with one mask for all positions of a sequence, as in MaxText."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 def dropout(
     x: Float[Array, "batch length *features"], rate: float, key: PRNGKeyArray | None
 ) -> Float[Array, "batch length *features"]:
-    """`x * keep / (1 - rate)`; the mask is shared along the length. Without a key or rate: `x`."""
+    """Compute `x * keep / (1 - rate)`; the mask is shared along the length. Without a key or rate: `x`."""
     if key is None or rate == 0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, *x.shape[2:]))

@@ -1,4 +1,4 @@
-"""Which key a query sees, from absolute positions alone: training, prefill and decoding are one function.
+"""Attention masks from absolute positions alone: training, prefill and decoding are one function.
 
 Every mask is an interval: a query at position q sees the keys whose positions lie in [first(q), last(q)]. A span, whose
 tokens see each other's future, only moves its end. A position below 0 means "no token here" (padding, an empty cache
@@ -17,12 +17,12 @@ from eqx_decoders.errors import check, check_integer
 
 @dataclasses.dataclass(frozen=True)
 class Causal:
-    """The query itself and everything before it: k <= q."""
+    """Mask of the query itself and everything before it: k <= q."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow:
-    """The last `size` positions, the query's own among them: 0 <= q - k < size."""
+    """Mask of the last `size` positions, the query's own among them: 0 <= q - k < size."""
 
     size: int
 
@@ -32,7 +32,7 @@ class SlidingWindow:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """What came before in the query's own chunk of `size` positions: k <= q and k // size == q // size."""
+    """Mask of what came before in the query's own chunk of `size` positions: k <= q and k // size == q // size."""
 
     size: int
 
@@ -42,7 +42,7 @@ class Chunked:
 
 @dataclasses.dataclass(frozen=True)
 class Bidirectional:
-    """Every token, or every one of the query's own block of `size` positions: k // size == q // size."""
+    """Mask of every token, or of the query's own block of `size` positions: k // size == q // size."""
 
     size: int | None = None
 
@@ -55,18 +55,17 @@ Mask = Causal | SlidingWindow | Chunked | Bidirectional
 
 
 class Spans(NamedTuple):
-    """The last position of the span that holds each query; -1 for a query in none.
+    """Spans of tokens that see each other: `last` is the last position of each query's span, -1 for a query in none.
 
-    The tokens of a span (an image, say) also see those of its tokens that come later; how far back they see says the
-    mask, as in transformers. They must be in one call: what a query has not got beside it, and not in its cache, it
-    cannot see.
+    The tokens of a span (an image, say) also see its later tokens; how far back they see is up to the mask, as in
+    transformers. They must be in one call: a query cannot see what is neither in its call nor in its cache.
     """
 
     last: Int[Array, "batch length"]
 
 
 def spans_of(span_ids: Int[Array, "batch length"], positions: Int[Array, "batch length"]) -> Spans:
-    """The spans of tokens that follow one another and have the same id; id 0 is no span.
+    """Find the spans: tokens that follow one another and have the same id; id 0 is no span.
 
     Tokens follow one another if their positions do: a new document begins a new span, padding in between none.
     """
@@ -76,7 +75,7 @@ def spans_of(span_ids: Int[Array, "batch length"], positions: Int[Array, "batch 
 
 
 def _run_ends(ids: Array, positions: Array) -> Int[Array, "batch length"]:
-    """For each token the position at which its run of equal ids ends, of rows written backwards."""
+    """Return, for each token of rows written backwards, the position at which its run of equal ids ends."""
     index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
     before = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
@@ -89,7 +88,7 @@ def _run_ends(ids: Array, positions: Array) -> Int[Array, "batch length"]:
 def interval(
     mask: Mask, positions: Int[Array, "*shape"], spans: Spans | None = None
 ) -> tuple[Int[Array, "*shape"], Int[Array, "*shape"]]:
-    """The first and the last position that each query sees; last < first where there is no token."""
+    """Return the first and the last position that each query sees; last < first where there is no token."""
     first, last = _mask_interval(mask, positions)
     if spans is None:
         return first, last
@@ -112,12 +111,12 @@ def _mask_interval(mask: Mask, positions: Array) -> tuple[Array, Array]:
 
 
 def lookback(mask: Mask) -> int | None:
-    """How many positions back a causal mask can look, the query's own among them; None is without bound."""
+    """Return how many positions back a causal mask looks, the query's own among them; None: without bound."""
     return mask.size if isinstance(mask, SlidingWindow | Chunked) else None
 
 
 def seen_keys(mask: Mask, length: int) -> int:
-    """How many keys a query of a long document sees: those of its window or block, else all `length` of them."""
+    """Count the keys that a query of a long document sees: its window or block, else all `length` of them."""
     block = mask.size if isinstance(mask, Bidirectional) else None
     return min(lookback(mask) or block or length, length)
 
@@ -130,7 +129,7 @@ def visible(
     key_segments: Int[Array, "batch kv_length"] | None = None,
     spans: Spans | None = None,
 ) -> Bool[Array, "batch length kv_length"]:
-    """Whether each query sees each key. Segments, where given, must be equal (both are given, or neither)."""
+    """Return whether each query sees each key. Segments, where given, must be equal (give both, or neither)."""
     check_segments(query_segments, key_segments)
     first, last = interval(mask, query_positions, spans)
     keys = key_positions[:, None, :]
@@ -141,7 +140,7 @@ def visible(
 
 
 class AttentionPositions(NamedTuple):
-    """Where queries and keys stand."""
+    """Positions, segments and spans of queries and keys."""
 
     query_positions: Int[Array, "batch length"]
     key_positions: Int[Array, "batch kv_length"]
@@ -151,7 +150,7 @@ class AttentionPositions(NamedTuple):
 
 
 def check_segments(query_segments: Array | None, key_segments: Array | None) -> None:
-    """Segments of the queries alone, or of the keys alone, say nothing."""
+    """Check that segments are given for both queries and keys, or for neither."""
     both = (query_segments is None) == (key_segments is None)
-    given = "key_segments" if query_segments is None else "query_segments"
-    check(both, f"{given} is given alone: give query_segments and key_segments, or neither.")
+    name = "key_segments" if query_segments is None else "query_segments"
+    check(both, f"{name} is given alone: give query_segments and key_segments, or neither.")

@@ -12,7 +12,8 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
@@ -31,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """`down(act(gate x) * up x)`, or `down(act(up x))` when not gated.
+    """Configuration of `down(act(gate x) * up x)`, or `down(act(up x))` when not gated.
 
     **Arguments:**
 
@@ -76,7 +77,7 @@ class MLPConfig:
 
 
 class MLP(eqx.Module):
-    """`down(act(gate x) * up x)`."""
+    """Feed-forward layer `down(act(gate x) * up x)`."""
 
     gate: Float[Array, "embed mlp"] | None
     up: Float[Array, "embed mlp"] | None
@@ -98,11 +99,11 @@ class MLP(eqx.Module):
         return save(ctx.constrain(add_bias(out, self.down_bias), "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(self(x, ctx, key=key))
 
     def _inputs(self, x: Array, ctx: Context) -> tuple[Array | None, Array]:
-        """Gate (None when not gated) and up projections, before the activation."""
+        """Return the gate (None when not gated) and up projections, before the activation."""
         pattern = "batch length embed, embed mlp -> batch length mlp"
         if self.gate_up is not None:
             fused = "batch length embed, embed inputs mlp -> batch length inputs mlp"
@@ -118,14 +119,14 @@ class MLP(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig:
-    """`kernel^T x`: one matrix from the residual stream to itself (MaxText's `simple` block)."""
+    """Configuration of `kernel^T x`: one matrix from the residual stream to itself (MaxText's `simple` block)."""
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Linear":
         return Linear(kernel=fan_in(key, (embed_dim, embed_dim), jnp.float32, embed_dim))
 
 
 class Linear(eqx.Module):
-    """`kernel^T x`. The columns are called `mlp`, so that a mesh splits both sides of the matrix."""
+    """Single matrix `kernel^T x`. The columns are called `mlp`, so that a mesh splits both sides of the matrix."""
 
     kernel: Float[Array, "embed mlp"]
 
@@ -136,10 +137,5 @@ class Linear(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(self(x, ctx, key=key))
-
-
-def add_bias(x: Array, bias: Array | None) -> Array:
-    """`x + bias` in the dtype of `x`; the bias has the trailing axes of `x`."""
-    return x if bias is None else x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)

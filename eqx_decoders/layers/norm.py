@@ -1,4 +1,4 @@
-"""Normalisation: RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016), in float32."""
+"""Normalization: RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016), in float32."""
 
 import dataclasses
 
@@ -12,15 +12,15 @@ from eqx_decoders.errors import check, check_integer, check_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSNormConfig:
-    """`x / sqrt(mean(x²) + eps) * (offset + scale)`.
+    """Configuration of `x / sqrt(mean(x²) + eps) * (offset + scale)`.
 
     **Arguments:**
 
     - `eps`: added to the mean square.
     - `scale`: whether there is a learned scale.
     - `offset`: 1 for Gemma's form, whose stored scale starts at 0; else 0, and the scale starts at 1.
-    - `clip`: x is first kept within `-clip` and `clip`, and within what its dtype holds (Gemma 4's encoder of audio);
-        None leaves it as it is.
+    - `clip`: x is first clipped to `-clip` and `clip`, and to what its dtype holds (Gemma 4's encoder of audio); None
+        leaves it as it is.
     """
 
     eps: float = 1e-6
@@ -42,7 +42,7 @@ class RMSNormConfig:
 
 
 class RMSNorm(eqx.Module):
-    """`x / sqrt(mean(x²) + eps) * (offset + scale)` over the last axis; float32 inside, the dtype of `x` outside."""
+    """Normalization `x / sqrt(mean(x²) + eps) * (offset + scale)` over the last axis, in float32."""
 
     scale: Float[Array, "norm"] | None
     config: RMSNormConfig = eqx.field(static=True)
@@ -58,7 +58,7 @@ class RMSNorm(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNormConfig:
-    """`(x - mean) / sqrt(var + eps) * (offset + scale) + bias`.
+    """Configuration of `(x - mean) / sqrt(var + eps) * (offset + scale) + bias`.
 
     **Arguments:**
 
@@ -82,7 +82,7 @@ class LayerNormConfig:
 
 
 class LayerNorm(eqx.Module):
-    """`(x - mean) / sqrt(var + eps) * (offset + scale) + bias` over the last axis, in float32."""
+    """Normalization `(x - mean) / sqrt(var + eps) * (offset + scale) + bias` over the last axis, in float32."""
 
     scale: Float[Array, "norm"]
     bias: Float[Array, "norm"] | None

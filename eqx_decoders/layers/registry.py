@@ -1,4 +1,4 @@
-"""Which layers can stand where in a block: a new layer is added here."""
+"""Layers by their place in a block: a new layer is added here."""
 
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
@@ -29,7 +29,7 @@ Mixer = Attention | LatentAttention | LearnedInit | GatedDeltaNet | Mamba2 | Kim
 ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
 Channel = MLP | Linear | Experts
 
-# further branches, before the mixer or after the MLP
-FurtherConfig = (
+# extra layers, before the mixer or after the MLP
+ExtraLayerKind = (
     MLPConfig | LinearConfig | EngramConfig | PerLayerInputConfig | AddedFeaturesConfig | LightConvolutionConfig
 )

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021) and its long-context variants.
 
-Pair k of a head is turned by the angle `position * frequency_k`; with `half` pairing, pair k is the features k and
+Pair k of a head is rotated by the angle `position * frequency_k`; with `half` pairing, pair k is the features k and
 k + dim/2, with `interleaved` pairing the features 2k and 2k + 1.
 """
 
@@ -25,11 +25,11 @@ class Rope:
     - `theta`: the base.
     - `fraction`: the part of a head's features that is rotated, the first ones.
     - `pairing`: `"half"` or `"interleaved"`.
-    - `sections`: for positions of several dimensions (time, height and width of an image's patches: M-RoPE), how many
-        pairs turn by each of them. Where all dimensions are equal, as in text, nothing depends on it. Empty: there is
-        one dimension.
-    - `interleaved_sections`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or
-        those of a dimension stand together (Qwen2-VL).
+    - `sections`: for positions of several dimensions (time, height and width of an image's patches: M-RoPE), the
+        number of pairs rotated by each of them. Where all dimensions are equal, as in text, nothing depends on it.
+        Empty: there is one dimension.
+    - `interleaved_sections`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or the
+        pairs of a dimension stand together (Qwen2-VL).
     """
 
     theta: float = 10_000.0
@@ -51,7 +51,7 @@ class Rope:
     has_axes: ClassVar[bool] = False  # whether each half of the pairs turns by a coordinate of its own
 
     def rotated(self, head_dim: int) -> int:
-        """How many features of a head are rotated: an even number."""
+        """Return the number of rotated features of a head: an even number."""
         count = int(head_dim * self.fraction)
         check(
             count % 2 == 0 and count > 0,
@@ -60,16 +60,16 @@ class Rope:
         return count
 
     def frequencies(self, dim: int) -> np.ndarray:
-        """`dim / 2` angles per position, in radians."""
+        """Return the `dim / 2` angles per position, in radians."""
         return self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
     @property
     def dimensions(self) -> int:
-        """How many numbers a position has; 0 for one number that says where the token stands."""
+        """Number of dimensions of a position; 0 for a plain position in the sequence."""
         return len(self.sections)
 
     def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
-        """The angle of each pair; positions below 0 count as 0, and have one dimension or several."""
+        """Return the angle of each pair; positions below 0 count as 0, and have one dimension or several."""
         frequencies = jnp.asarray(self.frequencies(dim), jnp.float32)[None, None]
         real = jnp.maximum(positions, 0).astype(jnp.float32)
         if real.ndim == 2:
@@ -80,7 +80,7 @@ class Rope:
         return real[..., self._axis_of_pairs(dim)] * frequencies
 
     def _axis_of_pairs(self, dim: int) -> np.ndarray:
-        """By which dimension of a position each pair turns."""
+        """Return the dimension of a position that rotates each pair."""
         pairs, count = np.arange(dim // 2), len(self.sections)
         if not self.interleaved_sections:
             together = f"{self.sections} must have {dim // 2} pairs together: each turns by one dimension"
@@ -91,18 +91,18 @@ class Rope:
 
     @property
     def magnitude(self) -> float:
-        """By which cosine and sine are multiplied."""
+        """Factor of cosine and sine."""
         return 1.0
 
     @property
     def score_scale(self) -> float:
-        """By which latent attention multiplies its scores in addition."""
+        """Factor by which latent attention multiplies its scores in addition."""
         return 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxialRope(Rope):
-    """Heads turned by the coordinates of a patch: the first half of the pairs by one of them, the rest by the other.
+    """Rotary embedding by the coordinates of a patch: half of the pairs by one of them, the rest by the other.
 
     Each half has the frequencies of plain RoPE for half a head: `theta^(-4k/dim)`, `k < dim / 4`.
 
@@ -157,7 +157,7 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProportionalRope(Rope):
-    """Gemma 4's partial rotation: the first `fraction` of the pairs turn as in plain RoPE, the others not at all.
+    """Gemma 4's partial rotation: the first `fraction` of the pairs rotate as in plain RoPE, the others not at all.
 
     Pairs span the whole head, and frequencies are those of the whole head: `theta^(-2k/head_dim) / factor`.
     """
@@ -179,13 +179,13 @@ class ProportionalRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, smooth in between.
+    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones unchanged, smooth in between.
 
     **Arguments:**
 
     - `factor`: by how much the longest wavelengths grow.
     - `low_frequency_factor`, `high_frequency_factor`: wavelengths above `original_length / low` are scaled, those
-        below `original_length / high` are kept; where both are equal (Llama 4) there is nothing in between.
+        below `original_length / high` are not; where both are equal (Llama 4) there is nothing in between.
     - `original_length`: the context length before scaling, in tokens.
     """
 
@@ -211,14 +211,14 @@ class Llama3Rope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
-    """YaRN (Peng et al. 2023): interpolate slow pairs, keep fast ones, and sharpen the attention.
+    """YaRN (Peng et al. 2023): interpolate slow pairs, leave fast ones, and sharpen the attention.
 
     **Arguments:**
 
     - `factor`: extension of the context.
     - `original_length`: the context length before, in tokens.
-    - `beta_fast`, `beta_slow`: pairs with more turns over the original context than `beta_fast` are kept, those with
-        fewer than `beta_slow` are interpolated.
+    - `beta_fast`, `beta_slow`: pairs with more turns over the original context than `beta_fast` are unchanged, those
+        with fewer than `beta_slow` are interpolated.
     - `truncate`: whether the bounds of the ramp are rounded to whole pairs.
     - `mscale`, `mscale_all_dim`: with `m(s) = 0.1 s ln(factor) + 1`, cosine and sine are multiplied by
         `m(mscale) / m(mscale_all_dim)`, without `mscale` by `m(1)`; latent attention multiplies its scores by
@@ -276,14 +276,14 @@ class YarnRope(Rope):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _pair_of(self, turns: float, dim: int) -> float:
-        """The (fractional) pair that makes so many turns over the original context."""
+        """Return the (fractional) pair that makes so many turns over the original context."""
         return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def rotary_positions(ctx: Context, rope: Rope) -> Num[Array, "batch length *axes"]:
-    """The positions by which heads are turned: of several dimensions if they are given and `rope` has such."""
-    given = ctx.rotary_positions if rope.dimensions else None
-    return ctx.positions if given is None else given
+    """Return the positions by which heads are rotated: of several dimensions if the call and `rope` have such."""
+    positions = ctx.rotary_positions if rope.dimensions else None
+    return ctx.positions if positions is None else positions
 
 
 def rotate(

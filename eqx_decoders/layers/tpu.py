@@ -1,4 +1,4 @@
-"""Sizes of the interval kernel's blocks, for each generation of TPUs."""
+"""Block sizes of the Pallas flash kernel, for each generation of TPUs."""
 
 import dataclasses
 
@@ -10,14 +10,14 @@ LANES = 128  # blocks are multiples of a vector register's width
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Blocks of a kernel that holds one block of sums and streams the blocks of the other side past it.
+    """Block sizes of a kernel that holds one block of sums and streams the blocks of the other side past it.
 
     **Arguments:**
 
     - `held`: queries where their results are summed, keys where the gradients of keys and values are. Each streamed
         block is read once per held block, so the memory's speed sets how large it has to be.
     - `streamed`: the other side. A tile of scores is `held x streamed` in f32.
-    - `vmem_bytes`: how much of the vector memory the kernel may take; None for XLA's own limit.
+    - `vmem_bytes`: bound of the vector memory that the kernel takes; None for XLA's own limit.
     """
 
     held: int
@@ -25,7 +25,7 @@ class BlockSizes:
     vmem_bytes: int | None = None
 
     def fit(self, length: int) -> "BlockSizes":
-        """The smallest blocks of this shape of which as few hold `length` as of these."""
+        """Return the smallest block sizes that divide `length` into as few blocks as these do."""
         ratio, count = self.held // self.streamed, max(1, -(-length // self.held))
         streamed = -(-length // (count * ratio * LANES)) * LANES
         return dataclasses.replace(self, held=max(LANES, streamed) * ratio, streamed=max(LANES, streamed))
@@ -44,10 +44,10 @@ BLOCK_SIZES: dict[str, BlockSizes] = {
 
 
 def block_sizes() -> BlockSizes:
-    """Those of the devices here; what is not in the table gets SAFE ones."""
+    """Return the sizes for the devices here; SAFE ones for a device that is not in the table."""
     return BLOCK_SIZES.get(device_kind(), SAFE)
 
 
 def device_kind() -> str:
-    """That of the devices of the mesh in whose `shard_map` this is traced, else of the first device there is."""
+    """Return the kind of the devices of the mesh in whose `shard_map` this is traced, else of the first device."""
     return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind

@@ -1,4 +1,4 @@
-"""Configurations as plain JSON values and back, exactly; and with single fields changed by name."""
+"""Configurations as plain JSON values and back, exactly; and changes of single fields by name."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-from eqx_decoders.blocks.stack import segments
+from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 
 
@@ -22,7 +22,7 @@ FORMER_FIELDS: dict[Any, Any] = {
 
 
 def to_plain(value: Any) -> Any:
-    """A configuration as JSON values: `{"class": "MLPConfig", "mlp_dim": 12, …}` with all of its fields."""
+    """Convert a configuration to JSON values: `{"class": "MLPConfig", "mlp_dim": 12, …}` with all of its fields."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"class": type(value).__name__} | fields
@@ -30,7 +30,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, hint: Any, where: str) -> Any:
-    """What `to_plain` was given, of a type that fits the annotation `hint`; ConfigError for anything else."""
+    """Convert the result of `to_plain` back to a type that fits the annotation `hint`, or raise ConfigError."""
     kinds = _kinds(hint)
     if isinstance(value, dict):
         classes: dict[str, Any] = {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
@@ -61,7 +61,7 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
 
 
 def decoder_to_json(config: Any) -> str:
-    """A `DecoderConfig` as JSON; repeated layers are written once: `{"repeat": 4, "blocks": …}`."""
+    """Write a `DecoderConfig` as JSON; repeated layers are written once: `{"repeat": 4, "blocks": …}`."""
     runs = [
         {"repeat": repeats, "blocks": [to_plain(block) for block in unit]} for unit, repeats in segments(config.blocks)
     ]
@@ -69,7 +69,7 @@ def decoder_to_json(config: Any) -> str:
 
 
 def decoder_from_json(text: str, kind: type[T]) -> T:
-    """What `decoder_to_json` was given, a `DecoderConfig` by its class; ConfigError for anything else."""
+    """Read the result of `decoder_to_json` as a `DecoderConfig`, its class; ConfigError for anything else."""
     try:
         plain = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -87,12 +87,12 @@ def decoder_from_json(text: str, kind: type[T]) -> T:
 
 
 def with_fields(config: T, pairs: Sequence[str]) -> T:
-    """A `DecoderConfig` with single fields changed, each by a text like `"embed_dim=512"`.
+    """Return a `DecoderConfig` with single fields changed, each by a text like `"embed_dim=512"`.
 
     The names are those of fields of `DecoderConfig`; `num_layers`, to which the pattern of the layers is cut or
     continued; and of fields of the mixers and the MLPs in all layers that have them: `num_heads`, `mlp_dim`, or with
     the part where both or neither would do, `mixer.bias`, `mlp.router.z_loss`, `block.dropout`. Values are JSON or
-    plain words. All are changed together and then checked. What was derived from another field stays as it is.
+    plain words. All are changed together and then checked. Values derived from another field stay as they are.
     """
     named = {}
     for pair in pairs:
@@ -103,8 +103,9 @@ def with_fields(config: T, pairs: Sequence[str]) -> T:
         return config
     decoder: Any = config
     count = named.pop("num_layers", None)
-    own = {field.name for field in dataclasses.fields(decoder)} - {"blocks", "mtp"}
-    inner = {_path(name, decoder.blocks, own): text for name, text in named.items() if name not in own}
+    decoder_fields = {field.name for field in dataclasses.fields(decoder)} - {"blocks", "mtp"}
+    of_blocks = {name: text for name, text in named.items() if name not in decoder_fields}
+    inner = {_path(name, decoder.blocks, decoder_fields): text for name, text in of_blocks.items()}
     used: set[tuple[str, ...]] = set()
     blocks = {block: _changed(block, inner, used) for block in dict.fromkeys(decoder.blocks)}
     for path in inner.keys() - used:
@@ -115,12 +116,12 @@ def with_fields(config: T, pairs: Sequence[str]) -> T:
     if decoder.mtp is not None:
         new["mtp"] = dataclasses.replace(decoder.mtp, block=_changed(decoder.mtp.block, inner, used))
     hints = typing.get_type_hints(type(decoder))
-    new |= {name: _value(text, hints[name], name) for name, text in named.items() if name in own}
+    new |= {name: _value(text, hints[name], name) for name, text in named.items() if name in decoder_fields}
     return dataclasses.replace(decoder, **new)
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """The types that an annotation allows, with the subclasses of configurations."""
+    """Return the types that an annotation allows, with the subclasses of configurations."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
     if dataclasses.is_dataclass(hint):
@@ -138,17 +139,17 @@ def _named(kinds: list[Any]) -> str:
     return " or ".join(texts)
 
 
-def _path(name: str, blocks: Sequence[Any], own: set[str]) -> tuple[str, ...]:
-    """Where a name stands in a block: `num_heads` is `("mixer", "num_heads")`."""
+def _path(name: str, blocks: Sequence[Any], decoder_fields: set[str]) -> tuple[str, ...]:
+    """Return the path of a field in a block: `num_heads` is `("mixer", "num_heads")`."""
     part, *rest = name.split(".")
     if rest and part in ("mixer", "mlp", "block"):
         return tuple(rest) if part == "block" else (part, *rest)
     parts = {which: {each for block in blocks for each in _fields(getattr(block, which))} for which in ("mixer", "mlp")}
-    places = [which for which, names in parts.items() if part in names]
-    check(len(places) < 2, f"set={name!r} is a field of mixers and of MLPs: write mixer.{name} or mlp.{name}.")
-    if not places:
-        check_word("set", name, ("num_layers", *sorted(own), *sorted(parts["mixer"] | parts["mlp"])))
-    return (*places, part, *rest)
+    owners = [which for which, names in parts.items() if part in names]
+    check(len(owners) < 2, f"set={name!r} is a field of mixers and of MLPs: write mixer.{name} or mlp.{name}.")
+    if not owners:
+        check_word("set", name, ("num_layers", *sorted(decoder_fields), *sorted(parts["mixer"] | parts["mlp"])))
+    return (*owners, part, *rest)
 
 
 def _fields(config: Any) -> list[str]:
@@ -156,7 +157,7 @@ def _fields(config: Any) -> list[str]:
 
 
 def _changed(config: Any, changes: dict[tuple[str, ...], str], used: set[tuple[str, ...]], depth: int = 0) -> Any:
-    """The configuration with what the paths say, as far as it has such fields; those that were found go into `used`."""
+    """Return the configuration with the values of the paths that it has; these paths are added to `used`."""
     new: dict[str, Any] = {}
     hints = typing.get_type_hints(type(config))
     for path, text in changes.items():
@@ -174,7 +175,7 @@ def _changed(config: Any, changes: dict[tuple[str, ...], str], used: set[tuple[s
 
 
 def _value(text: str, hint: Any, where: str) -> Any:
-    """The value that a text of the command line stands for, in a field with the annotation `hint`."""
+    """Return the value of a text of the command line, in a field with the annotation `hint`."""
     words = {"None": None, "none": None, "True": True, "False": False}
     try:
         value = words[text] if text in words else json.loads(text)
@@ -184,7 +185,7 @@ def _value(text: str, hint: Any, where: str) -> Any:
 
 
 def _continued(blocks: tuple[T, ...], count: int) -> tuple[T, ...]:
-    """The first `count` blocks; where there are fewer, the cycle at their end goes on, or all of them come again."""
+    """Return the first `count` blocks; if there are fewer, the cycle at their end continues, or all of them repeat."""
     check_integer("num_layers", count)
     numbers = [list(dict.fromkeys(blocks)).index(block) for block in blocks]
     size = len(blocks)

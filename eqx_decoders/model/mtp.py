@@ -1,9 +1,10 @@
 """Multi-token prediction: depths that predict tokens after the next one (Gloeckle et al. 2024, DeepSeek-V3).
 
-Depth k reads at token t what depth k - 1 made of it and the embedding of token t + k, and predicts token t + k + 1.
+At token t depth k reads the stream of depth k - 1 and the embedding of token t + k, and predicts token t + k + 1.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -12,56 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.block import Block, BlockConfig, checkpointed
+from eqx_decoders.blocks.block import Block
+from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.stack import at_layer
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check_integer, check_number
-from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.numerics.matmul import fan_in
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPConfig:
-    """`h_k[t] = block(project([norm(embed(token[t + k])), norm(h_{k-1}[t])]))`, and the model's head on `norm(h_k)`.
-
-    h_0 is the residual stream after the last layer. Embedding and head are the model's, all else is a depth's own.
-
-    **Arguments:**
-
-    - `num_depths`: how many tokens after the next one are predicted.
-    - `block`: the layer of each depth.
-    - `norm`: of the embedding, of the stream, and before the head.
-    - `normed_stream`: the first depth reads the stream after the final norm (DeepSeek's published weights expect it).
-    - `loss_weight`: of the depths' cross-entropy, the mean over all their targets, in the training loss.
-    """
-
-    num_depths: int
-    block: BlockConfig
-    norm: NormConfig
-    normed_stream: bool = False
-    loss_weight: float = 0.1
-
-    def __post_init__(self):
-        check_integer("MTPConfig.num_depths", self.num_depths)
-        check_number("MTPConfig.loss_weight", self.loss_weight, least=0)
-
-    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "MTP":
-        def one(key):
-            kernel_key, block_key = jax.random.split(key)
-            return MTPDepth(
-                embed_norm=self.norm.build(embed_dim),
-                stream_norm=self.norm.build(embed_dim),
-                kernel=fan_in(kernel_key, (2 * embed_dim, embed_dim), jnp.float32, 2 * embed_dim),
-                block=self.block.build(embed_dim, key=block_key),
-                final_norm=self.norm.build(embed_dim),
-            )
-
-        return MTP(depth=eqx.filter_vmap(one)(jax.random.split(key, self.num_depths)), config=self)
+from eqx_decoders.layers.norm import Norm
+from eqx_decoders.model.mtp_config import MTPConfig
+from eqx_decoders.numerics.initializers import fan_in
 
 
 class MTPDepth(eqx.Module):
-    """One depth: an embedding and the stream side by side, projected, through a block."""
+    """One depth: an embedding and the stream, joined and projected, through a block."""
 
     embed_norm: Norm
     stream_norm: Norm
@@ -78,11 +41,12 @@ class MTPDepth(eqx.Module):
         *,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any], BlockStats]:
-        """The stream of this depth, from that of the last one and the embeddings of later tokens."""
+        """Return the stream of this depth, from the last one's stream and the embeddings of later tokens."""
         joined = jnp.concatenate([self.embed_norm(embedded), self.stream_norm(stream)], axis=-1)
         x = ctx.einsum("batch length joined, joined embed -> batch length embed", joined, self.kernel)
         residual = self.block.config.residual
-        x, entries, stats = checkpointed(ctx, prevent_cse=True)(self.block, residual.expand(x), ctx, past, key)
+        run = checkpointed(Block.__call__, ctx, prevent_cse=True)
+        x, entries, stats = run(self.block, residual.expand(x), ctx, past, key)
         return residual.reduce(x), entries, stats
 
 
@@ -93,18 +57,32 @@ class MTP(eqx.Module):
     depth: MTPDepth
     config: MTPConfig = eqx.field(static=True)
 
+    @classmethod
+    def build(cls, config: MTPConfig, embed_dim: int, *, key: PRNGKeyArray) -> "MTP":
+        def one(key):
+            kernel_key, block_key = jax.random.split(key)
+            return MTPDepth(
+                embed_norm=config.norm.build(embed_dim),
+                stream_norm=config.norm.build(embed_dim),
+                kernel=fan_in(kernel_key, (2 * embed_dim, embed_dim), jnp.float32, 2 * embed_dim),
+                block=config.block.build(embed_dim, key=block_key),
+                final_norm=config.norm.build(embed_dim),
+            )
+
+        return cls(depth=eqx.filter_vmap(one)(jax.random.split(key, config.num_depths)), config=config)
+
     def unstacked(self) -> tuple[MTPDepth, ...]:
-        """The depths one by one."""
+        """Return the depths one by one."""
         return tuple(at_layer(self.depth, index) for index in range(self.config.num_depths))
 
 
 class MTPOutput(eqx.Module):
-    """What the depths make of a batch.
+    """Streams and statistics of all depths.
 
     **Arguments:**
 
     - `hidden`: the stream of each depth, before its final norm.
-    - `real`: where there is one: the token `depth` places on belongs to the same document.
+    - `real`: whether the token `depth` positions later belongs to the same document.
     - `stats`: of their blocks, stacked.
     """
 
@@ -113,17 +91,50 @@ class MTPOutput(eqx.Module):
     stats: BlockStats
 
 
-def shift_left(x: Array, count: int, order: np.ndarray | None = None) -> Array:
-    """What stands `count` places on in the text, zeros at its end.
+def run_depths(
+    depths: Sequence[MTPDepth],
+    stream: Float[Array, "batch length embed"],
+    embed: Callable[[int, Context, PRNGKeyArray | None], Array],
+    ctx: Context,
+    *,
+    order: np.ndarray | None,
+    key: PRNGKeyArray | None,
+) -> MTPOutput:
+    """Run all depths, one after the other.
 
-    `order` says which token of the text stands where in a row; None: `y[:, t] = x[:, t + count]`.
+    **Arguments:**
+
+    - `stream`: the input of the first depth.
+    - `embed`: returns the embeddings of the tokens so many positions later, given their positions and a key for
+        dropout.
+    - `ctx`: of the tokens from which is predicted.
+    - `order`: as in `shift_left`.
+    """
+    x, hiddens, reals, stats = stream, [], [], []
+    for count, depth in enumerate(depths, 1):
+        embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
+        real = same_document(ctx.positions, ctx.segment_ids, count, order)
+        later = Context(positions=shift_left(ctx.positions, count, order), execution=ctx.execution)
+        depth_ctx = dataclasses.replace(ctx, positions=jnp.where(real, ctx.positions, -1))
+        embedded = embed(count, later, embed_key)
+        x, _, stat = depth(x, embedded, depth_ctx, key=block_key)
+        hiddens.append(x)
+        reals.append(real)
+        stats.append(stat)
+    return MTPOutput(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))
+
+
+def shift_left(x: Array, count: int, order: np.ndarray | None = None) -> Array:
+    """Return the values `count` positions later in the text, zeros at its end.
+
+    `order` has the index of each column's token in the text; None: `y[:, t] = x[:, t + count]`.
     """
     length = x.shape[1]
     if order is None:
         return jnp.pad(x[:, count:], ((0, 0), (0, min(count, length))) + ((0, 0),) * (x.ndim - 2))
-    places, later = np.argsort(order), order + count
+    columns, later = np.argsort(order), order + count
     inside = (later < length).reshape(1, length, *(1,) * (x.ndim - 2))
-    return jnp.where(inside, x[:, places[np.minimum(later, length - 1)]], jnp.zeros((), x.dtype))
+    return jnp.where(inside, x[:, columns[np.minimum(later, length - 1)]], jnp.zeros((), x.dtype))
 
 
 def same_document(
@@ -132,7 +143,7 @@ def same_document(
     count: int,
     order: np.ndarray | None = None,
 ) -> Bool[Array, "batch length"]:
-    """Whether a token and all up to the one `count` places on are of one document, without padding in between.
+    """Return whether a token and the next `count` ones are of one document, without padding in between.
 
     Padding is at position -1; `order` as in `shift_left`.
     """

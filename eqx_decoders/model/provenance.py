@@ -1,4 +1,4 @@
-"""Where a model comes from."""
+"""The source of a model."""
 
 import dataclasses
 
@@ -7,13 +7,13 @@ from eqx_decoders.core.sampling import GenerationConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a model was loaded from: what an export needs beyond its configuration.
+    """Source of a model: all that an export needs besides its configuration.
 
     **Arguments:**
 
     - `family`: the `model_type` of its checkpoint.
-    - `settings`: JSON text of those of its settings that don't change what it computes, such as token ids.
-    - `directory`: where its tokenizer is; None if there is none.
+    - `settings`: JSON text of the settings that don't change its results, such as token ids.
+    - `directory`: directory of its tokenizer; None if there is none.
     - `generation`: sampling and stop ids that were published with it.
     """
 

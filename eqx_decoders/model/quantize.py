@@ -1,4 +1,4 @@
-"""Models whose weights are kept in few bits: `quantize` makes them of any model, `dequantize` makes plain ones of them.
+"""Models with weights in few bits: `quantize` rounds those of any model, `dequantize` widens them again.
 
     model = quantize(model, "int8")
     model = quantize(model, {"*.mlp.*": "int4", "*": "int8"})
@@ -42,27 +42,26 @@ _KINDS = {
     "fp8_block": _Kind(jnp.float8_e4m3fn, 448.0),
 }
 FP8_BLOCK = 128
-GROUPS = (128, 64, 32)  # rows of a group, where nothing is said: the first that divides
+GROUPS = (128, 64, 32)  # default rows of a group: the first that divides
 
 
 def quantize(
     model: Decoder, modes: str | Mapping[str, str | None] = "int8", *, group_size: int | None = None
 ) -> Decoder:
-    """The model with its matrices in few bits, for inference, or below low-rank pairs (`add_lora`).
+    """Return the model with its matrices in few bits, for inference, or below low-rank pairs (`add_lora`).
 
     **Arguments:**
 
     - `model`: of arrays, on any layout, or of shapes.
-    - `modes`: of all matrices; or of those whose paths match a pattern (`*` stands for anything), the first that does
-        counts, None leaves them as they are:
-        `"int8"`: whole numbers up to 127 with a scale for each column (8 bits a weight);
-        `"int4"`: up to 7 with one for `group_size` rows of a column (4.25 bits with groups of 128);
-        `"fp8"`: e4m3 with one for each column; `"fp8_block"`: with one for 128 x 128 numbers.
-    - `group_size`: rows of a group of `"int4"`; they must be equal parts of what a weight contracts. None: 128, or 64
+    - `modes`: mode of all matrices, or by pattern of their paths (`*` stands for anything; the first that matches
+        counts; None leaves them): `"int8"`: whole numbers up to 127 with a scale for each column (8 bits a weight);
+        `"int4"`: up to 7 with one for `group_size` rows of a column (4.25 bits with groups of 128); `"fp8"`: e4m3 with
+        one for each column; `"fp8_block"`: with one for 128 x 128 numbers.
+    - `group_size`: rows of a group of `"int4"`; they must divide the rows of a weight. None: 128, or 64
         or 32 for the weights that these do not divide (see `group_sizes`).
 
-    Matrices inside of blocks are meant: no tables, norms, routers and biases, nothing that makes decays or one number a
-    head. The output head and encoders are, where a pattern begins with their name, as in `"head.kernel"`.
+    All matrices inside of blocks are quantized, but tables, norms, routers, biases, decays and weights with one number
+    a head. The output head and encoders are if a pattern begins with their name, as in `"head.kernel"`.
 
     Raises ConfigError for an unknown mode, a pattern of nothing that can be in few bits, a group that does not divide,
     and a model that has such weights already.
@@ -81,35 +80,35 @@ def quantize(
 
 
 def group_sizes(model: Decoder) -> dict[int, int]:
-    """How many weights of `"int4"` have groups of so many rows, the most rows first."""
+    """Return the number of weights of `"int4"` by the rows of their groups, the most rows first."""
     nodes = (node for node in quantized_weights(model).values() if node.values.dtype == jnp.int4)
     counts = collections.Counter(node.block[0] for node in nodes)
     return dict(sorted(counts.items(), reverse=True))
 
 
 def dequantize(model: Decoder, *, dtype: DTypeLike | None = None) -> Decoder:
-    """The model with plain arrays in place of weights in few bits; `dtype` by default that of its other weights."""
+    """Return the model with plain arrays for weights in few bits, by default in the dtype of its other weights."""
     layout, nodes = model.execution.layout, quantized_weights(model)
     kind = np.dtype(model.execution.precision.params if dtype is None else dtype)
     shapes = {path: jax.ShapeDtypeStruct(node.shape, kind) for path, node in nodes.items()}
-    places = named_leaves(layout.shardings(replaced(model, shapes)))
-    shapes = {path: leaf.update(sharding=places[path]) for path, leaf in shapes.items()}
-    made: dict[str, Any] = {
+    shardings = named_leaves(layout.shardings(replaced(model, shapes)))
+    shapes = {path: leaf.update(sharding=shardings[path]) for path, leaf in shapes.items()}
+    weights: dict[str, Any] = {
         path: shapes[path] if isinstance(node.values, jax.ShapeDtypeStruct) else _widened(layout, node, shapes[path])
         for path, node in nodes.items()
     }
-    return replaced(model, made)
+    return replaced(model, weights)
 
 
 def _widened(layout: Layout, node: QuantizedWeight, like: jax.ShapeDtypeStruct) -> Array:
-    run = layout.automatically(lambda node: node.widened(like.dtype), lambda _: partitions(like))
+    run = layout.automatically(lambda node: node.dequantized(like.dtype), lambda _: partitions(like))
     return jax.jit(run, out_shardings=out_shardings(like))(node)
 
 
 def _chosen(modes: Mapping[str, str | None], words: Mapping[str, Axes]) -> dict[str, str]:
-    """The mode of every weight that gets one, by path, in the order of the model."""
+    """Return the mode of every weight that is quantized, by path, in the order of the model."""
     check(len(modes) > 0, "quantize: modes={} must name at least one pattern, such as '*'.")
-    found: dict[str, str | None] = {}
+    mode_of: dict[str, str | None] = {}
     for pattern, mode in modes.items():
         if mode is not None:
             check_word(f"quantize: modes[{pattern!r}]", mode, get_args(QuantizationName))
@@ -121,8 +120,8 @@ def _chosen(modes: Mapping[str, str | None], words: Mapping[str, Axes]) -> dict[
             "norms, biases and low-rank pairs aren't, nor is what makes decays or one number per head, and heads and "
             "encoders must be named ('head.kernel'). Write another pattern.",
         )
-        found = dict.fromkeys(able, mode) | found
-    return {path: mode for path in words if (mode := found.get(path)) is not None}
+        mode_of = dict.fromkeys(able, mode) | mode_of
+    return {path: mode for path in words if (mode := mode_of.get(path)) is not None}
 
 
 def _able(path: str, words: Axes, pattern: str) -> bool:
@@ -134,7 +133,7 @@ def _able(path: str, words: Axes, pattern: str) -> bool:
 
 
 def _quantized(layout: Layout, path: str, words: Axes, leaf: Any, mode: str, group_size: int | None) -> QuantizedWeight:
-    """A weight in few bits, sharded by the layout's tables."""
+    """Return a weight in few bits, sharded by the layout's tables."""
     inner, outer = map(len, matrix_axes(words))
     rows = math.prod(leaf.shape[len(leaf.shape) - inner - outer : len(leaf.shape) - outer])
     block = (FP8_BLOCK, FP8_BLOCK) if mode == "fp8_block" else (rows, 1)
@@ -157,24 +156,24 @@ def _quantized(layout: Layout, path: str, words: Axes, leaf: Any, mode: str, gro
 
 
 def _placed(layout: Layout, path: str, words: Axes, node: QuantizedWeight) -> QuantizedWeight:
-    """The shapes of a weight in few bits with the shardings that the layout gives them."""
+    """Return the shapes of a weight in few bits with shardings of the layout."""
     stack = words.count("layers")
-    parts = {name: (*words[:stack], *here) for name, here in node.part_axes(words[stack:]).items()}
+    parts = {name: (*words[:stack], *inner) for name, inner in node.part_axes(words[stack:]).items()}
 
-    def place(at: Any, leaf: Any) -> Any:
+    def with_sharding(at: Any, leaf: Any) -> Any:
         name = path_name(at)
         return leaf.update(sharding=layout.weight_sharding(parts[name], leaf.shape, f"{path}.{name}"))
 
-    return jax.tree_util.tree_map_with_path(place, node)
+    return jax.tree_util.tree_map_with_path(with_sharding, node)
 
 
 def quantized(
     weight: Float[Array, "..."], kind: _Kind, block: tuple[int, int], inner: int, outer: int
 ) -> QuantizedWeight:
-    """A weight rounded to the nearest numbers of a kind, each block scaled by its largest one."""
+    """Round a weight to the nearest numbers of a kind, each block scaled by its largest one."""
     lead = weight.shape[: weight.ndim - inner - outer]
-    made = weight.shape[weight.ndim - outer :]
-    rows, columns = math.prod(weight.shape[len(lead) : weight.ndim - outer]), math.prod(made)
+    outer_shape = weight.shape[weight.ndim - outer :]
+    rows, columns = math.prod(weight.shape[len(lead) : weight.ndim - outer]), math.prod(outer_shape)
     wide = weight.astype(np.promote_types(weight.dtype, np.float32)).reshape(*lead, rows, columns)
     counts = [-(-size // min(each, size)) for size, each in zip((rows, columns), block, strict=True)]
     sizes = [min(each, size) for size, each in zip((rows, columns), block, strict=True)]
@@ -189,5 +188,5 @@ def quantized(
     ratio = jnp.round(ratio) if jnp.issubdtype(kind.dtype, jnp.integer) else ratio
     values = jnp.clip(ratio, -kind.largest, kind.largest).astype(kind.dtype).reshape(weight.shape)
     values = values if jnp.issubdtype(kind.dtype, jnp.integer) else jax.lax.bitcast_convert_type(values, jnp.uint8)
-    scales = scales.reshape(*lead, counts[0], *made) if block[1] == 1 else scales
+    scales = scales.reshape(*lead, counts[0], *outer_shape) if block[1] == 1 else scales
     return QuantizedWeight(values, scales, None, block, inner, outer)

@@ -1,4 +1,4 @@
-"""A model as a table: every weight's path, shape, axes, sharding and bytes on a device."""
+"""The table of a model's weights: path, shape, axes, sharding and bytes on a device."""
 
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
@@ -8,17 +8,17 @@ from eqx_decoders.sharding.layout import device_bytes
 
 
 def describe(model: PyTree) -> str:
-    """Lines of a table with one row per weight of `model` (arrays or `ShapeDtypeStruct`s), and a sum."""
+    """Return a table with one row per weight of `model` (arrays or `ShapeDtypeStruct`s), and their sum."""
     words = axes(model)
     rows = [("path", "shape", "axes", "sharding", "dtype", "MB/device")]
     count = size = 0
     for name, leaf in named_leaves(model).items():
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
         split = ", ".join("x".join(part if isinstance(part, tuple) else (part,)) if part else "-" for part in spec)
-        here = device_bytes(leaf)
-        count, size = count + leaf.size, size + here
+        device_size = device_bytes(leaf)
+        count, size = count + leaf.size, size + device_size
         shape = " x ".join(map(str, leaf.shape))
-        rows.append((name, shape, " ".join(words[name]), split or "-", str(leaf.dtype), f"{here / 1e6:,.2f}"))
+        rows.append((name, shape, " ".join(words[name]), split or "-", str(leaf.dtype), f"{device_size / 1e6:,.2f}"))
     rows.append((f"{len(words)} arrays", f"{count:,} weights", "", "", "", f"{size / 1e6:,.2f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [

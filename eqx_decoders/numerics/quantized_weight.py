@@ -1,15 +1,15 @@
-"""A weight of few bits: whole numbers or short floats, and a scale for each column, group of rows, or block.
+"""Quantized weights: whole numbers or short floats, and a scale for each column, group of rows, or block.
 
     w = values scale,   or   w = (values - zero) scale
 
-with one scale (and zero) for `rows` rows and `columns` columns of the matrix that the weight is from what it contracts
-to what it makes. Activations are never rounded ("w8a16", "w4a16"): a weight is widened where it is multiplied, and a
-scale that stands for whole columns multiplies the product instead, `(x values) scale`.
+with one scale (and zero) for `rows` rows and `columns` columns of the matrix from the contracted to the output axes.
+Activations are never rounded ("w8a16", "w4a16"): a weight is widened where it is multiplied, and a scale that stands
+for whole columns multiplies the product instead, `(x values) scale`.
 
 Values are arrays shaped like the weight: so they are sliced by scans, split by meshes and saved like any weight. Their
-dtype says what they are: `int8` and `int4` whole numbers, `uint8` the bits of E4M3 and `uint4` those of E2M1; four bits
+dtype says what they are: `int8` and `int4` whole numbers, `uint8` the bits of E4M3 and `uint4` of E2M1; four bits
 take four bits on devices (the host's copies take eight). Scales of `uint8` are the bits of E8M0, powers of two. Short
-floats are kept as bits since XLA takes ten times as long on a CPU to slice and widen its dtypes of them.
+floats are stored as bits since XLA takes ten times as long on a CPU to slice and widen its dtypes of them.
 """
 
 import math
@@ -26,8 +26,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.sharding.axes import FROZEN, AnyArray, Axes, axes, named_leaves, path_name, product_axes, replaced
-from eqx_decoders.sharding.rules import names_of
+from eqx_decoders.sharding.axes import (
+    FROZEN,
+    AnyArray,
+    Axes,
+    axes,
+    named_leaves,
+    names_of,
+    path_name,
+    product_axes,
+    replaced,
+)
 
 
 T = TypeVar("T")
@@ -43,17 +52,17 @@ _FEW = 512
 
 
 class QuantizedWeight(eqx.Module):
-    """A weight in few bits, `(values - zeros) scales`, wherever `einsum` takes a weight. No gradient reaches it.
+    """Quantized weight, `(values - zeros) scales`, wherever `einsum` takes a weight. No gradient reaches it.
 
     **Arguments:**
 
     - `values`: shaped like the weight.
-    - `scales`: for each group of rows and each column one; for each block one where it spans several columns. Rows are
-        counted through all dimensions that the weight contracts, columns through those that it makes.
+    - `scales`: one for each group of rows and each column; one for each block that spans several columns. Rows are
+        counted through all contracted dimensions, columns through all output dimensions.
     - `zeros`: subtracted first, shaped like the scales; None for none.
     - `block`: rows and columns of a block; the last ones may be cut short. As many rows as there are, or more: each
         column has one scale.
-    - `inner`, `outer`: how many dimensions it contracts and makes. Others, in front, count layers and experts.
+    - `inner`, `outer`: numbers of contracted and of output dimensions. Others, in front, count layers and experts.
     """
 
     values: Shaped[AnyArray, "..."] = eqx.field(metadata=FROZEN)
@@ -64,65 +73,65 @@ class QuantizedWeight(eqx.Module):
     outer: int = eqx.field(static=True)
 
     def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """The words of the three arrays, given those of the weight."""
-        _, made = matrix_axes(words)
+        """Return the axes of the three arrays, given the axes of the weight."""
+        _, columns = matrix_axes(words)
         each = words[: words[:1] == ("experts",)]
-        scales = (*each, "groups", *(made if self.block[1] == 1 else ("blocks",)))
+        scales = (*each, "groups", *(columns if self.block[1] == 1 else ("blocks",)))
         return {"values": words, "scales": scales, "zeros": scales}
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """Shape of the weight."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """How many dimensions the weight has."""
+        """Number of dimensions of the weight."""
         return self.values.ndim
 
     @property
     def size(self) -> int:
-        """How many numbers the weight has."""
+        """Number of elements of the weight."""
         return self.values.size
 
     @property
     def lead(self) -> int:
-        """How many dimensions count layers and experts."""
+        """Number of dimensions that count layers and experts."""
         return self.values.ndim - self.inner - self.outer
 
     @property
     def rows(self) -> int:
-        """How many numbers a column has."""
+        """Number of rows of the matrix."""
         return math.prod(self.shape[self.lead : self.lead + self.inner])
 
     @property
     def columns(self) -> int:
-        """How many columns there are."""
+        """Number of columns of the matrix."""
         return math.prod(self.shape[self.lead + self.inner :])
 
     @property
     def by_column(self) -> bool:
-        """Whether each column has one scale and nothing else, so that it can multiply the product."""
+        """True if each column has one scale and no zero, so that the scale can multiply the product."""
         return self.zeros is None and self.block[1] == 1 and self.scales.shape[self.lead] == 1
 
     def numbers(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The values as floats, which have them all."""
+        """Return the values as floats, without scales; no value is rounded."""
         return decoded(lax.stop_gradient(self.values), dtype)
 
     def factors(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """The scales as floats."""
+        """Return the scales as floats."""
         scales = lax.stop_gradient(self.scales)
         return _e8m0(scales).astype(dtype) if scales.dtype == jnp.uint8 else scales.astype(dtype)
 
-    def widened(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """The weight as an array, computed in float32 (at least) and rounded once, to `dtype`."""
+    def dequantized(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Dequantize the weight to an array, computed in float32 (at least) and rounded once, to `dtype`."""
         wide = np.promote_types(np.float32, np.float32 if dtype is None else dtype)
-        found, zeros = self.numbers(wide), lax.stop_gradient(self.zeros)
-        found = found if zeros is None else found - self._spread(zeros.astype(wide))
-        return (found * self._spread(self.factors(wide))).astype(wide if dtype is None else dtype)
+        values, zeros = self.numbers(wide), lax.stop_gradient(self.zeros)
+        values = values if zeros is None else values - self._spread(zeros.astype(wide))
+        return (values * self._spread(self.factors(wide))).astype(wide if dtype is None else dtype)
 
     def _spread(self, table: Array) -> Array:
-        """Of a table like `scales` what each number of the weight has, with ones where that is broadcast."""
+        """Expand a table like `scales` to the elements of the weight, with size 1 where it is broadcast."""
         lead, shape = self.lead, self.shape
         inner = (1,) * self.inner
         if table.shape[lead] > 1:
@@ -133,13 +142,13 @@ class QuantizedWeight(eqx.Module):
         return table.reshape(*shape[:lead], *inner, *shape[lead + self.inner :])
 
     def _by_group(self, table: Array) -> Array:
-        """A table like `scales` with one number for each group and column, `groups outer...`; of a weight alone."""
+        """Expand a table like `scales` to one number for each group and column, `groups outer...`, of one layer."""
         if self.block[1] > 1:
             table = lax.slice_in_dim(jnp.repeat(table, self.block[1], axis=-1), 0, self.columns, axis=-1)
         return table.reshape(len(table), *self.shape[self.inner :])
 
     def of_matrix(self) -> "QuantizedWeight":
-        """The same with one dimension for rows and one for columns."""
+        """Merge the contracted dimensions into one and the output dimensions into one."""
         lead = self.shape[: self.lead]
 
         def flat(table: Array | None) -> Any:
@@ -149,14 +158,14 @@ class QuantizedWeight(eqx.Module):
         return QuantizedWeight(values, flat(self.scales), flat(self.zeros), self.block, 1, 1)
 
     def at(self, index: Any) -> "QuantizedWeight":
-        """That of one layer or expert."""
+        """Return the weight of one layer or expert."""
         parts = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), eqx.filter(self, eqx.is_array)
         )
         return eqx.combine(parts, self)
 
     def rows_at(self, begin: Any, count: int) -> "QuantizedWeight":
-        """Some rows of a matrix: whole groups of them."""
+        """Return some rows of a matrix: whole groups of them."""
         values, group = lax.dynamic_slice_in_dim(self.values, begin, count), self.block[0]
 
         def part(table: Any) -> Any:
@@ -167,129 +176,135 @@ class QuantizedWeight(eqx.Module):
         return QuantizedWeight(values, part(self.scales), part(self.zeros), self.block, 1, 1)
 
     def specs(self, spec: PartitionSpec) -> "QuantizedWeight":
-        """How its arrays are split in a `jax.shard_map` whose values are split as `spec` says: scales alike where each
-        belongs to one column, not along rows."""
-        lead, made = spec[: self.lead], spec[self.lead + self.inner :]
-        beside = PartitionSpec(*lead, None, *(made if self.block[1] == 1 else (None,)))
+        """Return the `PartitionSpec` of each array, in a `jax.shard_map` whose values are split as `spec` says.
+
+        Scales are split along columns where each belongs to one column, and never along rows.
+        """
+        lead, columns = spec[: self.lead], spec[self.lead + self.inner :]
+        of_scales = PartitionSpec(*lead, None, *(columns if self.block[1] == 1 else (None,)))
         structure = jax.tree.structure(self)
-        return jax.tree.unflatten(structure, [spec, beside, beside][: structure.num_leaves])
+        return jax.tree.unflatten(structure, [spec, of_scales, of_scales][: structure.num_leaves])
 
     def with_own_scales(self, spec: PartitionSpec) -> "tuple[QuantizedWeight, PartitionSpec]":
-        """In a `jax.shard_map` with `specs`: the weight with the scales that belong to this device's rows and columns,
-        and how they are now split.
+        """Select the scales of this device's rows and columns, in a `jax.shard_map` with `specs`.
+
+        Returns the weight with these scales, and their `PartitionSpec`.
         """
         names, block = [names_of(group) for group in spec], self.block
         inner, outer = names[self.lead : self.lead + self.inner], names[self.lead + self.inner :]
         tables, grouped = (self.scales, self.zeros), self.scales.shape[self.lead] > 1
         if grouped and any(inner):
-            tables, rows = _own(tables, block[0], self.lead, inner[0], self.rows)
+            tables, rows = _own_part(tables, block[0], self.lead, inner[0], self.rows)
             block = rows, block[1]
         if block[1] > 1 and any(outer):
-            tables, columns = _own(tables, block[1], self.lead + 1, outer[0], self.columns)
+            tables, columns = _own_part(tables, block[1], self.lead + 1, outer[0], self.columns)
             block = block[0], columns
         groups = inner[0] if grouped and any(inner) else ()
-        made, last = self.shape[self.lead + self.inner :], outer[:1]
+        outer_shape, last = self.shape[self.lead + self.inner :], outer[:1]
         if block[1] == 1:
             tables, last = (
-                tuple(None if t is None else t.reshape(*t.shape[: self.lead + 1], *made) for t in tables),
+                tuple(None if t is None else t.reshape(*t.shape[: self.lead + 1], *outer_shape) for t in tables),
                 outer,
             )
-        place = PartitionSpec(*(each or None for each in (*names[: self.lead], groups, *last)))
+        scale_spec = PartitionSpec(*(each or None for each in (*names[: self.lead], groups, *last)))
         scales, zeros = tables
-        return QuantizedWeight(self.values, scales, zeros, block, self.inner, self.outer), place
+        return QuantizedWeight(self.values, scales, zeros, block, self.inner, self.outer), scale_spec
 
 
-def _own(
+def _own_part(
     tables: tuple[Any, Any], each: int, axis: int, names: tuple[str, ...], size: int
 ) -> tuple[tuple[Any, Any], int]:
-    """The scales of this device's rows or columns, of which it has `size`; and for how many of them one is now."""
+    """Select the scales of this device's `size` rows or columns; return them, and the new number of rows per scale."""
     begin = lax.axis_index(names) * size
     if size % each == 0:
         parts = [None if t is None else lax.dynamic_slice_in_dim(t, begin // each, size // each, axis) for t in tables]
     else:  # blocks lie across the devices' bounds: one scale for each row or column
-        places, each = (begin + jnp.arange(size, dtype=jnp.int32)) // each, 1
-        parts = [None if t is None else jnp.take(t, places, axis=axis, mode="clip") for t in tables]
+        groups, each = (begin + jnp.arange(size, dtype=jnp.int32)) // each, 1
+        parts = [None if t is None else jnp.take(t, groups, axis=axis, mode="clip") for t in tables]
     return (parts[0], parts[1]), each
 
 
 def matrix_axes(words: Axes) -> tuple[Axes, Axes]:
-    """What a weight contracts and what it makes: `product_axes`, and those of an output head, `embed vocab`."""
+    """Return the contracted and the output axes of a weight (`product_axes`), or of an output head, `embed vocab`."""
     inner = tuple(word for word in words if word != "layers")
     split = (inner[:1], inner[1:]) if inner == ("embed", "vocab") else product_axes(words)
     if split is None:
-        raise ConfigError(f"A weight with the axes {' '.join(words)!r} is no matrix: it is not kept in few bits.")
+        raise ConfigError(f"A weight with the axes {' '.join(words)!r} is no matrix: it is not quantized.")
     return split
 
 
 def whole_weights(tree: PyTree) -> tuple[dict[str, Axes], dict[str, Any]]:
-    """`axes` and `named_leaves` of a tree, in which a weight in few bits is one leaf."""
+    """Return `axes` and `named_leaves` of a tree, with each quantized weight as one leaf."""
     nodes = quantized_weights(tree)
     shapes = plain_shapes(tree)
     return axes(shapes), named_leaves(shapes) | nodes
 
 
 def plain_shapes(tree: T) -> T:
-    """The tree with a shape in place of each weight in few bits: as it would be without these."""
+    """Replace each quantized weight of a tree by the shape of the weight before quantization."""
     nodes = quantized_weights(tree)
     return replaced(tree, {path: jax.ShapeDtypeStruct(node.shape, np.float32) for path, node in nodes.items()})
 
 
 def decoded(values: Array, dtype: DTypeLike) -> Float[Array, "..."]:
-    """Values of any kind as floats. Bits of short floats become those of float32: their exponent is moved."""
+    """Decode values of any format to floats. Bits of short floats become those of float32: their exponent is moved."""
     if values.dtype not in (jnp.uint8, jnp.uint4):
         return values.astype(dtype)
     mantissa, bias, each = (3, 7, 2.0**-9) if values.dtype == jnp.uint8 else (1, 1, 0.5)
     bits = values.astype(jnp.int32)
     size = bits & (2**7 - 1 if mantissa == 3 else 2**3 - 1)
-    found = lax.bitcast_convert_type((size << (23 - mantissa)) + ((127 - bias) << 23), jnp.float32)
-    found = jnp.where(size < 2**mantissa, size.astype(jnp.float32) * each, found)  # below the least normal one
-    found = jnp.where(size == 2**7 - 1, jnp.float32(np.nan), found) if mantissa == 3 else found
-    return jnp.where(bits > size, -found, found).astype(dtype)
+    floats = lax.bitcast_convert_type((size << (23 - mantissa)) + ((127 - bias) << 23), jnp.float32)
+    floats = jnp.where(size < 2**mantissa, size.astype(jnp.float32) * each, floats)  # below the least normal one
+    floats = jnp.where(size == 2**7 - 1, jnp.float32(np.nan), floats) if mantissa == 3 else floats
+    return jnp.where(bits > size, -floats, floats).astype(dtype)
 
 
 def _e8m0(bits: Array) -> Float[Array, "..."]:
-    """`2^(bits - 127)`; 255 is NaN."""
+    """Decode E8M0 bits to `2^(bits - 127)`; 255 is NaN."""
     wide = bits.astype(jnp.int32)
-    found = lax.bitcast_convert_type(jnp.maximum(wide << 23, 2**22), jnp.float32)
-    return jnp.where(wide == 255, jnp.float32(np.nan), found)
+    floats = lax.bitcast_convert_type(jnp.maximum(wide << 23, 2**22), jnp.float32)
+    return jnp.where(wide == 255, jnp.float32(np.nan), floats)
 
 
 def is_quantized(node: Any) -> bool:
-    """Whether this is a weight in few bits."""
+    """Return whether a node of a tree is a quantized weight."""
     return isinstance(node, QuantizedWeight)
 
 
 def quantized_weights(tree: PyTree) -> dict[str, QuantizedWeight]:
-    """The weights of a tree that are kept in few bits, by dotted path."""
-    places = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
-    return {path_name(path): node for path, node in places if is_quantized(node)}
+    """Return the quantized weights of a tree, by dotted path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    return {path_name(path): node for path, node in leaves if is_quantized(node)}
 
 
-def widened(weight: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """A weight, or one in parts, with arrays in place of what is kept in few bits."""
-    return jax.tree.map(lambda part: part.widened(dtype) if is_quantized(part) else part, weight, is_leaf=is_quantized)
+def dequantized(weight: PyTree, dtype: DTypeLike | None = None) -> PyTree:
+    """Dequantize a weight, or each part of one."""
+    return jax.tree.map(
+        lambda part: part.dequantized(dtype) if is_quantized(part) else part, weight, is_leaf=is_quantized
+    )
 
 
 def takes_groups(weight: QuantizedWeight, rows: int) -> bool:
-    """Whether `group_product` is for such a weight and so many rows of activations."""
+    """Return whether `group_product` is the best form for a weight and so many rows of activations."""
     return weight.lead == 0 and weight.rows % weight.block[0] == 0 and rows <= _FEW
 
 
 def group_product(dtype: np.dtype, x: Float[Array, "..."], weight: QuantizedWeight) -> Float[Array, "..."]:
-    """`sum over groups g of (x_g values_g - (sum of x_g) zeros_g) scales_g` as `dtype`: the last dimensions of `x` are
-    those that the weight contracts. Numbers are widened by the unit that multiplies them.
+    """Multiply by a weight with groups: `sum_g (x_g values_g - (sum of x_g) zeros_g) scales_g`, as `dtype`.
+
+    The last dimensions of `x` are the contracted ones. Numbers are widened by the unit that multiplies them.
     """
     wide, count = np.promote_types(x.dtype, np.float32), len(weight.scales)
-    rows, made = x.shape[: x.ndim - weight.inner], weight.shape[weight.inner :]
+    rows, outer_shape = x.shape[: x.ndim - weight.inner], weight.shape[weight.inner :]
     left = x.reshape(*rows, count, -1)
-    kernel = weight.numbers(x.dtype).reshape(count, -1, *made)
+    kernel = weight.numbers(x.dtype).reshape(count, -1, *outer_shape)
     numbers = ((left.ndim - 1,), (1,)), ((left.ndim - 2,), (0,))
     sums = lax.dot_general(left, kernel, numbers, preferred_element_type=wide)
     scales = weight._by_group(weight.factors(wide))
-    total = jnp.sum(sums * scales.reshape(count, *(1,) * len(rows), *made), axis=0)
+    total = jnp.sum(sums * scales.reshape(count, *(1,) * len(rows), *outer_shape), axis=0)
     if weight.zeros is not None:
-        nothing = weight._by_group(lax.stop_gradient(weight.zeros).astype(wide)) * scales
-        total -= jnp.tensordot(jnp.sum(left.astype(wide), axis=-1), nothing, axes=1)
+        offsets = weight._by_group(lax.stop_gradient(weight.zeros).astype(wide)) * scales
+        total -= jnp.tensordot(jnp.sum(left.astype(wide), axis=-1), offsets, axes=1)
     return total.astype(dtype)
 
 
@@ -297,13 +312,13 @@ def group_product(dtype: np.dtype, x: Float[Array, "..."], weight: QuantizedWeig
 def matrix_product(
     dtype: np.dtype, x: Float[Array, "rows inner"], weight: QuantizedWeight
 ) -> Float[Array, "rows outer"]:
-    """`x @ weight` of a matrix as `dtype`, in the form that a CPU runs fastest."""
+    """Compute `x @ weight` of a matrix as `dtype`, in the form that a CPU runs fastest."""
     wide = np.promote_types(x.dtype, np.float32)
     step = _step(weight) if len(x) <= _ROWS else weight.rows
-    late = weight.by_column
+    by_column = weight.by_column
 
     def product(x: Array, part: QuantizedWeight) -> Array:
-        kernel = part.numbers(x.dtype) if late else part.widened(x.dtype)
+        kernel = part.numbers(x.dtype) if by_column else part.dequantized(x.dtype)
         return lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=wide)
 
     def add(index: Array, total: Array) -> Array:
@@ -314,11 +329,11 @@ def matrix_product(
         total = product(x, weight)
     else:
         total = lax.fori_loop(0, weight.rows // step, add, jnp.zeros((len(x), weight.columns), wide))
-    return (total * weight.factors(wide) if late else total).astype(dtype)
+    return (total * weight.factors(wide) if by_column else total).astype(dtype)
 
 
 def _step(weight: QuantizedWeight) -> int:
-    """How many rows are widened at a time: whole groups, and as many each time."""
+    """Return the number of rows to widen at a time: whole groups, and a divisor of all rows."""
     rows, columns = weight.values.shape
     unit = 1 if len(weight.scales) == 1 else weight.block[0]
     most = max(unit, _WIDENED // max(1, columns))
@@ -339,7 +354,7 @@ def _backward(dtype, saved, gradient):
     if weight.by_column:
         gradient, kernel = gradient.astype(wide) * weight.factors(wide), weight.numbers(like.dtype)
     else:
-        kernel = weight.widened(like.dtype)
+        kernel = weight.dequantized(like.dtype)
     return lax.dot_general(
         gradient.astype(like.dtype), kernel, (((1,), (1,)), ((), ())), preferred_element_type=like.dtype
     ), None

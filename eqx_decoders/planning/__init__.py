@@ -1,1 +1,1 @@
-"""What a training step will need of a machine, before there is one: memory, traffic, operations, and estimated time."""
+"""Plans of training steps for machines that are not here: memory, traffic, operations, and estimated time."""

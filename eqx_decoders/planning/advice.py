@@ -1,15 +1,15 @@
-"""What to change where a step does not fit, or where something else than products decides its time."""
+"""Advice on a planned step: changes that make it fit, or that shorten it where products are not its bound."""
 
 from collections.abc import Iterator
 
 from eqx_decoders.context import Execution
+from eqx_decoders.planning.planned_step import Plan
 from eqx_decoders.planning.roofline import ACROSS
-from eqx_decoders.planning.step_plan import Plan
 from eqx_decoders.remat import POLICIES
 
 
-# from what keeps most to what keeps least
-_KEEPING = (
+# from the policy that saves most to that which saves least
+_SAVING = (
     "none",
     "minimal_with_context",
     "minimal",
@@ -21,12 +21,12 @@ _KEEPING = (
 _WEIGHTS = ("fsdp", "fsdp_transpose", "expert", "context")  # along which weights are gathered
 _HEADS = ("tensor", "tensor_sequence")  # along which activations are added up
 _ROOM = 0.4  # of a device's memory: so much free is worth a word
-_AGAIN = 0.1  # and so much recomputation
+_RECOMPUTED = 0.1  # and so much recomputation
 _MUCH = 0.2  # and such a share of state and gradients
 
 
 def advice(plan: Plan, execution: Execution) -> list[str]:
-    """Sentences, the most urgent first; none where a step fits and is bound by its products."""
+    """Return sentences, the most urgent first; none where a step fits and is bound by its products."""
     return [*_memory(plan, execution), *_time(plan, execution), *_unread(plan)]
 
 
@@ -46,7 +46,7 @@ def _memory(plan: Plan, execution: Execution) -> Iterator[str]:
             + (", and optimizer.shard_over_data splits the optimizer's over mesh.data." if data > 1 else ".")
         )
         return
-    stronger = _neighbour(execution, 1)
+    stronger = _neighbor(execution, 1)
     if stronger:
         yield f"Keep less for the backward pass: remat={stronger}."
     yield (
@@ -66,12 +66,12 @@ def _time(plan: Plan, execution: Execution) -> Iterator[str]:
             f"Memory is the bound: {line.memory:.3g} s, beside {line.compute:.3g} s of products. Weights and state are "
             f"read for {_tokens(plan):,} tokens a device: give more of them."
         )
-    again, weaker = plan.operations.computed / plan.operations.model - 1, _neighbour(execution, -1)
+    recomputed, weaker = plan.operations.computed / plan.operations.model - 1, _neighbor(execution, -1)
     free = memory.capacity - (memory.capacity if memory.peak is None else memory.peak)
-    if free > _ROOM * memory.capacity and again > _AGAIN and weaker:
+    if free > _ROOM * memory.capacity and recomputed > _RECOMPUTED and weaker:
         yield (
-            f"{_gb(free)} are free, and {again:.0%} are computed beside the model's own operations: remat={weaker} "
-            "keeps more."
+            f"{_gb(free)} are free, and {recomputed:.0%} are computed beside the model's own operations: "
+            f"remat={weaker} keeps more."
         )
     elif free > _ROOM * memory.capacity and line.bound != "compute":
         yield f"{_gb(free)} are free: a larger batch_size fits."
@@ -79,18 +79,18 @@ def _time(plan: Plan, execution: Execution) -> Iterator[str]:
 
 def _network(plan: Plan, execution: Execution) -> str:
     line, sizes, axes = plan.roofline, execution.layout.sizes, plan.roofline.bound.split(" x ")
-    beside = f"{line.networks[line.bound]:.3g} s, beside {line.compute:.3g} s of products"
+    times = f"{line.networks[line.bound]:.3g} s, beside {line.compute:.3g} s of products"
     if line.bound == ACROSS:
         return (
-            f"The network {ACROSS} is the bound: {beside}. What crosses it does not grow with the batch: give "
+            f"The network {ACROSS} is the bound: {times}. What crosses it does not grow with the batch: give "
             "more tokens a step."
         )
-    begin = f"The links along {line.bound} are the bound: {beside}."
-    found = {one.kind for one in plan.collectives or () if one.axes == tuple(axes)}
+    begin = f"The links along {line.bound} are the bound: {times}."
+    kinds = {one.kind for one in plan.collectives or () if one.axes == tuple(axes)}
     if any(axis in _HEADS for axis in axes):
         smaller = " and ".join(f"mesh.{axis} (now {sizes[axis]})" for axis in axes if axis in _HEADS)
         return f"{begin} All layers add activations along it: make {smaller} smaller, mesh.fsdp larger."
-    if found & {"all-to-all", "ragged-all-to-all"} and "expert" in axes:
+    if kinds & {"all-to-all", "ragged-all-to-all"} and "expert" in axes:
         return (
             f"{begin} Tokens travel to their experts along it: a smaller mesh.expert (now {sizes['expert']}), with a "
             "larger mesh.fsdp, sends fewer; exchange_bytes says only in how many rounds."
@@ -107,8 +107,8 @@ def _unread(plan: Plan) -> Iterator[str]:
     if plan.collectives is None and plan.memory.needed is None:
         yield (
             "The compiled program cannot be printed, so its collectives are not known, and the estimate lacks them "
-            f"(XLA: {plan.told[:200]}). As a rule libtpu is newer than jaxlib: take the pair that belongs together, "
-            "pip install --upgrade 'jax[tpu]'."
+            f"(XLA: {plan.compiler_message[:200]}). As a rule libtpu is newer than jaxlib: take the pair that belongs "
+            "together, pip install --upgrade 'jax[tpu]'."
         )
     unknown = [one for one in plan.collectives or () if one.unknown]
     if unknown:
@@ -116,16 +116,16 @@ def _unread(plan: Plan) -> Iterator[str]:
 
 
 def _tokens(plan: Plan) -> int:
-    return plan.tokens // len(plan.machine.places)
+    return plan.tokens // len(plan.machine.positions)
 
 
-def _neighbour(execution: Execution, step: int) -> str | None:
-    """The policy that keeps a little less (1) or more (-1) than this one."""
-    names = [name for name in _KEEPING if POLICIES[name] == execution.remat]
+def _neighbor(execution: Execution, step: int) -> str | None:
+    """Return the policy that saves a little less (1) or more (-1) than this one."""
+    names = [name for name in _SAVING if POLICIES[name] == execution.remat]
     if not names:
         return "full" if step > 0 else None
-    place = _KEEPING.index(names[0]) + step
-    return _KEEPING[place] if 0 <= place < len(_KEEPING) else None
+    place = _SAVING.index(names[0]) + step
+    return _SAVING[place] if 0 <= place < len(_SAVING) else None
 
 
 def _gb(size: int | float) -> str:

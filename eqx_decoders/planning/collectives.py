@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: which arrays, how often, along which axes of the mesh, and why."""
+"""The collectives of a compiled program: their arrays, how often they run, their axes of the mesh, and their cause."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ class Collective:
     **Arguments:**
 
     - `kind`: one of `hlo.KINDS`.
-    - `bytes`: of its largest buffer on a device: what a gather returns, what a reduction takes. Of a ragged exchange
-        the rows of its smaller side: the other one has room for the worst case.
-    - `times`: how often a step runs it.
-    - `groups`: the places in the mesh that take part together; of a permutation the pairs.
+    - `bytes`: bytes of its largest buffer on a device: the result of a gather, the operand of a reduction. For a ragged
+        exchange the rows of its smaller side: the other one has room for the worst case.
+    - `times`: runs in a step.
+    - `groups`: the positions in the mesh that take part together; of a permutation the pairs.
     - `axes`: the axes of the mesh along which these differ.
     - `shape`: the largest array, without its layout.
     - `phase`: "forward", "recomputed", "backward" or "update".
-    - `cause`: the function of this library that it is from, or else the end of the path of what was traced.
-    - `unknown`: whether a loop around it runs a number of times that the program does not say.
+    - `cause`: the function of this library that it is from, or else the end of the path of the traced operation.
+    - `unknown`: whether a loop around it has a number of trips that the program does not say.
     """
 
     kind: str
@@ -48,29 +48,29 @@ class Collective:
 
     @property
     def total(self) -> int:
-        """Bytes of a step."""
+        """Return the bytes of a step."""
         return self.bytes * self.times
 
     @property
     def size(self) -> int:
-        """How many devices take part together."""
+        """Return the number of devices that take part together."""
         return max(map(len, self.groups), default=1)
 
 
 def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
-    """All collectives that a step runs, the heaviest first, in a mesh of these sizes (the first axis slowest).
+    """Return all collectives that a step runs, the heaviest first, in a mesh of these sizes (the first axis slowest).
 
-    Those that XLA made alike of several arrays of one shape and one cause are one, with their times added up.
+    Equal ones, of several arrays of one shape and one cause, are one, with their times added up.
     """
-    found: dict[Collective, int] = {}
+    times: dict[Collective, int] = {}
     for run in program.runs():
         between = _BETWEEN.search(run.op.rest) if run.op.kind == "send" else None
         if between or (run.op.base in KINDS and not run.op.kind.endswith(("-done", "-update"))):
             one = _collective(program, run, mesh) if between is None else _between(program, run, mesh, between[1])
             if one.size > 1:
                 once = dataclasses.replace(one, times=1)
-                found[once] = found.get(once, 0) + one.times
-    merged = [dataclasses.replace(one, times=times) for one, times in found.items()]
+                times[once] = times.get(once, 0) + one.times
+    merged = [dataclasses.replace(one, times=count) for one, count in times.items()]
     return sorted(merged, key=lambda one: one.total, reverse=True)
 
 
@@ -84,7 +84,7 @@ def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) 
     size = sum(map(shape_bytes, arrays))
     if op.base == "reduce-scatter":
         size *= max(map(len, groups), default=1)  # its result is one part
-    told = caller if not op.cause and caller is not None and caller.kind == "fusion" else op
+    source = caller if not op.cause and caller is not None and caller.kind == "fusion" else op
     return Collective(
         kind=kind,
         bytes=size,
@@ -92,14 +92,14 @@ def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) 
         groups=groups,
         axes=axes_of(groups, tuple(mesh.items())),
         shape=max(arrays, key=shape_bytes, default="").split("{")[0],
-        phase=phase_of(told.cause),
-        cause=program.function(told) or shortened(told.cause),
+        phase=phase_of(source.cause),
+        cause=program.function(source) or shortened(source.cause),
         unknown=run.unknown,
     )
 
 
 def _between(program: Program, run: ComputationRun, mesh: Mapping[str, int], name: str) -> Collective:
-    """What hosts exchange for devices of several slices, after the devices of each have done their part.
+    """Describe the exchange between hosts of several slices, which follows that between the devices of each slice.
 
     Slices follow one another along the first axis of the mesh that is as large, as `Layout.create` arranges them.
     """
@@ -124,13 +124,13 @@ def _between(program: Program, run: ComputationRun, mesh: Mapping[str, int], nam
 
 
 def _count(part: str) -> int:
-    """How many numbers `3` or `0:3` stands for."""
+    """Count the numbers in `3` or `0:3`."""
     bounds = _numbers(part)
     return bounds[-1] - bounds[0] + 1
 
 
 def _arrays(op: Op) -> list[str]:
-    """The shapes of the results; of a start, which returns operands beside them, of these alone."""
+    """Return the shapes of the results; a start returns operands and results, of which these are the results."""
     parts = members(op.shape)
     if op.kind in ("all-gather-start", "collective-permute-start") and len(parts) > 1:
         return members(parts[1])
@@ -138,26 +138,26 @@ def _arrays(op: Op) -> list[str]:
 
 
 def _operand(program: Program, run: ComputationRun) -> list[str]:
-    """The shape of the first operand; that of the result where it isn't found."""
+    """Return the shape of the first operand; that of the result if the operand isn't found."""
     ops = program.computations.get(run.computation, [])
     return [op.shape for op in ops if op.name == run.op.operands[0]] or _arrays(run.op)
 
 
 @functools.lru_cache(maxsize=1024)
 def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """The axes of the mesh along which members of a group differ."""
-    places = np.unravel_index([member for group in groups for member in group], [size for _, size in mesh] or [1])
+    """Return the axes of the mesh along which members of a group differ."""
+    positions = np.unravel_index([member for group in groups for member in group], [size for _, size in mesh] or [1])
     bounds = np.cumsum([0, *map(len, groups)])
     pairs = list(itertools.pairwise(bounds))
     return tuple(
         name
-        for (name, _), place in zip(mesh, places, strict=True)
-        if any(len(set(place[begin:end].tolist())) > 1 for begin, end in pairs)
+        for (name, _), position in zip(mesh, positions, strict=True)
+        if any(len(set(position[begin:end].tolist())) > 1 for begin, end in pairs)
     )
 
 
 def groups_of(attributes: str, devices: int) -> Groups:
-    """The groups in the text of a collective's attributes; all devices together where it names none.
+    """Parse the groups in the text of a collective's attributes; all devices together where it names none.
 
     `replica_groups={{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)` and `mesh['a'=2,'b'=2] {'b'}` are understood, and
     `source_target_pairs={{0,1},{1,0}}`.
@@ -176,14 +176,14 @@ def _groups(text: str) -> Groups:
     if text.startswith("mesh["):
         return _named_groups(text)
     if text.startswith("["):
-        found = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
-        return () if found is None else _rows(_order(found[2]).reshape(_numbers(found[1])))
+        iota = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
+        return () if iota is None else _rows(_order(iota[2]).reshape(_numbers(iota[1])))
     listed = re.match(r"\{(\{[\d,{} ]*\})\}", text)
     return tuple(tuple(_numbers(each)) for each in re.findall(r"\{([\d, ]+)\}", listed[1])) if listed else ()
 
 
 def _named_groups(text: str) -> Groups:
-    """`mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b':(2)2}`: along these axes, or a factor of one."""
+    """Parse `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b':(2)2}`: along these axes, or a factor of one."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text[: text.index("]")])}
     ids = re.search(r"\]\s*,\s*device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\)", text)
     along = re.search(r"\{('[^}]*)\}", text)
@@ -191,7 +191,7 @@ def _named_groups(text: str) -> Groups:
         return ()
     count = math.prod(sizes.values())
     order = np.arange(count) if ids is None else _order("<=" + ids[1])
-    shape, kept, axis = [], [], 0
+    shape, grouped, axis = [], [], 0
     chosen = dict(re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", along[1]))
     for name, size in sizes.items():
         if chosen.get(name):  # of an axis the factor between `before` and what is left
@@ -201,16 +201,16 @@ def _named_groups(text: str) -> Groups:
             parts = [size]
         shape += parts
         if name in chosen:
-            kept.append(axis + (1 if len(parts) == 3 else 0))
+            grouped.append(axis + (1 if len(parts) == 3 else 0))
         axis += len(parts)
     grid = order.reshape(shape)
-    others = [place for place in range(len(shape)) if place not in kept]
-    members = math.prod(shape[place] for place in kept)
-    return _rows(grid.transpose([*others, *kept]).reshape(-1, members))
+    others = [place for place in range(len(shape)) if place not in grouped]
+    members = math.prod(shape[place] for place in grouped)
+    return _rows(grid.transpose([*others, *grouped]).reshape(-1, members))
 
 
 def _order(text: str) -> np.ndarray:
-    """`<=[2,4]T(1,0)`: 0 to 7 as two rows of four, transposed, one after the other."""
+    """Parse `<=[2,4]T(1,0)`: 0 to 7 as two rows of four, transposed, one after the other."""
     shape, _, turned = text.removeprefix("<=").partition("T")
     grid = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return (grid.transpose(_numbers(turned)) if turned else grid).reshape(-1)
@@ -225,14 +225,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def phase_of(cause: str) -> str:
-    """Which part of a step the path of an operation belongs to."""
+    """Return the part of a step to which the path of an operation belongs."""
     if "transpose(" in cause:
         return "recomputed" if "rematted_computation" in cause else "backward"
     return "forward" if "jvp(" in cause else "update"
 
 
 def shortened(cause: str) -> str:
-    """The end of the path of an operation, without what every path has."""
+    """Return the end of the path of an operation, without the parts that every path has."""
     idle = ("while", "body", "eval_jaxpr", "closed_call", "checkpoint", "rematted_computation", "shard_map")
     parts = [part for part in cause.split("/") if part not in idle and "jvp(" not in part]
     return "/".join(parts[1:][-2:])

@@ -1,4 +1,4 @@
-"""A compilation for TPUs that ends when memory is assigned: machine code takes most of the time and changes no byte."""
+"""Compilation for TPUs that ends when memory is assigned: machine code takes most of the time and changes no byte."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ abandoned: list[threading.Thread] = []  # compilations that go on
 
 
 class AssignedSizes(NamedTuple):
-    """As `Compiled.memory_analysis()` names them, without a peak."""
+    """Sizes in the names of `Compiled.memory_analysis()`, without a peak."""
 
     argument_size_in_bytes: int
     temp_size_in_bytes: int
@@ -28,7 +28,7 @@ class AssignedSizes(NamedTuple):
 
 
 def assigned_sizes(text: str) -> AssignedSizes:
-    """Bytes of a device, by XLA's list of allocations; results that take the places of arguments are among these."""
+    """Add up XLA's list of allocations of a device; results in the place of arguments count as arguments."""
     arguments, temporaries, outputs = 0, 0, 0
     for size, kind in _ALLOCATION.findall(text):
         if kind.startswith("parameter"):
@@ -41,16 +41,16 @@ def assigned_sizes(text: str) -> AssignedSizes:
 
 
 def _written(folder: Path) -> bool:
-    """Whether the program and what is written behind it are there."""
+    """Return whether the program and the file that is written behind it exist."""
     times = [[file.stat().st_mtime_ns for file in folder.glob(f"*.{name}")] for name in (_PROGRAM, _LAST)]
     return all(times) and max(times[1]) >= max(times[0])
 
 
 def compile_until_assigned(lowered: Any, options: Mapping[str, str]) -> tuple[AssignedSizes, str]:
-    """Sizes, and the text of the scheduled program. Raises what the compiler raises until then.
+    """Compile; return the sizes and the text of the scheduled program when memory is assigned.
 
-    A compilation cannot be ended: it goes on in a thread of its own, which is noted in `abandoned`; whoever is through
-    should leave by `os._exit`.
+    Raises the compiler's errors until then. A compilation cannot be ended: it goes on in a thread of its own, which is
+    noted in `abandoned`; the program should leave by `os._exit`.
     """
     folder = Path(tempfile.mkdtemp(prefix="plan-"))
     raised: list[BaseException] = []

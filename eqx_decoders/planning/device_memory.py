@@ -1,16 +1,10 @@
-"""What a device holds during a step, in rows that add up."""
+"""Memory of a device during a step, in rows that add up."""
 
 import dataclasses
 import re
 from typing import Any
 
-import jax
-
 from eqx_decoders.planning.hlo import Program, shape_bytes
-from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.sharding.layout import device_bytes
-from eqx_decoders.sharding.offload import HOST
-from eqx_decoders.training.step.step import Trainer, TrainState
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -24,20 +18,20 @@ _LAYERS = re.compile(r"jvp\([^/]*\)+/(?:[^/]+/)?while$")  # a loop of the forwar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of a device; None where nothing tells.
+    """Bytes of a device; None where they are not known.
 
     **Arguments:**
 
     - `parameters`, `optimizer`, `means`: of the state, which lasts from step to step; means are those of the weights.
-    - `batch`: the batch, and what the compiler adds to all arguments by laying them out in tiles.
+    - `batch`: the batch, and padding of all arguments by the compiler's layout in tiles.
     - `gradients`: one number for each trained weight. They exist at the end of the backward pass, among temporaries.
-    - `kept`: what the loops of the forward pass keep of each layer for the backward pass, among temporaries.
-    - `temporaries`: all that is not there before and after a step.
+    - `saved_activations`: arrays that the loops of the forward pass save for the backward pass, among temporaries.
+    - `temporaries`: all buffers that do not exist before and after a step.
     - `outputs`: results that do not take the place of arguments.
-    - `peak`: as the compiler says; else what all needs together.
-    - `capacity`: of a device.
-    - `host`: of the state, what the host keeps for the device; it is in none of the others.
-    - `needed`: what the compiler said it would need where the step does not fit.
+    - `peak`: the compiler's figure; else the sum of all parts.
+    - `capacity`: memory of a device.
+    - `host`: part of the state that is in the host's memory; it is in none of the others.
+    - `needed`: the compiler's figure for a step that does not fit.
     """
 
     parameters: int
@@ -47,7 +41,7 @@ class DeviceMemory:
     capacity: int
     host: int = 0
     batch: int | None = None
-    kept: int | None = None
+    saved_activations: int | None = None
     temporaries: int | None = None
     outputs: int | None = None
     peak: int | None = None
@@ -55,59 +49,48 @@ class DeviceMemory:
 
     @property
     def state(self) -> int:
-        """What lasts from step to step."""
+        """Return the bytes that last from step to step."""
         return self.parameters + self.optimizer + self.means
 
     @property
     def fits(self) -> bool:
-        """Whether the step was compiled, and needs no more than there is."""
+        """Return whether the step was compiled, and needs no more than the capacity."""
         return self.needed is None and (self.peak or 0) <= self.capacity
 
     def rows(self) -> dict[str, int]:
-        """The parts that add up to `total`: of temporaries what is kept and the rest."""
+        """Return the parts that add up to `total`; temporaries are saved activations and others."""
         rows = {"parameters": self.parameters, "optimizer state": self.optimizer, "running means": self.means}
         rows["batch, padding"] = self.batch or 0
-        rows["activations kept"] = self.kept or 0
-        rows["other temporaries"] = (self.temporaries or 0) - (self.kept or 0)
+        rows["activations kept"] = self.saved_activations or 0
+        rows["other temporaries"] = (self.temporaries or 0) - (self.saved_activations or 0)
         rows["results"] = self.outputs or 0
         return {name: size for name, size in rows.items() if size or name in ("parameters", "optimizer state")}
 
     @property
     def total(self) -> int:
-        """All of a step's buffers together."""
+        """Return the bytes of all of a step's buffers together."""
         return sum(self.rows().values())
 
 
-def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> DeviceMemory:
-    """What is known without compiling: the shares of the state that a device holds."""
-    weights, places = named_leaves(state.model), trainer.state_shardings(state.model)
-    return DeviceMemory(
-        parameters=_bytes(state.model),
-        optimizer=_bytes(state.optimizer),
-        means=_bytes(state.ema),
-        gradients=_bytes([_like_gradient(weights[name], place) for name, place in places.items()]),
-        host=_host_bytes(state),
-        capacity=int(capacity),
-    )
-
-
 def compiled_memory(known: DeviceMemory, sizes: Any, program: Program | None) -> DeviceMemory:
-    """What the compiler says: `sizes` of `Compiled.memory_analysis()`, and the program where it can be read."""
+    """Add the compiler's `sizes` of `Compiled.memory_analysis()`, and those in the program if it can be read."""
     temporaries, outputs = sizes.temp_size_in_bytes, sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    kept = None if program is None else min(kept_bytes(program), temporaries)
-    held = sizes.argument_size_in_bytes + temporaries + outputs
+    saved = None if program is None else min(stacked_bytes(program), temporaries)
+    together = sizes.argument_size_in_bytes + temporaries + outputs
     return dataclasses.replace(
         known,
         batch=sizes.argument_size_in_bytes - known.state,
-        kept=kept,
+        saved_activations=saved,
         temporaries=temporaries,
         outputs=outputs,
-        peak=held if known.host else getattr(sizes, "peak_memory_in_bytes", 0) or held,  # XLA adds the host's to it
+        peak=together
+        if known.host
+        else getattr(sizes, "peak_memory_in_bytes", 0) or together,  # XLA adds the host's to it
     )
 
 
-def kept_bytes(program: Program) -> int:
-    """What the loops of the forward pass write piece by piece: arrays kept for the backward pass, on one device."""
+def stacked_bytes(program: Program) -> int:
+    """Add up the arrays that the loops of the forward pass save for the backward pass, on one device."""
     total = 0
     for run in program.runs():
         if run.op.kind == "while" and _LAYERS.search(run.op.cause) and "transpose(" not in run.op.cause:
@@ -116,22 +99,9 @@ def kept_bytes(program: Program) -> int:
 
 
 def needed_bytes(message: str) -> int | None:
-    """What a program would have needed, by XLA's words when there was too little; None where they don't say."""
+    """Return the bytes that XLA's message about too little memory names; None if it names none."""
     for pattern in _NEEDED:
-        found = pattern.search(message)
-        if found:
-            return int(float(found[1]) * _UNITS[found[2]])
+        match = pattern.search(message)
+        if match:
+            return int(float(match[1]) * _UNITS[match[2]])
     return None
-
-
-def _like_gradient(weight: Any, place: Any) -> Any:
-    """That of a weight on the host goes there; no other does, wherever the optimizer's state is."""
-    return weight.update(sharding=place.with_memory_kind(weight.sharding.memory_kind))
-
-
-def _bytes(tree: Any) -> int:
-    return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST)
-
-
-def _host_bytes(tree: Any) -> int:
-    return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST)

@@ -1,4 +1,4 @@
-"""Counting the products that a traced program computes, recomputation included."""
+"""Counts of the products that a traced program computes, recomputation included."""
 
 import math
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ _GROUPED = ("gmm", "tgmm")  # JAX's kernels of grouped products
 class MatmulFlops(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
-    counted: those in loops whose trips are known. uncounted: whether others are in loops, or in grids of kernels, that
-    data decide. eight_bit: how many of those counted are of numbers of 8 bits. ragged: of those counted the ones of
-    groups, whose rows may have room for the worst case. loose: whether products of groups are in loops or grids that
-    data decide.
+    counted: those in loops whose trips are known. uncounted: whether there are others, in loops or grids of kernels
+    whose trips depend on data. eight_bit: those of the counted ones that are of 8-bit numbers. ragged: those of the
+    counted ones that are grouped products, whose rows may have room for the worst case. loose: whether there are
+    grouped products in loops or grids whose trips depend on data.
     """
 
     counted: float
@@ -25,10 +25,10 @@ class MatmulFlops(NamedTuple):
 
 
 def products(jaxpr: Any) -> MatmulFlops:
-    """Those of a traced function: `jax.jit(f).trace(x).jaxpr`. Of the branches of a condition the largest counts."""
+    """Count the products of a traced function (`jax.jit(f).trace(x).jaxpr`), and of a condition's largest branch."""
     counted, eight_bit, ragged, uncounted, loose = 0.0, 0.0, 0.0, False, False
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        own = _product(eqn)
+        flops = _product(eqn)
         parts = [products(inner) for inner in inner_programs(eqn)]
         name = eqn.primitive.name
         if name == "while":
@@ -45,14 +45,14 @@ def products(jaxpr: Any) -> MatmulFlops:
         loose |= any(part.loose for part in parts)
         if name == "cond":
             parts = [max(parts, key=lambda part: part.counted)]
-        counted += own + sum(part.counted for part in parts) * _times(eqn)
-        eight_bit += own * _is_eight_bit(eqn) + sum(part.eight_bit for part in parts) * _times(eqn)
-        ragged += own * name.startswith("ragged") + sum(part.ragged for part in parts) * _times(eqn)
+        counted += flops + sum(part.counted for part in parts) * _times(eqn)
+        eight_bit += flops * _is_eight_bit(eqn) + sum(part.eight_bit for part in parts) * _times(eqn)
+        ragged += flops * name.startswith("ragged") + sum(part.ragged for part in parts) * _times(eqn)
     return MatmulFlops(counted, uncounted, eight_bit, ragged, loose)
 
 
 def _product(eqn: Any) -> float:
-    """`2 * size of one operand * what the other has beside what is contracted or shared`; 0 for other operations."""
+    """Compute `2 * size of one operand * free dimensions of the other`; 0 for other operations."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (_, contracted), (_, shared) = params["dimension_numbers"]
@@ -74,7 +74,7 @@ def _free(shape: tuple[int, ...], without: tuple[int, ...]) -> int:
 
 
 def _times(eqn: Any) -> int:
-    """How often what is inside an equation is run, on all devices together."""
+    """Return how often the programs inside an equation run, on all devices together."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return params["length"]
@@ -87,7 +87,7 @@ def _times(eqn: Any) -> int:
 
 
 def inner_programs(eqn: Any) -> Iterator[Any]:
-    """The programs inside an equation."""
+    """Yield the programs inside an equation."""
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
             if hasattr(getattr(each, "jaxpr", each), "eqns"):

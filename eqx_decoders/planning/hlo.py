@@ -1,13 +1,17 @@
-"""Reading the text of a compiled XLA program: its operations, how often each is run, and how many bytes they make."""
+"""Parser of the text of a compiled XLA program: its operations, how often each runs, and bytes of their results."""
 
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from eqx_decoders.planning.source_frames import functions
+import eqx_decoders.errors as errors_module
 
 
+_LIBRARY = str(Path(errors_module.__file__).parent)
+_EVERYWHERE = ("matmul", "layout", "context", "remat", "axes")  # where every layer's operations pass through
+_TABLE_ROW = re.compile(r"^(\d+) (.*)$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([0-9,<= ]*)\]")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(")
@@ -34,7 +38,7 @@ KINDS = (
 
 
 class Op(NamedTuple):
-    """One operation: `%name = shape kind(rest`, the rest being operands and attributes. root: what is returned."""
+    """One operation: `%name = shape kind(rest`, rest being operands and attributes. root: whether it is returned."""
 
     name: str
     shape: str
@@ -44,26 +48,26 @@ class Op(NamedTuple):
 
     @property
     def base(self) -> str:
-        """Its kind, of a pair of asynchronous ones too."""
+        """Return its kind, without the suffix of asynchronous pairs."""
         return self.kind.removesuffix("-start")
 
     @property
     def cause(self) -> str:
-        """The path of what was traced to it; empty where XLA doesn't say."""
-        found = _OP_NAME.search(self.rest)
-        return found[1] if found else ""
+        """Return the path of the traced operation; empty where XLA doesn't say."""
+        match = _OP_NAME.search(self.rest)
+        return match[1] if match else ""
 
     @property
     def operands(self) -> list[str]:
-        """The names of its operands."""
+        """Return the names of its operands."""
         return re.findall(r"%?([\w.\-]+)(?=,|$)", re.sub(r"/\*.*?\*/", "", self.rest[: _closing(self.rest)]))
 
 
 class ComputationRun(NamedTuple):
-    """An operation as it is run: how often, inside how many loops, and on behalf of which call.
+    """An operation as it runs: how often, inside how many loops, and in which computation.
 
-    caller: the operation whose computation it belongs to; None in the entry. unknown: whether a loop around it runs a
-    number of times that the program does not say: then it counts once.
+    caller: the operation whose computation it belongs to; None in the entry. unknown: whether a loop around it has a
+    number of trips that the program does not say: then it counts once.
     """
 
     op: Op
@@ -75,9 +79,9 @@ class ComputationRun(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Operations of every computation, by its name, in order, and the name of the one that is run.
+    """Operations of every computation, by its name, in order, and the name of the entry computation.
 
-    functions: by the number of a stack frame, which function of this library it is of.
+    functions: the function of this library of each stack frame, by the number of the frame.
     """
 
     computations: dict[str, list[Op]]
@@ -85,7 +89,7 @@ class Program(NamedTuple):
     functions: dict[int, str]
 
     def runs(self) -> Iterator[ComputationRun]:
-        """Every operation that is run. Of the branches of a condition, of which one runs, the heaviest counts."""
+        """Yield every operation that runs; of the branches of a condition, of which one runs, the heaviest."""
         yield from self._runs(self.entry, 1, 0, None, False, ())
 
     def _runs(
@@ -111,7 +115,7 @@ class Program(NamedTuple):
                     yield from inside(called, times, depth, unknown=unknown)
 
     def trips(self, loop: Op) -> int | None:
-        """How often a loop runs: as XLA notes it, or the bound in its condition; None where data decide."""
+        """Return the trips of a loop, by XLA's note or the bound in its condition; None where data decide."""
         known = re.search(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)', loop.rest)
         if known:
             return int(known[1])
@@ -125,19 +129,19 @@ class Program(NamedTuple):
         return bounds[0] if len(bounds) == 1 else None
 
     def function(self, op: Op) -> str:
-        """Which function of this library an operation is from; empty where the program doesn't say."""
+        """Return the function of this library that an operation is from; empty where the program doesn't say."""
         frame = re.search(r"\bstack_frame_id=(\d+)", op.rest)
         return self.functions.get(int(frame[1]), "") if frame else ""
 
     def loops(self) -> list[ComputationRun]:
-        """The loops that are in no other."""
+        """Return the loops that are in no other loop."""
         return [run for run in self.runs() if run.op.kind == "while" and run.depth == 0]
 
     def stacked(self, loop: Op) -> dict[str, int]:
-        """What a loop writes piece by piece, one at each trip: the shapes of these arrays and how many there are.
+        """Return the shapes of the arrays that a loop writes piece by piece, one at each trip, and their numbers.
 
-        They are the members of what it carries that have its trips in front and that its body changes. Of a scan over
-        layers in the forward pass this is what is kept for the backward pass.
+        They are the members of its carry that have its trips in front and that its body changes. For a scan over layers
+        in the forward pass these are the activations saved for the backward pass.
         """
         trips, body = self.trips(loop), re.search(r"\bbody=%?([\w.\-]+)", loop.rest)
         ops = self.computations.get(body[1], []) if body else []
@@ -145,18 +149,18 @@ class Program(NamedTuple):
         if trips is None or root is None or root.kind != "tuple":
             return {}
         taken = {op.name: op for op in ops if op.kind == "get-tuple-element"}
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for place, (name, shape) in enumerate(zip(root.operands, members(root.shape), strict=True)):
             same = name in taken and f"index={place}" in re.split(r"[,\s]+", taken[name].rest)
             sizes = _sizes(shape)
             if not same and len(sizes) > 1 and sizes[0] == trips:
                 plain = shape.split("{")[0]
-                found[plain] = found.get(plain, 0) + 1
-        return found
+                counts[plain] = counts.get(plain, 0) + 1
+        return counts
 
 
 def parse(text: str) -> Program:
-    """The program in the text that `jax.stages.Compiled.as_text()` returns."""
+    """Parse the text that `jax.stages.Compiled.as_text()` returns."""
     computations: dict[str, list[Op]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -169,16 +173,16 @@ def parse(text: str) -> Program:
                 computations[head[2]] = []
                 entry = head[2] if head[1] else entry
         elif current is not None:
-            found = _LINE.match(line)
-            if found:
-                op = Op(found[2], found[3], found[4], line[found.end() :], found[1] is not None)
+            match = _LINE.match(line)
+            if match:
+                op = Op(match[2], match[3], match[4], line[match.end() :], match[1] is not None)
                 computations[current].append(op)
     return Program(computations, entry, functions(text))
 
 
 @functools.lru_cache(maxsize=4096)
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array, or of all arrays in a tuple: `"(f32[2,3]{1,0}, u8[4])"` are 28."""
+    """Return the bytes of an array, or of all arrays in a tuple: `"(f32[2,3]{1,0}, u8[4])"` are 28."""
     total = 0
     for kind, sizes in _SHAPE.findall(shape):
         bits = _BITS.get(kind)
@@ -193,26 +197,26 @@ def shape_bytes(shape: str) -> int:
 
 
 def members(shape: str) -> list[str]:
-    """The members of a tuple's shape: `"(f32[2]{0:T(8,128)}, (s32[], u8[4]))"` are two; another shape's is itself."""
+    """Return the members of a tuple's shape: two of `"(f32[2]{0:T(8,128)}, (s32[], u8[4]))"`; or the shape itself."""
     text = re.sub(r"/\*.*?\*/", "", shape).strip()
     if not text.startswith("("):
         return [text]
-    found, depth, begin = [], 0, 1
+    parts, depth, begin = [], 0, 1
     for place, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
         if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
-            found.append(text[begin:place].strip())
+            parts.append(text[begin:place].strip())
             begin = place + 1
-    return [member for member in found if member]
+    return [member for member in parts if member]
 
 
 def _sizes(shape: str) -> list[int]:
-    found = _SHAPE.search(shape)
-    return [int(size) for size in found[2].split(",") if size] if found else []
+    match = _SHAPE.search(shape)
+    return [int(size) for size in match[2].split(",") if size] if match else []
 
 
 def _closing(rest: str) -> int:
-    """Where the parenthesis ends that stands before `rest`."""
+    """Return the index of the parenthesis that closes the one before `rest`."""
     depth = 1
     for place, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
@@ -233,6 +237,48 @@ def _branches(op: Op) -> list[str]:
 
 
 def _weight(runs: list[ComputationRun]) -> tuple[int, int]:
-    """Of branches the one that communicates most counts, then the longest."""
+    """Return a key by which to choose a branch: the bytes that it communicates, then its length."""
     moved = sum(run.times * shape_bytes(run.op.shape) for run in runs if run.op.base in KINDS)
     return moved, len(runs)
+
+
+def functions(text: str) -> dict[int, str]:
+    """Return the innermost function of this library on each stack frame, such as `"mlp: MLP.__call__"`, by number."""
+    tables = _tables(text)
+    files, names = ({i: row.strip('"') for i, row in tables[name].items()} for name in ("FileNames", "FunctionNames"))
+    locations = {i: _row_fields(row) for i, row in tables["FileLocations"].items()}
+    frames = {i: _row_fields(row) for i, row in tables["StackFrames"].items()}
+    # some versions write the number of the parent, others the next one, so that none is 1
+    later = any(frame.get("parent_frame_id") == i for i, frame in frames.items())
+
+    def owner(number: int) -> str:
+        seen: set[int] = set()
+        while number in frames and number not in seen:
+            seen.add(number)
+            location = locations.get(frames[number].get("file_location_id", 0), {})
+            file = files.get(location.get("file_name_id", 0), "")
+            if file.startswith(_LIBRARY) and Path(file).stem not in _EVERYWHERE:
+                function = names.get(location.get("function_name_id", 0), "").replace(".<locals>", "")
+                return f"{Path(file).stem}: {function}"
+            number = frames[number].get("parent_frame_id", 0) - later
+        return ""
+
+    return {number: owner(number) for number in frames}
+
+
+def _tables(text: str) -> dict[str, dict[int, str]]:
+    tables: dict[str, dict[int, str]] = {
+        name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    }
+    for name, table in tables.items():
+        begin = text.find(f"\n{name}\n")
+        for line in text[begin + len(name) + 2 :].split("\n") if begin >= 0 else ():
+            row = _TABLE_ROW.match(line)
+            if row is None:
+                break
+            table[int(row[1])] = row[2]
+    return tables
+
+
+def _row_fields(row: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", row)}

@@ -1,4 +1,4 @@
-"""Images of a planned step, as shapes: so many of one size in each sequence."""
+"""Images of a planned step, as shapes: a number of images of one size in each sequence."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ import numpy as np
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.errors import ConfigError, check
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.sharding.layout import Layout
 
 
 def abstract_media(
     config: DecoderConfig, layout: Layout, batch_size: int, seq_len: int, *, images: int, side: int
 ) -> Media:
-    """What a run gives the model beside such a batch: each sequence begins with so many images of `side` pixels.
+    """Return the media of a batch whose sequences each begin with `images` images of `side` pixels, as shapes.
 
     A model whose positions are of one size takes images of that size, whatever `side` is.
     """

@@ -1,11 +1,11 @@
-"""A plan as text, and as data."""
+"""A plan as text, and as JSON."""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from eqx_decoders.planning.collectives import Collective
-from eqx_decoders.planning.step_plan import Plan
+from eqx_decoders.planning.planned_step import Plan
 
 
 _WIDTH = 40  # of a bar
@@ -13,25 +13,27 @@ _LITTLE = 1e-3  # of all: not worth a word
 
 
 def report(plan: Plan, advised: Iterable[str], *, rows: int = 12) -> str:
-    """A plan for reading: memory, collectives, operations, time; `rows` collectives at most."""
+    """Format a plan for reading: memory, collectives, operations, time; `rows` collectives at most."""
     parts = [plan.note, _memory(plan), _collectives(plan, rows), _time(plan)]
     said = "\n".join(f"- {sentence}" for sentence in advised)
     return "\n\n".join([*filter(None, parts), *([f"advice\n{said}"] if said else [])])
 
 
 def as_data(plan: Plan, advised: Iterable[str]) -> dict[str, Any]:
-    """A plan as plain JSON values: bytes, operations and seconds."""
+    """Return a plan as plain JSON values: bytes, operations and seconds."""
     memory, line, done, machine = plan.memory, plan.roofline, plan.operations, plan.machine
     low, high = line.mfu
-    found = None if plan.collectives is None else [_row(one) for one in plan.collectives]
+    sent = None if plan.collectives is None else [_row(one) for one in plan.collectives]
+    names = {"saved_activations": "kept"}
+    sizes = {names.get(name, name): size for name, size in dataclasses.asdict(memory).items()}
     return {
         "chip": dataclasses.asdict(machine.chip),
-        "devices": len(machine.places),
+        "devices": len(machine.positions),
         "tokens": plan.tokens,
         "replicated": plan.replicated,
-        "memory": dataclasses.asdict(memory) | {"rows": memory.rows(), "total": memory.total, "fits": memory.fits},
+        "memory": sizes | {"rows": memory.rows(), "total": memory.total, "fits": memory.fits},
         "operations": dataclasses.asdict(done),
-        "collectives": found,
+        "collectives": sent,
         "seconds": {
             "parts": line.parts,
             "bound": line.bound,
@@ -40,16 +42,16 @@ def as_data(plan: Plan, advised: Iterable[str]) -> dict[str, Any]:
         },
         "mfu": {"one_by_one": low, "overlapped": high},
         "compile_seconds": plan.seconds,
-        "told": plan.told,
+        "told": plan.compiler_message,
         "note": plan.note,
         "advice": list(advised),
     }
 
 
-def by_kind(found: Iterable[Collective]) -> dict[tuple[str, str], int]:
-    """Bytes of a step by kind and axes, the most first."""
+def by_kind(collectives: Iterable[Collective]) -> dict[tuple[str, str], int]:
+    """Add up the bytes of a step by kind and axes, the most first."""
     total: dict[tuple[str, str], int] = {}
-    for one in found:
+    for one in collectives:
         name = one.kind, " x ".join(one.axes)
         total[name] = total.get(name, 0) + one.total
     return dict(sorted(total.items(), key=lambda item: -item[1]))
@@ -78,7 +80,7 @@ def _memory(plan: Plan) -> str:
         lines.append(_bar("peak", memory.peak, memory.capacity))
         lines.append(f"  (among the temporaries are gradients, {_size(memory.gradients)} when all are there)")
     else:
-        lines.append(f"  it does not fit: {plan.told}")
+        lines.append(f"  it does not fit: {plan.compiler_message}")
     return "\n".join(lines)
 
 
@@ -130,7 +132,7 @@ def _time(plan: Plan) -> str:
         lines.append(f"  {name:22}{seconds:10.3g} s  {notes.get(name, 'ring formulas')}{mark}")
     if plan.collectives is None:
         lines.append("  networks              unknown: the compiled program cannot be read")
-    each = plan.tokens / len(plan.machine.places)
+    each = plan.tokens / len(plan.machine.positions)
     for case, seconds, mfu in (("all overlaps", line.overlapped, high), ("nothing does", line.one_by_one, low)):
         rate = f"MFU {mfu:.0%}, {each / seconds:,.0f} tokens/s a device"
         lines.append(f"  a step takes {seconds:.3g} s if {case}: {rate}")

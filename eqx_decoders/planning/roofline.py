@@ -1,4 +1,4 @@
-"""An estimate of a step's time: what products, memory and networks would need at their published rates."""
+"""Estimate of a step's time: the needs of products, memory and networks at their published rates."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ ACROSS = "between slices, nodes"  # the slower network
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Seconds of a step, estimated.
+    """Estimated seconds of a step.
 
     **Arguments:**
 
     - `compute`: all products at the peak of bf16, or of 8 bits where they are such and the chip has one.
-    - `memory`: what is surely read or written, at the memory's bandwidth: a lower bound.
+    - `memory`: certain reads and writes, at the memory's bandwidth: a lower bound.
     - `networks`: collectives by the axes of the mesh that they go along; those between slices by themselves.
-    - `model_flops_seconds`: the model's own operations at the peak, without recomputation: what MFU counts.
+    - `model_flops_seconds`: the model's own operations at the peak, without recomputation, as MFU counts them.
     """
 
     compute: float
@@ -31,41 +31,41 @@ class Roofline:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part by its name."""
+        """Return the seconds of each part by its name."""
         return {"compute": self.compute, "memory": self.memory} | self.networks
 
     @property
     def bound(self) -> str:
-        """The part that takes longest."""
+        """Return the part that takes longest."""
         return max(self.parts, key=lambda name: self.parts[name])
 
     @property
     def overlapped(self) -> float:
-        """Seconds if all went on at the same time."""
+        """Return the seconds if all parts went on at the same time."""
         return max(self.parts.values())
 
     @property
     def one_by_one(self) -> float:
-        """Seconds if nothing were computed while anything is sent."""
+        """Return the seconds if nothing were computed while anything is sent."""
         return max(self.compute, self.memory) + sum(self.networks.values())
 
     @property
     def mfu(self) -> tuple[float, float]:
-        """The model's share of the peak: one by one, and overlapped."""
+        """Return the model's share of the peak: one by one, and overlapped."""
         return self.model_flops_seconds / self.one_by_one, self.model_flops_seconds / self.overlapped
 
 
-def network_seconds(found: Iterable[Collective], machine: Machine) -> dict[str, float]:
-    """Seconds of the collectives of a step on each network."""
+def network_seconds(collectives: Iterable[Collective], machine: Machine) -> dict[str, float]:
+    """Add up the seconds of the collectives of a step on each network."""
     seconds: dict[str, float] = {}
-    for one in found:
+    for one in collectives:
         for name, time in collective_seconds(one, machine).items():
             seconds[name] = seconds.get(name, 0.0) + one.times * time
     return seconds
 
 
 def collective_seconds(one: Collective, machine: Machine) -> dict[str, float]:
-    """Seconds of one collective by ring formulas, on the fast network and between slices.
+    """Estimate the seconds of one collective by ring formulas, on the fast network and between slices.
 
     Of `V` bytes in all over N devices with links of `W` bytes a second, both ways and all axes together: gather and
     reduce-scatter `V (N - 1) / (N W)`, all-reduce twice that, all-to-all `V / (4 W)`, permutation by one link. Between
@@ -79,19 +79,19 @@ def collective_seconds(one: Collective, machine: Machine) -> dict[str, float]:
         return {_along(one): _HOP + one.bytes / min(link, machine.chip.link_bandwidth)} if link else {}
     whole = one.bytes * one.size if "all-to-all" in one.kind else one.bytes
     passes = 2 if one.kind == "all-reduce" else 1
-    found = {}
+    seconds = {}
     if route.members > 1:
         if "all-to-all" in one.kind:
             sent = whole / route.parts / 4
         else:
             sent = passes * whole * (route.members - 1) / route.members
-        found[_along(one)] = max(_HOP * route.hops, sent / route.bandwidth)
+        seconds[_along(one)] = max(_HOP * route.hops, sent / route.bandwidth)
     if route.parts > 1:
         share = whole / one.size if "all-to-all" in one.kind else whole / route.members
-        found[ACROSS] = (
+        seconds[ACROSS] = (
             passes * share * (route.parts - 1) / route.parts / (machine.chip.network_bandwidth / machine.chip.devices)
         )
-    return found
+    return seconds
 
 
 def _along(one: Collective) -> str:

@@ -1,4 +1,4 @@
-"""Which meshes are worth compiling: all that the devices can be, ranked by an estimate that needs no compiler."""
+"""Search for a mesh: all that the devices can form, ranked by an estimate that needs no compiler."""
 
 import dataclasses
 import itertools
@@ -13,50 +13,45 @@ import numpy as np
 from eqx_decoders.layers.moe.dispatch import sends_rows
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.planning.collectives import Collective
-from eqx_decoders.planning.device_memory import state_memory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.roofline import Roofline, collective_seconds
-from eqx_decoders.planning.saved_activations import kept_arrays, kept_share
-from eqx_decoders.planning.step_plan import abstract_batch, moved_bytes
-from eqx_decoders.sharding.axes import axes as axes_of_weights, named_leaves
+from eqx_decoders.planning.traced_memory import FEATURES, moved_bytes, state_memory
+from eqx_decoders.sharding.axes import axes as axes_of_weights, named_leaves, names_of
 from eqx_decoders.sharding.layout import Layout, device_bytes
-from eqx_decoders.sharding.rules import names_of
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.step.balance import expert_configs
 from eqx_decoders.training.step.step import Trainer
 
 
 _SUMS = 4  # of activations in a layer whose heads and mlp are split: two forward, two backward
-_AGAIN = 4 / 3  # operations, where a layer is computed again
-_FEATURES = ("tensor", "tensor_sequence")  # along which heads and mlp are split
-_BOTH = 2  # what a layer makes, and the gradients of it
+_RECOMPUTED = 4 / 3  # operations, where a layer is computed again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of a mesh, without compiling: seconds of a step if nothing overlaps, and bytes of state and gradients."""
+    """Estimate of a mesh without compiling: seconds of a step if nothing overlaps, bytes of state and gradients."""
 
     seconds: float
     state: int
 
 
 def meshes(devices: int, slices: int, axes: Sequence[str]) -> list[dict[str, int]]:
-    """All sizes along `axes` whose product is the number of devices; `data` is a multiple of the slices."""
+    """Return all sizes along `axes` whose product is the number of devices; `data` is a multiple of the slices."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    found = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(divisors, repeat=len(axes))]
-    return [mesh for mesh in found if math.prod(mesh.values()) == devices and mesh.get("data", 1) % slices == 0]
+    products = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(divisors, repeat=len(axes))]
+    return [mesh for mesh in products if math.prod(mesh.values()) == devices and mesh.get("data", 1) % slices == 0]
 
 
 def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> Estimate:
-    """What a step costs by counting alone.
+    """Estimate a step by counting alone.
 
-    Weights are gathered twice and their gradients scattered once along what splits them but not the activations; of
-    layers whose heads are split, activations are added up; gradients are added up along `data`; tokens travel to
-    experts and back. What else is sent (the head's tiles) is left to the compiler.
+    Weights are gathered twice and their gradients scattered once along axes that split them but not the activations;
+    activations are added up in layers whose heads are split; gradients are added up along `data`; tokens travel to
+    experts and back. Smaller exchanges (the head's tiles) are left to the compiler.
     """
     execution = model.execution
     layout, sizes, tokens = execution.layout, execution.layout.sizes, batch_size * seq_len
-    devices = len(machine.places)
+    devices = len(machine.positions)
     memory = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
     seconds: dict[str, float] = {}
 
@@ -74,14 +69,14 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
         send("all-gather", size, axes, times=3)
     parts = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
     activations = tokens * model.config.embed_dim * jnp.dtype(execution.precision.compute).itemsize // parts
-    heads = tuple(axis for axis in _FEATURES if sizes[axis] > 1)
+    heads = tuple(axis for axis in FEATURES if sizes[axis] > 1)
     send("all-reduce", activations, heads, times=_SUMS * len(model.config.blocks))
     for kind, size, times in _to_experts(model, activations):
         send(kind, size, ("expert",) if sizes["expert"] > 1 else (), times=times)
     send("all-reduce", memory.gradients, ("data",) if sizes["data"] > 1 else ())
     compute = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable) / devices / machine.flops
     line = Roofline(
-        compute=compute * (1.0 if execution.remat is None else _AGAIN),
+        compute=compute * (1.0 if execution.remat is None else _RECOMPUTED),
         memory=moved_bytes(model, memory) / machine.memory_bandwidth,
         networks=seconds,
         model_flops_seconds=compute,
@@ -89,27 +84,8 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
     return Estimate(seconds=line.one_by_one, state=memory.state + memory.gradients)
 
 
-def predicted_bytes(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> int:
-    """What a device needs, by tracing alone: state, gradients, what is kept, and what one layer makes at a time."""
-    memory = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
-    kept = kept_by_device(model, trainer, batch_size=batch_size, seq_len=seq_len)
-    whole = model.replace(remat=None)
-    layer = kept_by_device(whole, trainer, batch_size=batch_size, seq_len=seq_len) // len(model.config.blocks)
-    return memory.state + memory.gradients + kept + _BOTH * layer
-
-
-def kept_by_device(model: Decoder, trainer: Trainer, *, batch_size: int, seq_len: int) -> int:
-    """Bytes that the loops over layers keep for the backward pass on a device, by tracing alone."""
-    layout, sizes = model.execution.layout, model.execution.layout.sizes
-    state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
-    arrays = kept_arrays(jax.jit(trainer.advance).trace(state, batch).jaxpr)
-    tokens = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
-    features = math.prod(sizes[name] for name in _FEATURES)
-    return kept_share(arrays, model.config.embed_dim, tokens=tokens, features=features)
-
-
 def _to_experts(model: Decoder, activations: int) -> Iterator[tuple[str, int, int]]:
-    """Kind, bytes and times of what layers with experts send if a device's tokens are so many bytes.
+    """Yield kind, bytes and times of the collectives of layers with experts; `activations`: bytes of a device's tokens.
 
     Forward, recomputed and backward; there tokens are sent, or gathered, and results are sent back, or scattered.
     """
@@ -126,23 +102,23 @@ def _to_experts(model: Decoder, activations: int) -> Iterator[tuple[str, int, in
 
 
 def _gathered(model: Decoder) -> dict[tuple[str, ...], int]:
-    """By the axes along which weights are gathered, the bytes that a device then has, in the dtype of products."""
+    """Return the bytes of weights that a device gathers along each set of axes, in the dtype of products."""
     words = axes_of_weights(model)
     layout, dtype = model.execution.layout, jnp.dtype(model.execution.precision.compute)
-    found: dict[tuple[str, ...], int] = {}
+    gathered: dict[tuple[str, ...], int] = {}
     for name, leaf in named_leaves(model).items():
         stored, used = ([axis for group in spec for axis in names_of(group)]
                         for spec in (leaf.sharding.spec, layout.used_spec(words[name])))  # fmt: skip
         along = tuple(axis for axis in layout.sizes if axis in stored and axis not in used)
         whole = device_bytes(leaf) // leaf.dtype.itemsize * math.prod(layout.sizes[axis] for axis in along)
         if along:
-            found[along] = found.get(along, 0) + whole * dtype.itemsize
-    return found
+            gathered[along] = gathered.get(along, 0) + whole * dtype.itemsize
+    return gathered
 
 
 def _group(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The places in the mesh of the first device and of those that it meets along these axes."""
+    """Return the positions in the mesh of the devices that the first one meets along these axes."""
     sizes = layout.sizes
-    places = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    chosen = places[tuple(slice(None) if name in axes else 0 for name in sizes)]
-    return tuple(int(place) for place in chosen.reshape(-1))
+    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    group = devices[tuple(slice(None) if name in axes else 0 for name in sizes)]
+    return tuple(int(device) for device in group.reshape(-1))

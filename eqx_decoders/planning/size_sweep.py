@@ -1,4 +1,4 @@
-"""Plans of many sizes: the slice that each gets, the order in which they are compiled, and the table of what was found.
+"""Plans of models of many sizes: the slice of each, the order in which they are compiled, and a table of results.
 
 A row is plain JSON: the model, its slice, and what `scripts/plan.py --json` says, or the error.
 """
@@ -17,7 +17,7 @@ LEAST, MOST = 0.95e9, 1.2e12  # weights of those that are planned: 1b to 1t
 
 
 class Slice(NamedTuple):
-    """Up to so many weights, a slice of so many devices, with so many rows of a batch for each."""
+    """A slice of TPUs for models of up to `weights` weights, and the rows of a batch for each of its devices."""
 
     weights: float
     topology: str
@@ -36,34 +36,36 @@ SLICES = (
 
 
 def sized(names: Iterable[str]) -> dict[str, int]:
-    """Weights of each of these models that has a slice, smallest first."""
-    found = {name: count_parameters(get_config(name)) for name in names}
-    return dict(sorted(((name, size) for name, size in found.items() if LEAST <= size <= MOST), key=lambda one: one[1]))
+    """Return the weights of each of these models that has a slice, smallest first."""
+    weights = {name: count_parameters(get_config(name)) for name in names}
+    return dict(
+        sorted(((name, size) for name, size in weights.items() if LEAST <= size <= MOST), key=lambda one: one[1])
+    )
 
 
 def family(name: str) -> str:
-    """What models whose names differ by their size have in common."""
+    """Return the name of a model without its size."""
     return re.split(r"-|(?<=\D)\d+b", name)[0]
 
 
 def spread(names: Iterable[str]) -> list[str]:
-    """One of each family, then a second one of each, and so on."""
+    """Order names so that one of each family comes first, then a second one of each, and so on."""
     groups = [list(each) for _, each in itertools.groupby(sorted(names, key=family), key=family)]
     return [name for turn in itertools.zip_longest(*groups) for name in turn if name is not None]
 
 
 def slice_of(weights: int) -> Slice:
-    """The smallest slice for a model of so many weights."""
+    """Return the smallest slice for a model of this number of weights."""
     return next(each for each in SLICES if weights <= each.weights)
 
 
 def rows_tried(weights: int) -> list[int]:
-    """Rows of a batch for each device, from those of the slice to half of them, and so on."""
+    """Return the rows of a batch for each device to be tried, from those of the slice to one, by halves."""
     return [rows for rows in (4, 2, 1) if rows <= slice_of(weights).rows]
 
 
 def flags(name: str, weights: int, rows: int) -> list[str]:
-    """The words with which `scripts/plan.py` plans a model on its slice with so many rows for each device."""
+    """Return the arguments with which `scripts/plan.py` plans a model on its slice with these rows for each device."""
     place, positions = slice_of(weights), get_config(name).positions
     longest = positions.max_positions if isinstance(positions, LearnedPositions) else SEQ_LEN
     seq_len = min(SEQ_LEN, longest)
@@ -75,7 +77,7 @@ def flags(name: str, weights: int, rows: int) -> list[str]:
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The rows that were planned as a table in Markdown, smallest model first, and a line of those that were not."""
+    """Format the planned rows as a table in Markdown, smallest model first, and a line for each that failed."""
     rows = sorted(rows, key=lambda row: row["parameters"])
     lines = [
         "| model | weights | chips | mesh | remat | tokens | peak (of) GB | sent GB | step s | MFU |",
@@ -88,15 +90,15 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _line(row: Mapping[str, Any]) -> str:
     plan = row["plan"]
-    asked, memory = plan["settings"], plan["memory"]
+    settings, memory = plan["settings"], plan["memory"]
     sent = "" if plan["collectives"] is None else f"{sum(one['total'] for one in plan['collectives']) / 1e9:,.0f}"
     cells: Sequence[str] = (
         f"`{row['model']}`",
         f"{row['parameters'] / 1e9:,.1f} b",
-        f"{asked['topology']} ({plan['devices']})",
-        ", ".join(f"{name} {size}" for name, size in asked["mesh"].items()),
-        f"`{asked['remat']}`",
-        f"{asked['batch_size']:,} x {asked['seq_len']:,}",
+        f"{settings['topology']} ({plan['devices']})",
+        ", ".join(f"{name} {size}" for name, size in settings["mesh"].items()),
+        f"`{settings['remat']}`",
+        f"{settings['batch_size']:,} x {settings['seq_len']:,}",
         f"{memory['peak'] / 1e9:.1f} ({memory['capacity'] / 1e9:.0f})",
         sent,
         f"{plan['seconds']['one_by_one']:.2f}",

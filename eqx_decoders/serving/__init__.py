@@ -1,8 +1,21 @@
-"""Serving: `Engine` continues the prompts of many requests with one model; `python scripts/serve.py` is its server.
+"""Serving: one model continues the prompts of many requests; `python scripts/serve.py` is its HTTP server.
 
-- `Request` and `SamplingParams` say what is asked for, `RequestOutput` what each step has brought.
-- `PromptLookup`, `MTPDrafter` and `DraftModel` draft tokens for it to verify.
-- `run_with_caches` runs a decoder for an engine that owns the memory.
+Answer requests
+    `Engine` with an `EngineConfig` takes `Request`s with `SamplingParams` and returns a `RequestOutput` for each step,
+    with `TokenScore`s. `Constraint` binds an answer to a form, `QueueFull` refuses a request, `EngineStats` counts.
+
+Draft tokens, which one step verifies
+    `PromptLookup`, `MTPDrafter`, `DraftModel`.
+
+Share memory
+    `PageConfig` lets slots take pages as they need them.
+
+Run in an engine that owns the memory
+    `run_with_caches`, `external_layers`, `external_logits`, `ExternalCall`. vLLM on TPU uses them
+    (`serving.vllm_tpu`).
+
+Answer over HTTP
+    `serve` and `run_in_thread` with a `ServerConfig` and an `ApiConfig`; `TextFrontend` turns texts into prompts.
 """
 
 from typing import TYPE_CHECKING
@@ -21,11 +34,13 @@ if TYPE_CHECKING:
     )
     from eqx_decoders.serving.engine.engine import Engine as Engine
     from eqx_decoders.serving.engine.request import (
-        Constraint as Constraint,
         EngineStats as EngineStats,
         QueueFull as QueueFull,
         Request as Request,
         RequestOutput as RequestOutput,
+    )
+    from eqx_decoders.serving.engine.sampler import (
+        Constraint as Constraint,
         SamplingParams as SamplingParams,
         TokenScore as TokenScore,
     )
@@ -53,7 +68,8 @@ __getattr__, _late = lazy(
         "serving.engine.config": "EngineConfig",
         "serving.external_engine": "external_layers external_logits run_with_caches",
         "serving.frontend.prompts": "TextFrontend",
-        "serving.engine.request": "Constraint EngineStats QueueFull Request SamplingParams TokenScore RequestOutput",
+        "serving.engine.request": "EngineStats QueueFull Request RequestOutput",
+        "serving.engine.sampler": "Constraint SamplingParams TokenScore",
         "serving.http.server": "ServerConfig run_in_thread serve",
     },
 )

@@ -1,4 +1,4 @@
-"""Decoders for engines that own the memory: a list of caches goes in and comes out, one for each attention layer."""
+"""Decoders for engines that own the caches: a list of caches goes in and comes out, one for each attention layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,23 +7,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from eqx_decoders.blocks.stack import segments
+from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.engine_owned import ExternalAttention, ExternalKVCache
-from eqx_decoders.layers.cache.kv_cache import KVShape, is_memory
+from eqx_decoders.layers.cache.kv_cache import KVShape
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import AnyArray
 
 
 def external_layers(model: Decoder) -> list[KVShape]:
-    """Of each layer that has a cache, in order: heads, features, and (`slots` of rings) how far it looks back.
+    """Return the shape of each layer's cache, in order: heads, features, and (`slots` of rings) the attention window.
 
-    Raises ConfigError for models whose layers remember what engines have no caches for.
+    Raises ConfigError for models with layers that need another kind of cache.
     """
     shapes = []
     for index, block in enumerate(model.config.blocks):
-        for name, shape in block.memory(1 << 30).items():
+        for name, shape in block.cache_shape(1 << 30).items():
             rule = "engines with caches of their own have none for it"
             if not isinstance(shape, KVShape) or shape.by_slot:
                 raise ConfigError(f"layer {index} ({name}) remembers a {type(shape).__name__}: {rule}.")
@@ -39,33 +40,33 @@ def run_with_caches(
     metadata: Any,
     attention: ExternalAttention,
 ) -> tuple[list[Any], Float[Array, "tokens embed"]]:
-    """One call over the tokens of many sequences, side by side.
+    """Run a decoder over the tokens of many sequences, concatenated.
 
     **Arguments:**
 
     - `caches`: one for each of `external_layers(model)`.
-    - `tokens`, `positions`: of each token its id, and where it stands in its own sequence.
-    - `metadata`: what the engine's attention has to know of this call.
+    - `tokens`, `positions`: id of each token, and its position in its own sequence.
+    - `metadata`: metadata of this call for the engine's attention.
     - `attention`: the engine's: `(cache, query, key, value, metadata, sinks, call) -> (cache, out)`.
 
     **Returns:**
 
-    The caches with these tokens, and the stream after the last block, of which `external_logits` makes logits.
+    The caches with these tokens, and the hidden states after the last block, for `external_logits`.
     """
     count = len(external_layers(model))
     check(len(caches) == count, f"caches has {len(caches)} entries: the model has {count} layers with a cache.")
     check(model.config.media is None, "run_with_caches takes text alone, and the model has encoders.")
-    memories, begin = [], 0
+    segment_caches, begin = [], 0
     order: list[list[int]] = []
     for unit, repeats in segments(model.config.blocks):
         blocks = []
-        names = [list(block.memory(1 << 30)) for block in unit]
-        step, place = sum(map(len, names)), 0
+        names = [list(block.cache_shape(1 << 30)) for block in unit]
+        step, offset = sum(map(len, names)), 0
         for each in names:
-            found = {}
+            block_caches = {}
             for name in each:
-                layers = [begin + place + step * repeat for repeat in range(repeats)]
-                found[name] = ExternalKVCache(
+                layers = [begin + offset + step * repeat for repeat in range(repeats)]
+                block_caches[name] = ExternalKVCache(
                     caches=tuple(caches[layer] for layer in layers),
                     metadata=metadata,
                     attention=attention,
@@ -73,21 +74,21 @@ def run_with_caches(
                     step=step,
                 )
                 order.append(layers)
-                place += 1
-            blocks.append(found)
-        memories.append(tuple(blocks))
+                offset += 1
+            blocks.append(block_caches)
+        segment_caches.append(tuple(blocks))
         begin += step * repeats
-    cache = Cache(segments=tuple(memories), length=jnp.zeros((1,), jnp.int32))
+    cache = Cache(segments=tuple(segment_caches), length=jnp.zeros((1,), jnp.int32))
     rows = jnp.asarray(tokens)[None], jnp.asarray(positions)[None]
-    hidden, proposal, _ = model.replace(scan=False, remat=None).propose(*rows, cache=cache)
-    done = cache.commit(proposal.entries, proposal.positions)
+    hidden, proposal, _ = model.replace(scan=False, remat=None).forward_uncommitted(*rows, cache=cache)
+    committed = cache.commit(proposal.entries, proposal.positions)
     new = list(caches)
-    for layers, memory in zip(order, jax.tree.leaves(done.segments, is_leaf=is_memory), strict=True):
-        for layer, each in zip(layers, memory.caches, strict=True):
+    for layers, layer_cache in zip(order, jax.tree.leaves(committed.segments, is_leaf=is_layer_cache), strict=True):
+        for layer, each in zip(layers, layer_cache.caches, strict=True):
             new[layer] = each
     return new, hidden[0]
 
 
 def external_logits(model: Decoder, hidden: Float[Array, "tokens embed"]) -> Float32[Array, "tokens vocab"]:
-    """Logits of some tokens' streams."""
+    """Return the logits of hidden states."""
     return model.logits(hidden[None])[0]

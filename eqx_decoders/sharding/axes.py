@@ -1,4 +1,4 @@
-"""The word list of logical axes, and the paths by which weights are named.
+"""The names of logical axes, and the dotted paths that name weights.
 
 A weight says what its dimensions are in its type, `Float[Array, "embed mlp"]`. `axes(model)` reads these words back:
 they are the sharding vocabulary (`layout.py`), the table of `--describe` and the names in checkpoints.
@@ -88,16 +88,16 @@ AXES: dict[str, str] = {
     "layers": "equal layers of a stack",
 }
 
-# `eqx.field(metadata=FROZEN)`: whatever stands in this field of a module is never trained.
+# `eqx.field(metadata=FROZEN)`: arrays in this field of a module are never trained.
 FROZEN: dict[str, bool] = {"frozen": True}
-# What the published model keeps as a buffer: it is trained only where a pattern ends with its name.
+# Buffers of the published model: trained only if a pattern ends with their name.
 BUFFER: dict[str, bool] = {"buffer": True}
 
 Axes = tuple[str, ...]
 
 _LATENTS = ("q_rank", "kv_rank", "gate_rank", "latent")
 
-# What a tree may hold where a type says array: also NumPy's, and the shape of one that is yet to be.
+# Leaves in place of an array in a type: also arrays of NumPy, and shapes.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 if TYPE_CHECKING:
     AnyArray = Any
@@ -107,10 +107,10 @@ else:
 
 @runtime_checkable
 class CompositeWeight(Protocol):
-    """A module that stands where a type says array, and holds that one weight in several arrays."""
+    """A module in place of an array in a type: one weight, held in several arrays."""
 
     def part_axes(self, words: Axes) -> dict[str, Axes]:
-        """The words of each of its fields, in their order, `words` being those of the whole weight."""
+        """Return the axis names of each of its fields, in order; `words` are those of the whole weight."""
         ...
 
 
@@ -123,17 +123,17 @@ def check_axes(where: str, words: str | Axes) -> Axes:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """`(GetAttrKey("segments"), SequenceKey(0), GetAttrKey("mlp"))` -> `"segments.0.mlp"`."""
+    """Return the dotted name of a path of keys, such as `"segments.0.mlp"`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Every leaf that is not None, by its dotted path, in the order of the tree."""
+    """Return every leaf that is not None, by its dotted path, in the order of the tree."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def replaced(tree: PyTree, parts: Mapping[str, Any]) -> PyTree:
-    """The tree with some of its parts exchanged, by dotted path: leaves or modules, for leaves or modules."""
+    """Return the tree with some leaves or modules replaced, by dotted path."""
     return jax.tree.map_with_path(
         lambda path, part: parts.get(path_name(path), part),
         tree,
@@ -143,15 +143,13 @@ def replaced(tree: PyTree, parts: Mapping[str, Any]) -> PyTree:
 
 
 def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
-    """The words that a weight contracts and those that it makes, without `layers`: a matrix from rows to columns.
+    """Return the axes that a weight contracts and those that it produces, without `layers`.
 
-    `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. `experts` in front
-    are so many matrices, like layers. None for what is no matrix inside a block: tables, output heads, norms, biases.
+    `layers embed heads head_dim` maps `embed` to `heads head_dim`, `heads head_dim embed` maps back. Leading `experts`
+    count matrices, like layers. None for biases, norms, tables, output heads: all but matrices inside of blocks.
     """
-    inner, ends = (
-        tuple(word for word in words if word != "layers"),
-        {*_LATENTS, "embed", "rank", "ngram_features", "inner"},
-    )
+    inner = tuple(word for word in words if word != "layers")
+    ends = {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
     inner = inner[1:] if inner[:1] == ("experts",) else inner
     if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner) or inner[0] == "streams":
         return None
@@ -160,16 +158,16 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
 
 
 def axes(tree: PyTree) -> dict[str, Axes]:
-    """The words of every array in a tree of modules, by its dotted path.
+    """Return the axis names of every array in a tree of modules, by its dotted path.
 
-    A module with the class variable `stack_axes` (a stack of layers) puts these words in front of all those below it.
+    A module with the class variable `stack_axes` (a stack of layers) puts these names in front of all those below it.
     """
-    found: dict[str, Axes] = {}
-    _collect(tree, "", (), found)
-    return found
+    names: dict[str, Axes] = {}
+    _collect(tree, "", (), names)
+    return names
 
 
-def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> None:
+def _collect(node: Any, path: str, stacked: Axes, names: dict[str, Axes]) -> None:
     if isinstance(node, eqx.Module):
         stacked = stacked + getattr(type(node), "stack_axes", ())
         hints = _hints(type(node))
@@ -184,34 +182,34 @@ def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> Non
                     raise ConfigError(
                         f"{type(node).__name__}.{field.name} holds an array: its type must name the axes."
                     )
-                _name(value, where, stacked, check_axes(f"{type(node).__name__}.{field.name}", words), found)
+                _name(value, where, stacked, check_axes(f"{type(node).__name__}.{field.name}", words), names)
             else:
-                _collect(value, where, stacked, found)
+                _collect(value, where, stacked, names)
     elif isinstance(node, tuple | list):
         for index, value in enumerate(node):
-            _collect(value, f"{path}.{index}".lstrip("."), stacked, found)
+            _collect(value, f"{path}.{index}".lstrip("."), stacked, names)
     elif isinstance(node, dict):
         for key, value in node.items():
-            _collect(value, f"{path}.{key}".lstrip("."), stacked, found)
+            _collect(value, f"{path}.{key}".lstrip("."), stacked, names)
 
 
-def _name(value: Any, path: str, stacked: Axes, words: Axes, found: dict[str, Axes]) -> None:
-    """The words of a weight, or of each of its parts."""
+def _name(value: Any, path: str, stacked: Axes, words: Axes, names: dict[str, Axes]) -> None:
+    """Add the axis names of a weight, or of each of its parts."""
     if isinstance(value, CompositeWeight):
         for part, inner in value.part_axes(words).items():
-            _name(getattr(value, part), f"{path}.{part}", stacked, inner, found)
+            _name(getattr(value, part), f"{path}.{part}", stacked, inner, names)
     elif value is not None:
-        found[path] = stacked + words
+        names[path] = stacked + words
 
 
 def output_axes(value: Any, hint: Any) -> dict[str, Axes]:
-    """The words of all arrays that a function returns, by path, from the type that it says it returns.
+    """Return the axis names of all arrays that a function returns, by path, from its return annotation.
 
-    Only those whose types name axes. What is stacked has fewer words than dimensions: they are those of the last ones.
+    Only arrays whose types name axes are in it. Stacked arrays have names for their last dimensions.
     """
-    found: dict[str, Axes] = {}
-    _collect_declared(value, hint, "", found)
-    return found
+    names: dict[str, Axes] = {}
+    _collect_declared(value, hint, "", names)
+    return names
 
 
 def _collect_declared(value: Any, hint: Any, path: str, found: dict[str, Axes]) -> None:
@@ -235,37 +233,37 @@ def _collect_declared(value: Any, hint: Any, path: str, found: dict[str, Axes]) 
         parts = {name: (part, hints[name]) for name, part in zip(named, value, strict=True)}
     else:
         return
-    for name, (part, here) in parts.items():
-        _collect_declared(part, here, f"{path}.{name}".lstrip("."), found)
+    for name, (part, hint_of_part) in parts.items():
+        _collect_declared(part, hint_of_part, f"{path}.{name}".lstrip("."), found)
 
 
 def _parts(hint: Any, count: int) -> tuple[Any, ...]:
-    """The types of the parts of a tuple."""
-    given = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
-    if len(given) == 2 and given[1] is Ellipsis:
-        return given[:1] * count
-    return given if len(given) == count else (None,) * count
+    """Return the types of the parts of a tuple."""
+    arguments = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return arguments[:1] * count
+    return arguments if len(arguments) == count else (None,) * count
 
 
 def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> frozenset[str]:
-    """The weights' paths that match one of the patterns (`*` stands for anything). Each pattern must match one."""
+    """Return the paths of weights that match one of the patterns (`*`: anything). Each pattern must match one."""
     names = tuple(names)
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        here = fnmatch.filter(names, pattern)
-        if not here:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
             raise ConfigError(f"{field}: no weight matches {pattern!r}. Paths look like {', '.join(names[:3])}, …")
-        found.update(here)
-    return frozenset(found)
+        matched.update(matches)
+    return frozenset(matched)
 
 
 def frozen(tree: PyTree) -> frozenset[str]:
-    """The paths of the weights that no training moves: those in or below a field with `metadata=FROZEN`."""
+    """Return the paths of the weights that no training moves: those in or below a field with `metadata=FROZEN`."""
     return _all_marked(tree, FROZEN)
 
 
 def buffers(tree: PyTree, named: Sequence[str] = ()) -> frozenset[str]:
-    """The paths of the weights in or below a field with `metadata=BUFFER`, without those that a pattern names.
+    """Return the paths of the weights in or below a field with `metadata=BUFFER`, without those that a pattern names.
 
     Such a pattern matches the path and ends with its last part: `*.residual.scale` does, `*` and `segments.*` don't.
     """
@@ -279,7 +277,7 @@ def _all_marked(tree: PyTree, mark: Mapping[str, bool]) -> frozenset[str]:
 
 
 def _marked(node: Any, path: tuple[Any, ...], mark: str) -> bool:
-    """Whether one of the fields along the path has this in its metadata."""
+    """Return whether a field along the path has this in its metadata."""
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey):
             fields = {field.name: field for field in dataclasses.fields(node)}
@@ -296,9 +294,14 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _words(hint: Any) -> str | None:
-    """`Float[Array, "embed mlp"] | None` -> `"embed mlp"`."""
+    """Return the axis names in a type: `Float[Array, "embed mlp"] | None` -> `"embed mlp"`."""
     if hasattr(hint, "dim_str"):
         return hint.dim_str
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return next((word for part in typing.get_args(hint) if (word := _words(part)) is not None), None)
     return None
+
+
+def names_of(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes in one entry of a `PartitionSpec`."""
+    return (group,) if isinstance(group, str) else group or ()

@@ -31,29 +31,29 @@ T = TypeVar("T")
 
 
 def is_explicit(mesh: Any) -> bool:
-    """Whether a mesh's axes are of type Explicit."""
+    """Return whether a mesh's axes are of type Explicit."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 def works_in_auto_mode() -> bool:
-    """Whether no axis is Explicit of the mesh in which operations are done here."""
-    here = get_abstract_mesh()
-    return not here.empty and AxisType.Explicit not in here.axis_types
+    """Return whether no axis of the current mesh is Explicit."""
+    current = get_abstract_mesh()
+    return not current.empty and AxisType.Explicit not in current.axis_types
 
 
 @functools.lru_cache(maxsize=64)
 def with_auto_axes(mesh: Any) -> Any:
-    """The same mesh, of devices or abstract, with axes of type Auto."""
+    """Return the same mesh, of devices or abstract, with axes of type Auto."""
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
 
 
-def in_auto_mode(mesh: Any, function: Callable[P, T], places: Callable[[T], PyTree]) -> Callable[P, T]:
-    """The function, done in Auto mode where `mesh` is explicit: its arguments become arrays whose types say nothing.
+def in_auto_mode(mesh: Any, function: Callable[P, T], out_specs: Callable[[T], PyTree]) -> Callable[P, T]:
+    """Return the function, run in Auto mode if `mesh` is explicit: its arguments lose the sharding in their types.
 
-    `places` gives the partitions (`PartitionSpec`) of all arrays in the result, as a tree like it.
+    `out_specs` returns the partitions (`PartitionSpec`) of all arrays in the result, as a tree like it.
     """
     if not is_explicit(mesh):
         return function
@@ -66,44 +66,44 @@ def in_auto_mode(mesh: Any, function: Callable[P, T], places: Callable[[T], PyTr
         with use_abstract_mesh(with_auto_axes(mesh).abstract_mesh):
             args, kwargs = jax.tree.map(lambda x: _placed(x, PartitionSpec()), (args, kwargs))
             result = function(*args, **kwargs)
-            specs = places(result)
+            specs = out_specs(result)
         return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), result, specs)
 
     return call
 
 
-def _placed(x: Any, place: Any) -> Any:
-    return reshard(x, place) if isinstance(x, jax.Array) else x
+def _placed(x: Any, sharding: Any) -> Any:
+    return reshard(x, sharding) if isinstance(x, jax.Array) else x
 
 
 def _check_surroundings(mesh: Any) -> None:
-    here = get_abstract_mesh()
-    rule = f"Layout.mesh={mesh.abstract_mesh} can't be used in a program on the mesh {here}"
-    check(here.empty or here == mesh.abstract_mesh, f"{rule}: give jax.set_mesh the mesh of the layout, or none.")
+    current = get_abstract_mesh()
+    rule = f"Layout.mesh={mesh.abstract_mesh} can't be used in a program on the mesh {current}"
+    check(current.empty or current == mesh.abstract_mesh, f"{rule}: give jax.set_mesh the mesh of the layout, or none.")
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """How the type of an array says that it is split; in Auto mode it says nothing."""
+    """Return the partition in the type of an array; in Auto mode types have none."""
     return jax.typeof(x).sharding.spec
 
 
 def untyped(x: jax.Array) -> jax.Array:
-    """The same array in the same memory, on its mesh with Auto axes."""
+    """Return the same array in the same memory, on its mesh with Auto axes."""
     if not isinstance(x.sharding, NamedSharding) or not is_explicit(x.sharding.mesh):
         return x
-    place = NamedSharding(with_auto_axes(x.sharding.mesh), x.sharding.spec)
-    return jax.make_array_from_single_device_arrays(x.shape, place, [part.data for part in x.addressable_shards])
+    sharding = NamedSharding(with_auto_axes(x.sharding.mesh), x.sharding.spec)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [part.data for part in x.addressable_shards])
 
 
 def mesh_of(tree: PyTree) -> Any:
-    """The mesh that the types of a tree's arrays name; an empty one where they name none."""
+    """Return the mesh in the types of a tree's arrays; an empty one if they have none."""
     return jax.typeof(jax.tree.leaves(tree)[0]).sharding.mesh
 
 
 def typed(function: Callable[P, T]) -> Callable[P, T]:
-    """For functions of a decoder (their first argument): on an explicit mesh they are done in Auto mode.
+    """Wrap a function of a decoder (its first argument), so that it runs in Auto mode on an explicit mesh.
 
-    Arrays that they return are split by the words of their types: those with a batch as the layout's activations, all
+    Arrays that it returns are split by the words of their types: those with a batch as the layout's activations, all
     others not at all.
     """
     name = next(iter(inspect.signature(function).parameters))
@@ -117,7 +117,7 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def keeping_types(method: Callable[..., T]) -> Callable[..., T]:
-    """For methods that return a tree like the one (`self`) whose they are: its arrays keep their types."""
+    """Wrap a method that returns a tree like `self`, so that its arrays keep their types."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> T:
@@ -127,5 +127,5 @@ def keeping_types(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def declared(function: Callable[..., Any]) -> Any:
-    """The type that a function says it returns."""
+    """Return the return annotation of a function."""
     return typing.get_type_hints(inspect.unwrap(function)).get("return")

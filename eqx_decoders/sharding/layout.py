@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jax.sharding import (
 from jaxtyping import Array, PyTree
 
 from eqx_decoders.errors import ConfigError, check, check_word
-from eqx_decoders.sharding.axes import Axes, axes, check_axes, output_axes, path_name
+from eqx_decoders.sharding.axes import Axes, axes, check_axes, names_of, output_axes, path_name
 from eqx_decoders.sharding.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
 from eqx_decoders.sharding.mesh import device_grid, resolve_sizes
 from eqx_decoders.sharding.offload import HOST, Offload
@@ -35,7 +35,6 @@ from eqx_decoders.sharding.rules import (
     Table,
     checked_table,
     dividing,
-    names_of,
     split_dimensions,
     without_uneven_layers,
 )
@@ -45,9 +44,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class MeshSizes(TypedDict, total=False):
+    """Devices along each mesh axis."""
+
+    data: int
+    stage: int
+    fsdp: int
+    fsdp_transpose: int
+    context: int
+    tensor: int
+    tensor_sequence: int
+    expert: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where arrays live. `Layout()` is one device; `Layout.create(data=2, fsdp=4)` makes a mesh.
+    """Placement of arrays: `Layout()` is one device; `Layout.create(data=2, fsdp=4)` makes a mesh.
 
     **Arguments:**
 
@@ -82,7 +94,7 @@ class Layout:
             check(able, f"{self.offload} {rule}. Leave out explicit=True.")
 
     def __repr__(self) -> str:
-        """Without the tables, unless they are others than the defaults."""
+        """Leave out tables that are the defaults."""
         tables = {"weights": (self.weights, checked_table("weights", WEIGHTS))}
         tables["activations"] = (self.activations, checked_table("activations", ACTIVATIONS))
         shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}
@@ -94,67 +106,61 @@ class Layout:
     def create(
         cls,
         *,
-        data: int = 1,
-        stage: int = 1,
-        fsdp: int = 1,
-        fsdp_transpose: int = 1,
-        context: int = 1,
-        tensor: int = 1,
-        tensor_sequence: int = 1,
-        expert: int = 1,
         devices: Sequence[Any] | None = None,
         abstract: bool = False,
         explicit: bool = False,
         offload: Offload = Offload(),
         weights: Mapping[str, str | Sequence[str]] | Table = tuple(WEIGHTS.items()),
         activations: Mapping[str, str | Sequence[str]] | Table = tuple(ACTIVATIONS.items()),
+        **sizes: Unpack[MeshSizes],
     ) -> "Layout":
-        """A layout over `devices` (default: all). One size may be -1: whatever the others leave.
+        """Return a layout over `devices` (default: all), with `sizes` of mesh axes: `data`, `fsdp`, `tensor`, ….
+
+        The default of a size is 1. One may be -1: all devices that the others leave.
 
         An `abstract` one has shapes and shardings on any machine, but no arrays: as many devices as the sizes ask for.
 
         With `explicit` the types of arrays say how they are split (`jax.typeof(x).sharding`), and JAX checks what is
         done with them. The library gives the same results by the same programs: `automatically`.
         """
-        sizes = dict(
-            data=data, stage=stage, fsdp=fsdp, fsdp_transpose=fsdp_transpose,
-            context=context, tensor=tensor, tensor_sequence=tensor_sequence, expert=expert,
-        )  # fmt: skip
+        for name in sizes:
+            check_word("Layout.create size", name, MESH_AXES)
+        mesh_sizes = dict.fromkeys(MESH_AXES, 1) | cast(dict[str, int], sizes)
         devices = list(jax.devices() if devices is None else devices)
-        taken = math.prod(size for size in sizes.values() if size != -1)
+        taken = math.prod(size for size in mesh_sizes.values() if size != -1)
         count = len(devices)
-        if abstract and (count % taken != 0 or -1 not in sizes.values()):
+        if abstract and (count % taken != 0 or -1 not in mesh_sizes.values()):
             count = taken
-        sizes = resolve_sizes(sizes, count, devices[0].platform)
-        names, shape = tuple(sizes), tuple(sizes.values())
-        kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
+        mesh_sizes = resolve_sizes(mesh_sizes, count, devices[0].platform)
+        names, shape = tuple(mesh_sizes), tuple(mesh_sizes.values())
+        kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(mesh_sizes)
         if abstract:
             return cls(AbstractMesh(shape, names, axis_types=kinds), weights, activations, offload=offload)
-        mesh = Mesh(device_grid(sizes, devices), names, axis_types=kinds)
+        mesh = Mesh(device_grid(mesh_sizes, devices), names, axis_types=kinds)
         return cls(mesh, weights, activations, offload=offload)
 
     @property
     def platform(self) -> str:
-        """`"cpu"`, `"gpu"` or `"tpu"`: that of the mesh's devices, not of the default device."""
+        """Platform of the mesh's devices, not of the default device: `"cpu"`, `"gpu"` or `"tpu"`."""
         return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
 
     @property
     def single(self) -> bool:
-        """Whether there is one device only."""
+        """Return whether there is only one device."""
         return self.mesh is None or self.mesh.size == 1
 
     @property
     def explicit(self) -> bool:
-        """Whether the types of arrays say how they are split."""
+        """Return whether arrays have their partitions in their types."""
         return is_explicit(self.mesh)
 
-    def automatically(self, function: Callable[P, T], places: Callable[[T], PyTree] | None = None) -> Callable[P, T]:
-        """The function; on an explicit mesh done in Auto mode, where this layout's constraints and shardings belong.
+    def automatically(self, function: Callable[P, T], out_specs: Callable[[T], PyTree] | None = None) -> Callable[P, T]:
+        """Return the function; on an explicit mesh it runs in Auto mode, as constraints of a layout need it.
 
         **Arguments:**
 
-        - `places`: the partitions of the arrays in its result, as a tree like it. Default: by the words of the types
-            that it says it returns; those with a batch are split as activations, all others not at all.
+        - `out_specs`: the partitions of the arrays in its result, as a tree like it. Default: by the axis names in its
+            return annotation; those with a batch are split as activations, all others not at all.
         """
 
         def declared_specs(result: T) -> PyTree:
@@ -163,7 +169,7 @@ class Layout:
                 lambda path, leaf: self._output_spec(words.get(path_name(path), ()), leaf), result
             )
 
-        return in_auto_mode(self.mesh, function, places or declared_specs)
+        return in_auto_mode(self.mesh, function, out_specs or declared_specs)
 
     def _output_spec(self, words: Axes, leaf: Any) -> PartitionSpec:
         if "batch" not in words:
@@ -172,15 +178,16 @@ class Layout:
         return PartitionSpec(*(None,) * stacked, *self._activation_spec(words, leaf.shape[stacked:]))
 
     def weight_spec(self, words: str | Axes, shape: Sequence[int] | None = None, name: str = "weight") -> PartitionSpec:
-        """The partition of a weight. Raises when `shape` is given and the mesh does not divide it.
+        """Return the partition of a weight. Raise ConfigError if `shape` is given and the mesh does not divide it.
 
-        Layers that `stage` does not divide stay together, and it splits the dimension that `fsdp` splits, if it can.
+        If `stage` does not divide the layers, they stay together, and `stage` splits the dimension that `fsdp` splits,
+        if it can.
         """
         words = check_axes(name, words)
         split = split_dimensions(self.weights, words, self.sizes)
         if shape is not None:
             split = without_uneven_layers(self.weights, words, shape, split, self.sizes)
-            if "groups" in words:  # scales beside a weight, of which a mesh need not divide the same dimensions
+            if "groups" in words:  # scales of a weight, whose dimensions a mesh need not divide
                 split = [dividing(names, size, self.sizes) for names, size in zip(split, shape, strict=True)]
         for word, size, names in zip(words, shape or (), split, strict=shape is not None):
             parts = math.prod(self.sizes[axis] for axis in names)
@@ -193,11 +200,12 @@ class Layout:
         return PartitionSpec(*(names or None for names in split))
 
     def state_spec(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
-        """`weight_spec` with `data` beside it: of the optimizer's state, over copies of its weight (ZeRO-1).
+        """Return the partition of a weight's optimizer state: also over `data`, whose devices have the same weight
+        (ZeRO-1).
 
-        `data` splits further what axes that split the batch split already, so that one reduce-scatter serves both, else
-        the first dimension that it divides. Stacked layers come last: their gradients are made one layer at a time, and
-        each would be on some devices only. Without such a dimension it is `weight_spec`.
+        `data` splits a dimension that axes of the batch already split, so that one reduce-scatter serves both; else the
+        first one that it divides. Stacked layers come last: their gradients come one layer at a time, and each would be
+        on some devices only. Without such a dimension it is `weight_spec`.
         """
         words = check_axes(name, words)
         split = [names_of(group) for group in self.weight_spec(words, shape, name)]
@@ -211,11 +219,11 @@ class Layout:
         return PartitionSpec(*(names or None for names in split))
 
     def gradient_spec(self, words: str | Axes, shape: Sequence[int]) -> PartitionSpec:
-        """The partition of a weight's gradient: that of its optimizer's state if `gradients_over_data`."""
+        """Return the partition of a weight's gradient: `state_spec` if `gradients_over_data`, else `weight_spec`."""
         return self.state_spec(words, shape) if self.gradients_over_data else self.weight_spec(words)
 
     def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
-        """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint."""
+        """Return the partition of an activation. Mesh axes that do not divide `shape` are left out: it is a hint."""
         words = check_axes("activation", words)
         if shape is not None:
             check(len(shape) == len(words), f"An activation of shape {tuple(shape)} can't be {' '.join(words)!r}.")
@@ -228,38 +236,38 @@ class Layout:
         return PartitionSpec(*(names or None for names in split))
 
     def activation_sharding(self, words: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
-        """`activation_spec` on the mesh: for batches and caches."""
+        """Return `activation_spec` on the mesh, for batches and caches."""
         return self._sharding(self.activation_spec(words, shape))
 
     def weight_sharding(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> Sharding:
-        """`weight_spec` on the mesh."""
+        """Return `weight_spec` on the mesh."""
         return self._sharding(self.weight_spec(words, shape, name))
 
     def replicated(self) -> Sharding:
-        """The sharding of an array that every device holds whole."""
+        """Return the sharding of an array that every device holds whole."""
         return self._sharding(PartitionSpec())
 
     def _sharding(self, spec: PartitionSpec) -> Sharding:
         return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self._mesh, spec)
 
     def without_stage(self) -> "Layout":
-        """The layout of one stage: for what runs in a `jax.shard_map` over `stage`."""
+        """Return the layout of one stage, for programs in a `jax.shard_map` over `stage`."""
 
-        def kept(table: Table) -> Table:
+        def without(table: Table) -> Table:
             return tuple((word, tuple(name for name in names if name != "stage")) for word, names in table)
 
-        return dataclasses.replace(self, weights=kept(self.weights), activations=kept(self.activations))
+        return dataclasses.replace(self, weights=without(self.weights), activations=without(self.activations))
 
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
         return self._constrained(x, self.activation_spec(words, x.shape))
 
     def replicate(self, x: Array) -> Array:
-        """Tell XLA to give every device all of an array: of several processes each can then read it."""
+        """Tell XLA to give every device the whole array, so that each process can read it."""
         return self._constrained(x, PartitionSpec())
 
     def constrain_weight(self, x: Array, words: str) -> Array:
-        """`constrain` by the table of weights: for their gradients."""
+        """Tell XLA how to split an array by the table of weights: a gradient."""
         return x if self.single else self._constrained(x, self.weight_spec(words))
 
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
@@ -270,35 +278,36 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, spec))
 
     def used_spec(self, words: str | Axes) -> PartitionSpec:
-        """The partition of a weight where activations are multiplied by it: gathered along what splits their tokens.
+        """Return the partition of a weight in products with activations: gathered along the axes that split their
+        tokens.
 
-        What splits the same dimension of activations stays, as it does for experts and heads; so do stacked layers.
+        Axes that also split the same dimension of activations stay, as for experts and heads; so do stacked layers.
         """
         rows = dict(self.activations)
         tokens = {*rows.get("batch", ()), *rows.get("length", ())}
 
-        def kept(word: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
+        def staying(word: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
             stays = (name for name in names if word == "layers" or name not in tokens or name in rows.get(word, ()))
             return tuple(stays) or None
 
         return PartitionSpec(
             *(
-                kept(word, names_of(group))
+                staying(word, names_of(group))
                 for word, group in zip(check_axes("weight", words), self.weight_spec(words), strict=True)
             )
         )
 
     def gather_weight(self, x: Array, words: str | Axes) -> Array:
-        """Tell XLA to gather a weight where it is used: split as activations are, whole where they are not.
+        """Tell XLA to gather a weight for its products: split as activations are, whole where they are not.
 
         Its gradient is split like the weight: devices add theirs up and keep their parts (reduce-scatter). Left alone,
         XLA may send a large weight round in a ring of small pieces, twice as many bytes, and more programs.
         """
-        places = self.gather_places(words, x.shape)
-        return x if places is None else _gather(*places, x)
+        shardings = self.gather_places(words, x.shape)
+        return x if shardings is None else _gather(*shardings, x)
 
     def gather_places(self, words: str | Axes, shape: Sequence[int]) -> tuple[NamedSharding, NamedSharding] | None:
-        """How a weight is split where it is used, and how its gradient is; None where that is the same."""
+        """Return the shardings of a weight in products and of its gradient; None if they are equal."""
         if self.mesh is None or self.single:
             return None
         stored, whole = self.gradient_spec(words, shape), self.used_spec(words)
@@ -307,31 +316,31 @@ class Layout:
         return NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored)
 
     def activation_parts(self, words: str, shape: Sequence[int]) -> int:
-        """Into how many parts an activation is split."""
+        """Return the number of parts into which an activation is split."""
         spec = self.activation_spec(words, shape)
         return math.prod(self.sizes[name] for group in spec for name in names_of(group))
 
     def shardings(self, tree: PyTree) -> PyTree:
-        """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree.
+        """Return the sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree.
 
-        Those that `offload.weights` names are in the memory of the host.
+        Weights that `offload.weights` names are in the memory of the host.
         """
         return self._shardings(tree, self.weight_spec, "weights")
 
     def state_shardings(self, tree: PyTree, *, over_data: bool) -> PyTree:
-        """`shardings` for the optimizer's state of these weights: on the host where `offload.optimizer` says so.
+        """Return `shardings` for the optimizer state of these weights: on the host if `offload.optimizer` says so.
 
-        `over_data` splits it over copies of the weights, too, as `state_spec` says.
+        `over_data` splits it over copies of the weights, also, as `state_spec` says.
         """
         return self._shardings(tree, self.state_spec if over_data else self.weight_spec, "optimizer")
 
     @property
     def on_device(self) -> "Layout":
-        """The layout without `offload`."""
+        """Return the layout without `offload`."""
         return dataclasses.replace(self, offload=Offload())
 
     def activation_shardings(self, tree: PyTree) -> PyTree:
-        """`shardings` by the table of activations: for caches."""
+        """Return shardings by the table of activations, for caches."""
         return self._shardings(tree, lambda words, shape, name: self.activation_spec(words, shape))
 
     def _shardings(
@@ -341,40 +350,40 @@ class Layout:
 
         def one(path, leaf):
             name = path_name(path)
-            place = self._sharding(spec(words[name], leaf.shape, name))
+            sharding = self._sharding(spec(words[name], leaf.shape, name))
             host = kind is not None and self.offload.holds(kind, name, words[name])
-            return place.with_memory_kind(HOST) if host else place
+            return sharding.with_memory_kind(HOST) if host else sharding
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
     @property
     def mesh_here(self) -> Any:
-        """The mesh to name in constraints and in `jax.shard_map`, also inside of one that maps some of its axes."""
+        """Mesh for constraints and `jax.shard_map`, also inside of a `jax.shard_map` over some of its axes."""
         rule = "on an explicit mesh only inside of layout.automatically, where the calls of a model are already"
         check(not self.explicit or works_in_auto_mode(), f"Layers and constraints work {rule}.")
         return jax.sharding.get_abstract_mesh() if self._mapped else self._mesh
 
     @property
     def _mesh(self) -> Any:
-        """The mesh with axes of the type that they have here."""
+        """Mesh with axes of the current type."""
         return with_auto_axes(self.mesh) if self.explicit and works_in_auto_mode() else self.mesh
 
     @property
     def axes_here(self) -> frozenset[str]:
-        """The mesh axes that a `jax.shard_map` here may map: those that none around it does."""
+        """Mesh axes that a `jax.shard_map` may map here: those that none around it does."""
         return frozenset(str(name) for name in self.mesh.axis_names) - self._mapped
 
     @property
     def _mapped(self) -> frozenset[str]:
-        """The mesh axes of the `jax.shard_map`s around this place in a program."""
+        """Mesh axes of the `jax.shard_map`s around this point of a program."""
         if self.mesh is None:
             return frozenset()
         return frozenset(jax.sharding.get_abstract_mesh().manual_axes) & frozenset(self.mesh.axis_names)
 
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`jax.shard_map` over all mesh axes that none around it maps already.
+        """Call `jax.shard_map` over all mesh axes that none around it maps already.
 
-        Unchecked: that all devices of an axis have gathered the same can't be seen from types.
+        Unchecked, since types do not show that all devices of an axis have gathered the same values.
         """
         where: dict[str, Any] = dict(mesh=self.mesh_here, axis_names=self.axes_here, check_vma=False)
         return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **where)
@@ -385,7 +394,7 @@ class Layout:
         return {} if self.mesh is None else {str(name): size for name, size in self.mesh.shape.items()}
 
     def with_batch_over_stage(self) -> "Layout":
-        """The layout whose activations are split over `stage` as well: outside of a pipeline it splits the batch."""
+        """Return the layout whose batch is split over `stage` as well, for what runs outside of a pipeline."""
         if self.sizes.get("stage", 1) == 1 or "stage" in dict(self.activations).get("batch", ()):
             return self
         rows = {word: (*names, "stage") if word == "batch" else names for word, names in self.activations}
@@ -394,7 +403,7 @@ class Layout:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(whole: NamedSharding, stored: NamedSharding, x: Array) -> Array:
-    """`x` split as `whole`; its gradient split as `stored`."""
+    """Return `x` split as `whole`; its gradient is split as `stored`."""
     return jax.lax.with_sharding_constraint(x, whole)
 
 
@@ -410,10 +419,10 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def out_shardings(shapes: PyTree) -> PyTree:
-    """For `jax.jit`, the shardings of arrays or shapes; None if all are on one device: there arrays stay uncommitted.
+    """Return shardings of arrays or shapes for `jax.jit`; None if all are on one device.
 
-    What `optimizer.init` makes is so, too. Beside a committed weight it would come out of a step committed, and the
-    second step be compiled again.
+    There arrays stay uncommitted, as the results of `optimizer.init` do. Next to a committed weight these would come
+    out of a step committed, and the second step would be compiled again.
     """
     leaves = jax.tree.leaves(shapes)
     single = all(isinstance(x.sharding, SingleDeviceSharding) and x.sharding.memory_kind != HOST for x in leaves)
@@ -421,11 +430,11 @@ def out_shardings(shapes: PyTree) -> PyTree:
 
 
 def partitions(shapes: PyTree) -> PyTree:
-    """How arrays or shapes on a mesh are split, for `Layout.automatically`."""
+    """Return the `PartitionSpec`s of arrays or shapes on a mesh, for `Layout.automatically`."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
 
 
 def device_bytes(array: Any) -> int:
-    """Bytes of the largest piece that one device holds of an array or `ShapeDtypeStruct`."""
+    """Return the bytes of the largest piece of an array or `ShapeDtypeStruct` on one device."""
     shape = array.shape if getattr(array, "sharding", None) is None else array.sharding.shard_shape(array.shape)
     return int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize

@@ -1,4 +1,4 @@
-"""How many devices there are along each axis of a mesh, and which stands where."""
+"""The number of devices along each axis of a mesh, and the position of each device."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConfigError, check, check_integer
 
 
 def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
-    """Replace the one -1 and check that the mesh has as many places as there are devices."""
+    """Replace the one -1 and check that the sizes multiply to the number of devices."""
     free = [name for name, size in sizes.items() if size == -1]
     check(len(free) <= 1, f"Layout: only one mesh axis can be -1, not {', '.join(free)}.")
     for name, size in sizes.items():
@@ -37,10 +37,10 @@ def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[st
 
 
 def device_grid(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
-    """The devices in a mesh of these sizes, neighbours in it being neighbours in the machine as far as possible.
+    """Arrange devices as a mesh of these sizes, so that neighbors in it are neighbors in the machine where possible.
 
     Slices of TPUs are joined by a slower network: `data` crosses it, or else `stage`, and every other axis stays within
-    one slice. Raises ConfigError, with the nearest meshes that these devices can be, if they cannot be this one.
+    one slice. Raises ConfigError, with the nearest possible meshes, if these devices cannot form this one.
     """
     try:
         return _arrange(sizes, devices)
@@ -65,28 +65,28 @@ def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
             within, tuple(across.values()), devices, allow_split_physical_axes=True
         )
     try:
-        if slices == 0:  # no torus: neighbours are those whose numbers are
+        if slices == 0:  # no torus: neighbors have adjacent numbers
             return mesh_utils.create_device_mesh(shape, devices)
         return jax.make_mesh(shape, tuple(sizes), devices=devices).devices
-    except NotImplementedError:  # an axis that is no product of whole axes of the torus: some links are not used
+    except NotImplementedError:  # the axis is no product of whole axes of the torus: some links are not used
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def _slices(devices: list[Any]) -> set[int]:
-    """The slices of TPUs that the devices belong to; other platforms have no such thing, or none that matters."""
+    """Return the indices of the devices' TPU slices; other platforms have none that matter."""
     return {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
 
 
 def _nearest(sizes: dict[str, int], devices: list[Any]) -> Iterator[str]:
-    """Meshes with other sizes along the same axes and along `data`, the most similar ones first."""
+    """Return meshes with other sizes along the same axes and along `data`, the most similar ones first."""
     names = [name for name, size in sizes.items() if size > 1 or name == "data"]
     divisors = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
-    found = [each for each in itertools.product(divisors, repeat=len(names)) if math.prod(each) == len(devices)]
+    shapes = [each for each in itertools.product(divisors, repeat=len(names)) if math.prod(each) == len(devices)]
 
     def distance(each: tuple[int, ...]) -> float:
         return sum(abs(math.log(size / sizes[name])) for name, size in zip(names, each, strict=True))
 
-    for each in sorted(found, key=distance)[:100]:
+    for each in sorted(shapes, key=distance)[:100]:
         with contextlib.suppress(ValueError, NotImplementedError, AssertionError):
             _arrange(sizes | dict(zip(names, each, strict=True)), devices)
             yield " x ".join(f"{name}={size}" for name, size in zip(names, each, strict=True) if size > 1)

@@ -1,4 +1,4 @@
-"""Arrays in the memory of the host: which, how they come to the device, and how they go back."""
+"""Arrays in the memory of the host: their choice, and their transfer to the device and back."""
 
 import dataclasses
 import fnmatch
@@ -11,13 +11,16 @@ from jaxtyping import Array, PyTree
 from eqx_decoders.errors import check
 
 
-HOST = "pinned_host"  # the kind of memory from which devices read and to which they write by themselves
+HOST = "pinned_host"  # the kind of memory that devices read and write directly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What is kept in the memory of the host and comes to the device one layer at a time. Patterns are of weights'
-    paths; they choose among the matrices of stacked layers: all else is small, or needed at once."""
+    """Arrays in the memory of the host, which come to the device one layer at a time.
+
+    Patterns match paths of weights, and choose among the matrices of stacked layers: all else is small, or needed at
+    once.
+    """
 
     weights: tuple[str, ...] = ()
     """Patterns of the paths of weights that the host keeps; each layer's are fetched where it runs, and with a remat
@@ -33,25 +36,25 @@ class Offload:
             object.__setattr__(self, field, tuple(patterns))
 
     def holds(self, field: str, name: str, words: tuple[str, ...]) -> bool:
-        """Whether the host keeps the weight (or, by `field`, its state) at this path, with these axes."""
+        """Return whether the host holds the weight (or, by `field`, its state) at this path, with these axes."""
         return may_stream(name, words) and any(fnmatch.fnmatchcase(name, each) for each in getattr(self, field))
 
 
 def may_stream(name: str, words: tuple[str, ...]) -> bool:
-    """Whether a weight is a matrix of each layer of a stack."""
+    """Return whether a weight is a matrix of each layer of a stack."""
     return name.startswith("segments.") and words[0] == "layers" and len(words) > 2
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array in a program that is being traced is in the host's memory."""
+    """Return whether an array in a program that is being traced is in the host's memory."""
     return eqx.is_array(x) and jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """The tree with all arrays on the device; gradients of those that the host has go back to it."""
+    """Return the tree with all arrays on the device; gradients of arrays of the host go back to it."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree)
 
 
 def to_home(x: Array, like: Array) -> Array:
-    """`x` where `like` is."""
+    """Return `x` in the memory of `like`."""
     return jax.device_put(x, jax.memory.Space.Host) if is_on_host(like) else x

@@ -1,15 +1,16 @@
-"""A pipeline over the mesh axis `stage`: microbatches pass from stage to stage, each of which holds some of the layers.
+"""A pipeline over the mesh axis `stage`: microbatches pass from stage to stage, each with some of the layers.
 
 The schedule is circular (Narayanan et al. 2021, praxis, MaxText): with `repeats` a stage has several pieces of the
 stack, and each microbatch passes all stages so many times. In iteration i stage s works on item `n = i - lag * s`:
-microbatch `n mod microbatches` in repeat `n div microbatches`. What is no item (n < 0 or beyond the last) is a bubble.
+microbatch `n mod microbatches` in repeat `n div microbatches`. Iterations without an item (n < 0 or beyond the last)
+are bubbles.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,81 +19,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.rules import names_of
+from eqx_decoders.sharding.pipeline_config import AXIS as AXIS, GatherName as GatherName, Pipeline as Pipeline
 
 
-AXIS = "stage"
 STAGE_INPUT = "stage_input"
-GatherName = Literal["iteration", "repeat", "once"]
 
 # `stage(weights, by_layer, by_row, x, microbatch)` runs a piece of the stack: the stream after it, and statistics.
 Stage = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[Array, PyTree]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """How the layers of a model run as a pipeline over `Layout.stage` devices.
-
-    Layers are cut into `stages * repeats` pieces of so many layers; piece c is run by stage `c mod stages`. What does
-    not fill all pieces runs after them, as without a pipeline. Microbatch m has rows m, m + microbatches, ….
-
-    **Arguments:**
-
-    - `microbatches`: parts of the batch; at least as many as stages, with `delay` twice as many.
-    - `repeats`: how often a microbatch passes all stages: more repeats have a smaller share of bubbles and send more.
-        Weights are stored so that none moves for one repeat; with more, each moves to its stage once in a step.
-    - `delay`: results are sent while the next ones are computed, and read an iteration later; twice the bubbles.
-    - `gather`: when a stage gathers the weights that `fsdp` and such split: in each `"iteration"`, what least memory
-        needs; once in each `"repeat"`, two pieces being held; or `"once"` for all pieces.
-    """
-
-    microbatches: int
-    repeats: int = 1
-    delay: bool = False
-    gather: GatherName = "iteration"
-
-    def __post_init__(self):
-        check_integer("Pipeline.microbatches", self.microbatches)
-        check_integer("Pipeline.repeats", self.repeats)
-        check_word("Pipeline.gather", self.gather, get_args(GatherName))
-
-    @property
-    def lag(self) -> int:
-        """Iterations from a stage's work on a microbatch to that of the next stage."""
-        return 2 if self.delay else 1
-
-    @property
-    def items(self) -> int:
-        """How often each stage works on a microbatch."""
-        return self.repeats * self.microbatches
-
-    def bubbles(self, stages: int) -> int:
-        """Iterations in which a stage has nothing to do."""
-        return self.lag * (stages - 1)
-
-    def bubble_share(self, stages: int) -> float:
-        """The share of the iterations in which a stage has nothing to do."""
-        return self.bubbles(stages) / (self.items + self.bubbles(stages))
-
-    def check_fits(self, rows: int, stages: int) -> None:
-        """Raise ConfigError for a batch or a mesh that this pipeline can't have."""
-        least, count = self.lag * stages, self.microbatches
-        rule = "with delay=True twice " if self.delay else ""
-        text = f"Pipeline.microbatches={count} must be at least {least}, {rule}Layout.stage={stages}"
-        check(count >= least, f"{text}: else stages wait for what comes back. Give more of them or fewer stages.")
-        rule = f"must be a multiple of Pipeline.microbatches={count}"
-        check(rows % count == 0, f"A batch of {rows} rows {rule}. Choose another size or number of microbatches.")
-
-
 def cut_rows(x: Shaped[Array, "batch ..."], count: int) -> Shaped[Array, "microbatches rows ..."]:
-    """Microbatches: number m has rows m, m + count, …, so that each has as many of every device's rows."""
+    """Cut arrays into microbatches: number m has rows m, m + count, …, equally many of every device."""
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
 
 
 def join_rows(x: Shaped[Array, "microbatches rows ..."]) -> Shaped[Array, "batch ..."]:
-    """The batch that `cut_rows` has cut."""
+    """Join the microbatches of `cut_rows` to a batch."""
     return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
@@ -109,9 +53,9 @@ def run_pipeline(
     gathered: Callable[[PyTree], PyTree] = lambda weights: weights,
     policy: Callable[..., bool] | None = None,
 ) -> tuple[Float[Array, "batch length *streams embed"], PyTree]:
-    """All layers, one piece after the other, over the stages of a mesh.
+    """Run all layers, one piece after the other, over the stages of a mesh.
 
-    Returns the stream, and for each layer the statistics of each microbatch: `[layers, microbatches, ...]`.
+    Returns the stream, and statistics `[layers, microbatches, ...]`.
 
     **Arguments:**
 
@@ -132,22 +76,22 @@ def run_pipeline(
         return leaf.reshape(pipeline.repeats, stages, leaf.shape[0] // pieces, *leaf.shape[1:])
 
     def on_stage(weights, by_layer, by_row, x):
-        own = _own_pieces(weights, pipeline.repeats, stages) if contiguous else _first(weights)
+        along_stage = _own_pieces(weights, pipeline.repeats, stages) if contiguous else _first(weights)
         by_row, queue = jax.tree.map(lambda leaf: leaf[0], (by_row, x))
         schedule = _Schedule(stage, pipeline, stages, gathered, policy)
-        y, stats = schedule.run(own, _first(by_layer), by_row, queue)
+        y, stats = schedule.run(along_stage, _first(by_layer), by_row, queue)
         return y[None], jax.tree.map(lambda leaf: leaf[:, None], stats)
 
-    own, split = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
+    along_stage, split = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
     run = jax.shard_map(
         on_stage,
         mesh=layout.mesh_here,
         axis_names={AXIS},
-        in_specs=(own if contiguous else split, split, own, own),
-        out_specs=(own, split),
-        check_vma=False,  # layers make zeros, which are the same on all stages, and add to them what is not
+        in_specs=(along_stage if contiguous else split, split, along_stage, along_stage),
+        out_specs=(along_stage, split),
+        check_vma=False,  # layers add values that differ among stages to zeros that do not
     )
-    # a copy for each stage: the gradients of what all share would be added up inside, where XLA on CPU can't in 16 bits
+    # a copy for each stage: gradients of shared arrays would be summed inside, where XLA on CPU can't in 16 bits
     by_row = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (stages, *leaf.shape)), by_row)
     weights, by_layer = weights if contiguous else jax.tree.map(cut, weights), jax.tree.map(cut, by_layer)
     y, stats = run(weights, by_layer, by_row, border.enter(x))
@@ -156,7 +100,7 @@ def run_pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """The iterations of one stage, inside of `jax.shard_map`."""
+    """Iterations of one stage, inside of `jax.shard_map`."""
 
     stage: Stage
     pipeline: Pipeline
@@ -165,10 +109,9 @@ class _Schedule:
     policy: Callable[..., bool] | None
 
     def run(self, weights: PyTree, by_layer: PyTree, by_row: PyTree, queue: Array) -> tuple[Array, PyTree]:
-        """What the last stage has in the end of all microbatches, `queue` being what the first one begins with.
+        """Return the last stage's output for all microbatches; `queue` is the first stage's input.
 
-        Weights and `by_layer` come as `[repeats, layers, ...]`, and so do statistics: `[repeats, layers, microbatches,
-        ...]`.
+        Weights and `by_layer` are `[repeats, layers, ...]`, statistics `[repeats, layers, microbatches, ...]`.
         """
         setup, me = self.pipeline, lax.axis_index(AXIS)
         last, lag, items, count = self.stages - 1, setup.lag, setup.items, setup.microbatches
@@ -177,26 +120,26 @@ class _Schedule:
         work = self._work if self.policy is None else jax.checkpoint(self._work, policy=self.policy, prevent_cse=False)
 
         def iterate(pieces, by_layer, by_row, carry, i):
-            """`pieces` are weights and the repeat of the first of them."""
-            (weights, first), (queue, here, before) = pieces, carry
+            """Run iterations; `pieces` are weights and the repeat of the first of them."""
+            (weights, first), (queue, received, before) = pieces, carry
             item = jnp.maximum(i - lag * me, 0)
             repeat = jnp.minimum(item // count, setup.repeats - 1)
-            x = checkpoint_name(jnp.where(me == 0, queue[i % count], here), STAGE_INPUT)
+            x = checkpoint_name(jnp.where(me == 0, queue[i % count], received), STAGE_INPUT)
             y, stats = work(weights, jnp.maximum(repeat - first, 0), by_layer, by_row, x, repeat, item % count)
             arrived = lax.ppermute(before if setup.delay else y, AXIS, steps)
-            # the last stage keeps what it has made, the first one what has come back
+            # the last stage stores its own outputs, the first one those that have come back
             done = i - lag * last
             number = jnp.where(me == last, done, done - (lag - 1))
             keeps = (number >= 0) & ((me == last) | ((me == 0) & (setup.repeats > 1)))
-            kept = jnp.where(keeps, jnp.where(me == last, y, arrived), queue[number % count])
-            queue = lax.dynamic_update_index_in_dim(queue, kept, number % count, 0)
+            stored = jnp.where(keeps, jnp.where(me == last, y, arrived), queue[number % count])
+            queue = lax.dynamic_update_index_in_dim(queue, stored, number % count, 0)
             return (queue, arrived, y if setup.delay else before), stats
 
         def loop(pieces, by_layer, by_row, carry, begin, length):
             numbers = begin + jnp.arange(length, dtype=jnp.int32)
             return lax.scan(functools.partial(iterate, pieces, by_layer, by_row), carry, numbers)
 
-        # what a stage reads before anything has come is a microbatch, too: of zeros some gradients are not finite
+        # before anything has arrived a stage reads a microbatch, too: with zeros some gradients are not finite
         carry = queue, queue[0], queue[0] if setup.delay else None
         if setup.gather == "repeat":
             carry, stats = self._by_repeat(loop, weights, by_layer, by_row, carry)
@@ -208,8 +151,10 @@ class _Schedule:
     def _by_repeat(
         self, loop: Callable[..., Any], weights: PyTree, by_layer: PyTree, by_row: PyTree, carry: Any
     ) -> tuple[Any, PyTree]:
-        """The loop over iterations in parts, before each of which two pieces of weights are gathered: the later stages
-        are in the repeat before for a while. They are gathered again for the gradient."""
+        """Run the iterations of one repeat after the other; two pieces of weights are gathered before each.
+
+        The later stages are in the repeat before for a while. Pieces are gathered again for the gradient.
+        """
         setup = self.pipeline
 
         def part(weights, by_layer, by_row, carry, repeat, length):
@@ -220,8 +165,8 @@ class _Schedule:
 
         if self.policy is not None:
             policy, inputs = self.policy, jax.checkpoint_policies.save_only_these_names(STAGE_INPUT)
-            kept = lambda *args, **params: inputs(*args, **params) or policy(*args, **params)  # noqa: E731
-            part = jax.checkpoint(part, policy=kept, prevent_cse=False, static_argnums=5)
+            part_policy = lambda *args, **params: inputs(*args, **params) or policy(*args, **params)  # noqa: E731
+            part = jax.checkpoint(part, policy=part_policy, prevent_cse=False, static_argnums=5)
 
         def step(carry, repeat):
             return part(weights, by_layer, by_row, carry, repeat, setup.microbatches)
@@ -233,21 +178,21 @@ class _Schedule:
         return carry, jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), stats, rest)
 
     def _work(
-        self, weights: PyTree, place: Array, by_layer: PyTree, by_row: PyTree, x: Array, repeat: Array, number: Array
+        self, weights: PyTree, index: Array, by_layer: PyTree, by_row: PyTree, x: Array, repeat: Array, number: Array
     ) -> tuple[Array, PyTree]:
-        """One item's; cut out here, so that none of it is kept for the gradient."""
-        own, layers, rows = _at(weights, place), _at(by_layer, repeat), _at(by_row, number)
-        return self.stage(own, layers, rows, x, number)
+        """Run one item; its inputs are sliced here, so that none of them is saved for the gradient."""
+        piece, layers, rows = _at(weights, index), _at(by_layer, repeat), _at(by_row, number)
+        return self.stage(piece, layers, rows, x, number)
 
     def _of_items(self, leaf: Array, begin: Array) -> Array:
-        """`[iterations, layers, ...]` -> `[repeats, layers, microbatches, ...]`, without those of bubbles."""
+        """Reorder `[iterations, layers, ...]` to `[repeats, layers, microbatches, ...]`, without bubbles."""
         valid = lax.dynamic_slice_in_dim(leaf, begin, self.pipeline.items)
         return jnp.moveaxis(valid.reshape(self.pipeline.repeats, -1, *leaf.shape[1:]), 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Border:
-    """How the batch gets onto the stages, and back to where it was: in between it is `[stages, microbatches, ...]`.
+    """Conversion of a batch to `[stages, microbatches, ...]` on the stages, and back.
 
     **Arguments:**
 
@@ -271,7 +216,7 @@ class _Border:
         return cls(layout, count, outside, inside, shared)
 
     def enter(self, x: Array) -> Array:
-        """All microbatches on every stage."""
+        """Return all microbatches on every stage."""
         if not self.shared:
             x = jnp.broadcast_to(cut_rows(x, self.count)[None], self._shape(x))
             return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self._spec))
@@ -282,7 +227,7 @@ class _Border:
         return self._mapped(spread, self.outside, self._spec)(x)
 
     def leave(self, x: Array) -> Array:
-        """The last stage's microbatches as a batch."""
+        """Return the last stage's microbatches as a batch."""
         if not self.shared:
             x = join_rows(x[-1])
             return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self.outside))
@@ -296,7 +241,9 @@ class _Border:
         return self._mapped(share, self._spec, self.outside)(x)
 
     def _mapped(self, run: Callable[[Array], Array], before: PartitionSpec, after: PartitionSpec) -> Callable:
-        """Over all axes: of collectives over `stage` alone XLA does not split the other dimensions."""
+        """Map a function over all mesh axes; with `stage` alone XLA would not split the other dimensions of
+        collectives.
+        """
         return jax.shard_map(
             run,
             mesh=self.layout.mesh_here,
@@ -314,30 +261,30 @@ class _Border:
 
 
 def _own_pieces(weights: PyTree, repeats: int, stages: int) -> PyTree:
-    """From a stage's part of the stored layers to the pieces that it runs, `[repeats, layers, ...]`.
+    """Return the pieces that a stage runs, `[repeats, layers, ...]`, from its part of the stored layers.
 
     Stage s has pieces `s * repeats, …` and runs pieces `s, s + stages, …`. In round t each stage sends one and gets
-    one: as `repeats * s` has the same remainder for stages that are `stages / gcd` apart, these take turns.
+    one: as `repeats * s` has the same remainder for stages at a distance of `stages / gcd`, these take turns.
     """
     cut = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), weights)
     if repeats == 1:
         return cut
-    me, apart = lax.axis_index(AXIS), stages // math.gcd(repeats, stages)
+    me, distance = lax.axis_index(AXIS), stages // math.gcd(repeats, stages)
     arrived, order = [], [[0] * repeats for _ in range(stages)]
     for turn in range(repeats):
-        sent = [(turn + source // apart) % repeats for source in range(stages)]
+        sent = [(turn + source // distance) % repeats for source in range(stages)]
         pieces = [source * repeats + number for source, number in enumerate(sent)]
         for piece in pieces:
             order[piece % stages][piece // stages] = turn
         ways = [(source, piece % stages) for source, piece in enumerate(pieces)]
-        here = _at(cut, jnp.asarray(sent, jnp.int32)[me])
-        arrived.append(jax.tree.map(lambda leaf, ways=ways: lax.ppermute(leaf, AXIS, ways), here))
+        outgoing = _at(cut, jnp.asarray(sent, jnp.int32)[me])
+        arrived.append(jax.tree.map(lambda leaf, ways=ways: lax.ppermute(leaf, AXIS, ways), outgoing))
     turns = jnp.asarray(order, jnp.int32)[me]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves)[turns], *arrived)
 
 
 def _first(tree: PyTree) -> PyTree:
-    """A stage's own part of arrays `[repeats, stages, ...]`."""
+    """Return a stage's part of arrays `[repeats, stages, ...]`."""
     return jax.tree.map(lambda leaf: leaf[:, 0], tree)
 
 

@@ -1,4 +1,4 @@
-"""Which mesh axes split which dimensions: the tables, and how they are read."""
+"""Tables of the mesh axes that split each logical axis, and the rules by which they are read."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ MESH_AXES: dict[str, str] = {
     "expert": "experts; for all other weights like fsdp",
 }
 
-# A mesh axis serves one dimension of an array: where two dimensions want it, the row that stands first gets it.
+# A mesh axis serves one dimension of an array: if two dimensions want it, the earlier row has it.
 WEIGHTS: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor", "tensor_sequence"),
     "heads": ("tensor", "tensor_sequence"),
@@ -72,12 +72,12 @@ def checked_table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) ->
 
 
 def split_dimensions(table: Table, words: Axes, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
+    """Return the mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
     used: set[str] = set()
     split: list[tuple[str, ...]] = [()] * len(words)
     for word, names in table:
-        for index, here in enumerate(words):
-            if here == word:
+        for index, dimension in enumerate(words):
+            if dimension == word:
                 split[index] = tuple(n for n in names if sizes.get(n, 1) > 1 and n not in used)
                 used.update(split[index])
     return split
@@ -86,28 +86,23 @@ def split_dimensions(table: Table, words: Axes, sizes: Mapping[str, int]) -> lis
 def without_uneven_layers(
     table: Table, words: Axes, shape: Sequence[int], split: list[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """`split`, with `stage` elsewhere or nowhere where it does not divide the layers."""
+    """Return `split` without `stage` on layers that it does not divide; another dimension may have it."""
     stages, rows = sizes.get("stage", 1), dict(table)
     for index, (word, size, names) in enumerate(zip(words, shape, split, strict=True)):
         if word == "layers" and "stage" in names and size % stages:
             split[index] = tuple(name for name in names if name != "stage")
-            for other, (here, room) in enumerate(zip(words, shape, strict=True)):
+            for other, (other_word, room) in enumerate(zip(words, shape, strict=True)):
                 parts = stages * math.prod(sizes[name] for name in split[other])
-                if "fsdp" in rows.get(here, ()) and room % parts == 0:
+                if "fsdp" in rows.get(other_word, ()) and room % parts == 0:
                     split[other] += ("stage",)
                     break
     return split
 
 
 def dividing(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of the mesh axes, in their order, that divide a dimension together."""
-    kept: tuple[str, ...] = ()
+    """Return the mesh axes, in their order, that divide a dimension together."""
+    accepted: tuple[str, ...] = ()
     for name in names:
-        if size % math.prod(sizes[n] for n in (*kept, name)) == 0:
-            kept += (name,)
-    return kept
-
-
-def names_of(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes in one entry of a `PartitionSpec`."""
-    return (group,) if isinstance(group, str) else group or ()
+        if size % math.prod(sizes[n] for n in (*accepted, name)) == 0:
+            accepted += (name,)
+    return accepted

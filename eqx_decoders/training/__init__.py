@@ -1,71 +1,88 @@
-"""Training: loss, optimizers, the compiled step, data, evaluation. `run` is the loop around them."""
+"""Training: data, loss, optimizers, the compiled step, evaluation, and runs.
+
+Train
+    `Trainer` compiles the step of a model with an `OptimizerConfig` and a `StepConfig`; it returns a `TrainState` and
+    `StepMetrics`. `next_token_loss` (`LossMetrics`) and `token_loss_sum` are its losses; `make_optimizer` and
+    `make_schedule` make optax's.
+
+Read data
+    `DataConfig`, `make_dataset` and `make_held_out_sets` make `Batches` of `Batch`es from files; `host_rows` and
+    `place` divide them over processes, `connected` joins processes.
+
+Read and write text
+    `load_tokenizer`, `Tokenizer`, `ByteTokenizer`; `prompt_ids`, `StreamDecoder`.
+
+Evaluate
+    `HeldOut`, `evaluate`, `evaluate_sets`, `sample_text`.
+
+Fine-tune
+    `LoRAConfig`, `add_lora`, `merge_lora`, and `LORA_WEIGHTS`, the pattern of the pairs.
+
+Go on with a run
+    `load_run` reads the model of a run directory. The loop of a run is `eqx_decoders.training.run.loop`.
+"""
 
 from typing import TYPE_CHECKING
 
 from eqx_decoders.core.lazy_imports import lazy
 
 
-# Read when they are asked for: optax and orbax are slow to import, and who takes a layer needs neither.
+# Imported at their first use: optax and orbax are slow to import, and a layer needs neither.
 if TYPE_CHECKING:
-    from eqx_decoders.data.batches import Batch as Batch, Batches as Batches
-    from eqx_decoders.data.dataset import (
-        DataConfig as DataConfig,
-        make_dataset as make_dataset,
-        make_held_out_sets as make_held_out_sets,
-    )
+    from eqx_decoders.data.batch import Batch as Batch
+    from eqx_decoders.data.batches import Batches as Batches
+    from eqx_decoders.data.config import DataConfig as DataConfig
+    from eqx_decoders.data.dataset import make_dataset as make_dataset, make_held_out_sets as make_held_out_sets
     from eqx_decoders.data.host_rows import host_rows as host_rows, place as place
-    from eqx_decoders.inference.text_model import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
-    from eqx_decoders.io.coordination import connected as connected
+    from eqx_decoders.inference.stream_decoder import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
+    from eqx_decoders.io.heartbeat import connected as connected
     from eqx_decoders.io.text.tokenizer import (
         ByteTokenizer as ByteTokenizer,
         Tokenizer as Tokenizer,
         load_tokenizer as load_tokenizer,
     )
     from eqx_decoders.training.evaluation import (
-        HeldOut as HeldOut,
         evaluate as evaluate,
         evaluate_sets as evaluate_sets,
         sample_text as sample_text,
     )
-    from eqx_decoders.training.lora import (
-        LORA_WEIGHTS as LORA_WEIGHTS,
-        LoRAConfig as LoRAConfig,
-        add_lora as add_lora,
-        merge_lora as merge_lora,
-    )
+    from eqx_decoders.training.held_out import HeldOut as HeldOut
+    from eqx_decoders.training.lora import add_lora as add_lora, merge_lora as merge_lora
+    from eqx_decoders.training.lora_config import LORA_WEIGHTS as LORA_WEIGHTS, LoRAConfig as LoRAConfig
     from eqx_decoders.training.optimizer.optimizer import (
         OptimizerConfig as OptimizerConfig,
         make_optimizer as make_optimizer,
         make_schedule as make_schedule,
     )
-    from eqx_decoders.training.run.run_directory import load_run as load_run
-    from eqx_decoders.training.step.loss import (
-        LossMetrics as LossMetrics,
-        next_token_loss as next_token_loss,
-        token_loss_sum as token_loss_sum,
-    )
-    from eqx_decoders.training.step.step import (
-        StepConfig as StepConfig,
-        StepMetrics as StepMetrics,
-        Trainer as Trainer,
-        TrainState as TrainState,
-    )
+    from eqx_decoders.training.run.run_loading import load_run as load_run
+    from eqx_decoders.training.step.loss import next_token_loss as next_token_loss, token_loss_sum as token_loss_sum
+    from eqx_decoders.training.step.loss_metrics import LossMetrics as LossMetrics
+    from eqx_decoders.training.step.step import Trainer as Trainer
+    from eqx_decoders.training.step.step_config import StepConfig as StepConfig
+    from eqx_decoders.training.step.train_state import StepMetrics as StepMetrics, TrainState as TrainState
 
 __getattr__, _late = lazy(
     __name__,
     {
-        "inference.text_model": "StreamDecoder prompt_ids",
-        "io.coordination": "connected",
+        "inference.stream_decoder": "StreamDecoder prompt_ids",
+        "io.heartbeat": "connected",
         "io.text.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
-        "data.batches": "Batch Batches",
-        "data.dataset": "DataConfig make_dataset make_held_out_sets",
-        "training.evaluation": "HeldOut evaluate evaluate_sets sample_text",
-        "training.lora": "LORA_WEIGHTS LoRAConfig add_lora merge_lora",
-        "training.step.loss": "LossMetrics next_token_loss token_loss_sum",
+        "data.batch": "Batch",
+        "data.batches": "Batches",
+        "data.config": "DataConfig",
+        "data.dataset": "make_dataset make_held_out_sets",
+        "training.evaluation": "evaluate evaluate_sets sample_text",
+        "training.held_out": "HeldOut",
+        "training.lora": "add_lora merge_lora",
+        "training.lora_config": "LORA_WEIGHTS LoRAConfig",
+        "training.step.loss": "next_token_loss token_loss_sum",
+        "training.step.loss_metrics": "LossMetrics",
         "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
         "data.host_rows": "host_rows place",
-        "training.run.run_directory": "load_run",
-        "training.step.step": "StepConfig StepMetrics Trainer TrainState",
+        "training.run.run_loading": "load_run",
+        "training.step.step": "Trainer",
+        "training.step.step_config": "StepConfig",
+        "training.step.train_state": "StepMetrics TrainState",
     },
 )
 

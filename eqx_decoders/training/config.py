@@ -1,70 +1,31 @@
 """All settings of a training run: frozen dataclasses whose field docstrings are the command line's help."""
 
 import dataclasses
-import datetime
-import fnmatch
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from eqx_decoders.context import ContextForm, ContextOrder, Execution
-from eqx_decoders.data.dataset import DataConfig
-from eqx_decoders.data.mixture import shares_of
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
-from eqx_decoders.io.atomic_files import expand_paths, write_json
+from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.layers.attention.kernels.registry import KERNELS
 from eqx_decoders.numerics.int8_matmul import LowPrecision
-from eqx_decoders.numerics.matmul import Precision
+from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.pipeline import Pipeline
-from eqx_decoders.training.config_file import flat_settings, read_mapping, typed_settings, with_settings
-from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
+from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.mesh_config import LowPrecisionConfig, MeshConfig, PipelineConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.run.trackers import PACKAGES
-from eqx_decoders.training.step.step import StepConfig
+from eqx_decoders.training.step.step_config import StepConfig
 
-
-# Other names of settings in files: those of their flags.
-ALIASES = {"data": "dataset.path", "held_out": "dataset.held_out_path"}
-
-# Which run it is: never changed.
-_IDENTITY = (
-    "model",
-    "model_config",
-    "set",
-    "init_from",
-    "mtp_depths",
-    "lora_*",
-    "tokenizer",
-    "bpe_vocab_size",
-    "dataset.seed",
-    "params_dtype",
-    "optimizer.moments_dtype",
-)
-# How the run learns: changed only where that is asked for.
-_LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss", "step.qk_clip_threshold")
-# Where it is kept, not what: changed at will.
-_PLACES = ("optimizer.shard_over_data",)
-# Of one start, not of the run.
-_OF_A_START = (
-    "run_dir",
-    "config",
-    "allow_changes",
-    "describe",
-    "list_models",
-    "distributed",
-    "distributed_timeout",
-)
 
 _PATHS = ("run_dir", "checkpoint_dir", "config", "model_config", "init_from", "tokenizer", "export", "export_adapter")
-
-Changes = Mapping[str, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +35,8 @@ class TrainConfig:
     run_dir: str = "runs/tiny"
     """Directory for checkpoints, metrics.jsonl, tokenizer and images of losses and of experts' loads."""
     checkpoint_dir: str | None = None
-    """Directory for checkpoints instead of <run-dir>/checkpoints: gs://bucket/path, or a path. What is small of the run
-    is copied there, too, so that a new machine with an empty run directory goes on."""
+    """Directory for checkpoints instead of <run-dir>/checkpoints: gs://bucket/path, or a path. Small files of the run
+    are copied there, too, so that a new machine with an empty run directory goes on."""
     config: str | None = None
     """YAML or JSON file of settings, in the names of flags or of a run's settings.json; flags come before it."""
     model: str = "tiny"
@@ -83,7 +44,7 @@ class TrainConfig:
     model_config: str | None = None
     """Instead of model: JSON of a `DecoderConfig` (see its `to_json`), or a `config.json` of Hugging Face."""
     set: tuple[str, ...] = ()
-    """Fields of the model that are others, such as num_layers=4 or mlp_dim=512 (see `config_json.with_fields`)."""
+    """Fields of the model to replace, such as num_layers=4 or mlp_dim=512 (see `config_json.with_fields`)."""
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint, or "org/name", to start from; it determines the model."""
     init_weights: tuple[str, ...] = ("*",)
@@ -96,7 +57,7 @@ class TrainConfig:
     mtp_depths: int = 0
     """Depths of multi-token prediction to add to a model that has none; an export to Hugging Face leaves them out."""
     lora_rank: int | None = None
-    """Train only low-rank pairs of this rank beside the weights of `lora_targets`; None: train the weights."""
+    """Train only low-rank pairs of this rank for the weights of `lora_targets`; None: train the weights."""
     lora_alpha: float = 16.0
     """What a pair adds is multiplied by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
@@ -104,7 +65,7 @@ class TrainConfig:
     steps: int = 400
     """Optimizer steps in all."""
     allow_changes: bool = False
-    """Go on with a run whose optimizer, batch_size, step.z_loss or weights of a mixture were others so far."""
+    """Go on with a run although its optimizer, batch_size, step.z_loss or weights of a mixture were others."""
     dataset: DataConfig = DataConfig()
     tokenizer: str | None = None
     """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
@@ -123,36 +84,36 @@ class TrainConfig:
     sample_tokens: int = 120
     """Tokens of a sample; 0: none."""
     prompt: str = "class Reader:\n    def"
-    """How samples begin."""
+    """Beginning of samples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU."""
     params_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which weights are kept. bfloat16 has 8 bits: a step that moves a weight by less than 1/512 of it moves
+    """Dtype of the weights. bfloat16 has 8 bits: a step that moves a weight by less than 1/512 of it moves
     it not at all, so a small learning rate needs float32, or a running mean (`optimizer.ema_decay`) beside it."""
     remat: str = "none"
-    """Rematerialisation policy, or "custom" with the two lists below."""
+    """Rematerialization policy, or "custom" with the two lists below."""
     remat_save: tuple[str, ...] = ()
-    """custom: names of tensors kept on the device."""
+    """custom: names of tensors saved on the device."""
     remat_offload: tuple[str, ...] = ()
-    """custom: names of tensors kept in the host's memory."""
+    """custom: names of tensors saved in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
     context_order: ContextOrder = Execution.context_order
     """Order of the tokens of rows that `mesh.context` splits. zigzag: each device has a piece from the front and one
     from the end, so that causal attention is as much work for all; for models of attention alone."""
     context_form: ContextForm = Execution.context_form
-    """What devices that `mesh.context` splits rows over get: keys and values of all tokens, or all tokens of some
-    heads."""
+    """Exchange between devices that `mesh.context` splits rows over: keys and values of all tokens, or all tokens of
+    some heads."""
     head_bytes: int = Execution.head_bytes
-    """What a device of a mesh may take for the output head's weights and their gradient in the loss; if they need more
-    it goes through the vocabulary in parts, for a third more work there."""
+    """Memory of a device of a mesh for the output head's weights and their gradient in the loss; if they need more it
+    goes through the vocabulary in parts, for a third more work there."""
     exchange_bytes: int = Execution.exchange_bytes
-    """What a device may take for the tokens that its experts get from others at a time."""
+    """Memory of a device for the tokens that its experts get from others at a time."""
     batch_split: int = Execution.batch_split
     """Parts of a batch that pass each layer one behind the other, so that one's communication takes place during
     another's products; each device needs a multiple of so many sequences."""
     axis_types: Literal["auto", "explicit"] = "auto"
-    """Whether arrays' types say how the mesh splits them, for code of one's own around a run; steps are the same."""
+    """explicit: arrays' types say how the mesh splits them, for code of one's own around a run; steps are the same."""
     replicated_tolerance: float = 0.02
     """Share of the weights that may be whole along an axis of the mesh that splits others (norms and biases always
     are): a run with more is refused, if its model has ten million weights."""
@@ -164,11 +125,11 @@ class TrainConfig:
     layer_stats: bool = False
     """Write mean, deviation and share of zeros of each layer's activations to metrics.jsonl."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
-    """Where metrics go besides metrics.jsonl; None: tensorboard, if tensorboardX is installed."""
+    """Trackers of metrics besides metrics.jsonl; None: tensorboard, if tensorboardX is installed."""
     describe: bool = False
     """Print the model's weights (path, shape, axes, sharding, bytes) and exit."""
     describe_data: bool = False
-    """Print some of what is trained on, with the targets marked, and exit."""
+    """Print some training documents, with the targets marked, and exit."""
     max_skipped: int = 10
     """Steps in a row that may have a loss or gradient that is not finite (they change nothing) before the run ends."""
     distributed: bool = False
@@ -190,8 +151,8 @@ class TrainConfig:
     def __post_init__(self):
         expand_paths(self, *_PATHS)
         rule = "must be a path: its lock and its metrics need a file system"
-        here = "://" not in self.run_dir
-        check(here, f"run_dir={self.run_dir!r} {rule}. Give a path, and checkpoint_dir={self.run_dir!r} beside it.")
+        local = "://" not in self.run_dir
+        check(local, f"run_dir={self.run_dir!r} {rule}. Give a path, and checkpoint_dir={self.run_dir!r} beside it.")
         check_word("model", self.model, list_models())
         for field in (
             "steps",
@@ -247,44 +208,46 @@ class TrainConfig:
         make_schedule(self.optimizer, self.steps)
 
     def _check_model(self) -> None:
-        """Fields that say which model is trained and which of its weights must not contradict each other."""
-        given = {"model": None if self.model == "tiny" else self.model}
-        given |= {name: getattr(self, name) for name in ("model_config", "init_from")}
-        given = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-        check(len(given) < 2, f"{' and '.join(given)} exclude each other: leave one out.")
-        own = self.init_from is None or not self.set
-        check(own, f"set={self.set} and init_from={self.init_from!r} exclude each other: its weights have their sizes.")
+        """Check that the fields which choose the model and its trained weights do not contradict each other."""
+        sources = {"model": None if self.model == "tiny" else self.model}
+        sources |= {name: getattr(self, name) for name in ("model_config", "init_from")}
+        sources = [f"{name}={value!r}" for name, value in sources.items() if value is not None]
+        check(len(sources) < 2, f"{' and '.join(sources)} exclude each other: leave one out.")
+        free = self.init_from is None or not self.set
+        check(
+            free, f"set={self.set} and init_from={self.init_from!r} exclude each other: its weights have their sizes."
+        )
         taken = self.init_from is not None or self.init_weights == ("*",)
         check(taken, f"init_weights={self.init_weights} needs init_from, where they come from.")
         adapted = self.lora_rank is not None or self.export_adapter is None
         check(adapted, f"export_adapter={self.export_adapter!r} needs lora_rank: there are no adapters without.")
         if self.export is not None and self.export_adapter is not None:
             one, other = Path(self.export).absolute(), Path(self.export_adapter).absolute()
-            apart = one not in (other, *other.parents) and other not in one.parents
+            separate = one not in (other, *other.parents) and other not in one.parents
             text = f"export={self.export!r} and export_adapter={self.export_adapter!r}"
-            check(apart, f"{text} must not be in one another: give two directories.")
+            check(separate, f"{text} must not be in one another: give two directories.")
         patterns = self.optimizer.trainable
         free = self.lora_rank is None or patterns == ("*",)
         check(free, f"optimizer.trainable={patterns} and lora_rank={self.lora_rank} exclude each other: leave one out.")
         self.lora()
 
     def lora(self) -> LoRAConfig | None:
-        """Which weights get low-rank pairs, which are kept in float32; None for none."""
+        """Return the settings of the low-rank pairs, which are in float32; None for a run without them."""
         if self.lora_rank is None:
             return None
         return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets, dtype="float32")
 
     def optimizer_config(self) -> OptimizerConfig:
-        """`optimizer`, which in a LoRA run moves the pairs only."""
+        """Return `optimizer`, which in a LoRA run moves the pairs only."""
         if self.lora_rank is None:
             return self.optimizer
         return dataclasses.replace(self.optimizer, trainable=LORA_WEIGHTS)
 
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
-        """Layout, dtypes and remat on these devices, or on those that are there."""
-        given: dict[str, Any] = {} if devices is None else {"devices": devices}
-        given |= dict(abstract=self.describe, explicit=self.axis_types == "explicit", offload=self.offload)
-        layout = Layout.create(**dataclasses.asdict(self.mesh), **given)
+        """Make layout, dtypes and remat of these devices, or of all devices of this program."""
+        options: dict[str, Any] = {} if devices is None else {"devices": devices}
+        options |= dict(abstract=self.describe, explicit=self.axis_types == "explicit", offload=self.offload)
+        layout = Layout.create(**dataclasses.asdict(self.mesh), **options)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
@@ -320,136 +283,4 @@ class TrainConfig:
         return None if self.pipeline.microbatches is None else Pipeline(**dataclasses.asdict(self.pipeline))
 
     def _low_precision(self) -> LowPrecision | None:
-        given = vars(self.low_precision)
-        return None if self.low_precision.mode is None else LowPrecision(**given)
-
-
-def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
-    """The settings of a run that differ, by their dotted names: what they were and what they are."""
-    was, now = flat_settings(old), flat_settings(new)
-    return {name: (was[name], now[name]) for name in was if name not in _OF_A_START and was[name] != now[name]}
-
-
-def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, trained: bool) -> None:
-    """Raise ConfigError if a run has another model, tokenizer or seed; or, once trained, if it learns in another way.
-
-    The latter may be `allowed`. More steps always are: a schedule that depends on them takes their course from here.
-    """
-    kept = {name: pair for name, pair in changes.items() if name not in _PLACES}
-    fixed, learning = (_matching(kept, patterns) for patterns in (_IDENTITY, _LEARNING))
-    was, now = changes.get("dataset.path", (None, None))
-    if shares_of(was) != shares_of(now):  # other paths may be the same data in another place
-        learning = {**learning, "dataset.path": (was, now)}
-    check(not fixed, f"{_listed(fixed, f'but {run_dir} was begun with')}: choose another run_dir.")
-    remedy = "leave it out to keep the run's, or give allow_changes to go on with the new one"
-    free = allowed or not trained or not learning
-    check(free, f"{_listed(learning, f'but {run_dir} was trained with')}: {remedy}.")
-
-
-def _matching(changes: Changes, patterns: tuple[str, ...]) -> Changes:
-    return {name: pair for name, pair in changes.items() if any(fnmatch.fnmatch(name, each) for each in patterns)}
-
-
-def _listed(changes: Changes, rule: str) -> str:
-    return "; ".join(f"{name.removeprefix('dataset.')}={now!r}, {rule} {was!r}" for name, (was, now) in changes.items())
-
-
-def flag(name: str) -> str:
-    """The flag of the command line for a setting's dotted name: `"optimizer.eps"` is `--optimizer.eps`."""
-    named = {"dataset.path": "data", "dataset.held_out_path": "held-out"}
-    return "--" + named.get(name, name.removeprefix("dataset.").replace("_", "-"))
-
-
-def flags() -> dict[str, str]:
-    """The flag of every setting, by its dotted name, by that of its class, and without `dataset`, which flags lack."""
-    names = flat_settings(TrainConfig())
-    found = {name: flag(name) for name in names}
-    found |= {name.removeprefix("dataset."): value for name, value in found.items()}
-    classes = {
-        "dataset": "DataConfig",
-        "optimizer": "OptimizerConfig",
-        "step": "StepConfig",
-        "mesh": "Layout",
-        "low_precision": "LowPrecision",
-        "offload": "Offload",
-    }
-    for group, kind in classes.items():
-        found |= {name.replace(f"{group}.", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}.")}
-    for group, kind in (("lora", "LoRAConfig"), ("remat", "Remat")):
-        found |= {name.replace(f"{group}_", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}_")}
-    return found
-
-
-def is_new(directory: str) -> bool:
-    """Whether there is nothing yet in a directory."""
-    path = Path(directory)
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
-
-
-def save_settings(settings: TrainConfig, path: Path, *, changes: Changes | None = None, step: int = 0) -> None:
-    """Write the settings of a run as JSON, for people and for `load_settings`.
-
-    `changes`, made at `step`, are added to its history: what was changed, from and to which value, and when.
-    """
-    history = read_mapping(path).get("history", []) if path.is_file() else []
-    if changes:
-        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        history = [*history, {"step": step, "time": now, "changes": dict(changes)}]
-    write_json(path, settings_json(settings) | ({"history": history} if history else {}))
-
-
-def settings_json(settings: TrainConfig) -> dict[str, Any]:
-    """The settings as plain JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(settings)))
-
-
-def load_settings(path: Path) -> TrainConfig:
-    """The settings that `save_settings` wrote."""
-    return with_settings(TrainConfig(), _typed(_read_settings(path), path))
-
-
-def settings_of(values: Any) -> TrainConfig | None:
-    """The settings in what `settings_json` gave; None for anything else."""
-    if not isinstance(values, dict) or "optimizer" not in values:
-        return None
-    return with_settings(TrainConfig(), _typed(values, "checkpoint"))
-
-
-def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
-    """The settings with those of a file over them, in the names of flags or fields; unchecked until flags are added.
-
-    Of a JSON file, which may be the `settings.json` of another run, what belongs to that run's starts is left out, and
-    where its checkpoints are.
-    """
-    values = read_mapping(path)
-    if Path(path).suffix == ".json":
-        own = ("history", *_OF_A_START, *["checkpoint_dir"] * ("run_dir" in values))
-        values = {name: value for name, value in values.items() if name not in own}
-        values = {name: value for name, value in values.items() if not _is_written(name, value)}
-    check("config" not in values, f"{path}: config={values.get('config')!r} can't be read from there: give one file.")
-    return with_settings(settings, _typed(values, path) | {"config": str(path)}, checked=False)
-
-
-def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
-    """The settings of a run that is started again: without an export that was written already."""
-    once = {"config": None, "export": None, "export_adapter": None, "allow_changes": False, "distributed": False}
-    kept = {
-        name: value for name in ("export", "export_adapter") if not _is_written(name, value := getattr(settings, name))
-    }
-    return dataclasses.replace(settings, **{"run_dir": run_dir} | once | kept)
-
-
-def _typed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """What a file holds by the names of fields: those without `dataset`, and of flags, are known, too."""
-    aliases = {name.removeprefix("dataset."): name for name in flat_settings(TrainConfig())}
-    return typed_settings(values, TrainConfig(), aliases | ALIASES, path)
-
-
-def _is_written(name: str, value: Any) -> bool:
-    return name in ("export", "export_adapter") and value is not None and not is_new(value)
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """The JSON of a run's settings, without its history."""
-    check(path.is_file(), f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
-    return {name: value for name, value in read_mapping(path).items() if name != "history"}
+        return None if self.low_precision.mode is None else LowPrecision(**vars(self.low_precision))

@@ -1,7 +1,7 @@
 """Settings from files: YAML as people write it, and JSON.
 
-What a word in YAML means is decided by the setting that it is for, not by its look: `3e-4` is a number for a learning
-rate, `no` is false for a switch, and both are texts for a prompt.
+The setting, not the look of a word, decides what the word means in YAML: `3e-4` is a number for a learning rate, `no`
+is false for a switch, and both are texts for a prompt.
 """
 
 import collections.abc
@@ -25,11 +25,11 @@ _SWITCHES = {**dict.fromkeys(("true", "yes", "on"), True), **dict.fromkeys(("fal
 
 
 class _Plain(str):
-    """A word that stood without quotes."""
+    """A word without quotes."""
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """What a file holds, JSON if it is called `.json`, otherwise YAML; ConfigError for anything but a mapping."""
+    """Read a file, JSON if it is called `.json`, otherwise YAML; ConfigError for anything but a mapping."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -75,51 +75,51 @@ def _yaml(text: str, path: Path) -> Any:
 
 
 def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every setting of a dataclass, and of those inside it, by its dotted name."""
-    found = {}
+    """Return every setting of a dataclass, and of those inside it, by its dotted name."""
+    settings = {}
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
-        found |= flat_settings(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return found
+        settings |= flat_settings(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return settings
 
 
 def typed_settings(
     values: Mapping[str, Any], like: Any, aliases: Mapping[str, str], path: str | Path
 ) -> dict[str, Any]:
-    """The settings in a mapping by dotted name, each as a value of its field's type.
+    """Return the settings in a mapping by dotted name, each as a value of its field's type.
 
     values: nested or with dotted names, with `-` for `_`. like: a dataclass with these fields. aliases: other names.
     """
     hints = _hints(type(like))
     names = {name: name for name in hints} | dict(aliases)
     groups = {name.rpartition(".")[0] for name in names} - {""}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
 
     def collect(values: Mapping[str, Any], prefix: str) -> None:
         for key, value in values.items():
-            given = prefix + str(key).replace("-", "_")
-            if given in groups and given not in names and isinstance(value, dict):
-                collect(value, f"{given}.")
+            name_in_file = prefix + str(key).replace("-", "_")
+            if name_in_file in groups and name_in_file not in names and isinstance(value, dict):
+                collect(value, f"{name_in_file}.")
                 continue
-            near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name_in_file, names, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            check(given in names, f"{path}: {given!r} is no setting.{hint}")
-            name = names[given]
-            check(name not in found, f"{path}: {name!r} is there twice, also as {given!r}. Leave one out.")
-            found[name] = _typed(value, hints[name], f"{path}: {name!r}")
+            check(name_in_file in names, f"{path}: {name_in_file!r} is no setting.{hint}")
+            name = names[name_in_file]
+            check(name not in settings, f"{path}: {name!r} is there twice, also as {name_in_file!r}. Leave one out.")
+            settings[name] = _typed(value, hints[name], f"{path}: {name!r}")
 
     collect(values, "")
-    return found
+    return settings
 
 
 def with_settings(config: T, values: Mapping[str, Any], *, checked: bool = True) -> T:
-    """A dataclass with other values by dotted name. `checked=False` leaves its checks to whoever makes it again."""
+    """Replace values of a dataclass by dotted name. `checked=False` leaves the checks to a later copy."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(typing.cast(Any, config)):
         old, inside = getattr(config, field.name), f"{field.name}."
         if dataclasses.is_dataclass(old):
-            own = {name.removeprefix(inside): value for name, value in values.items() if name.startswith(inside)}
-            fields[field.name] = with_settings(old, own, checked=checked)
+            inner = {name.removeprefix(inside): value for name, value in values.items() if name.startswith(inside)}
+            fields[field.name] = with_settings(old, inner, checked=checked)
         else:
             fields[field.name] = values.get(field.name, old)
     if checked:
@@ -131,15 +131,15 @@ def with_settings(config: T, values: Mapping[str, Any], *, checked: bool = True)
 
 
 def _hints(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """The annotation of every setting by its dotted name."""
-    found = {}
+    """Return the annotation of every setting by its dotted name."""
+    hints = {}
     for name, hint in typing.get_type_hints(cls).items():
-        found |= _hints(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
-    return found
+        hints |= _hints(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
+    return hints
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
-    """A value of a file as one that fits the annotation; ConfigError for what none is meant by."""
+    """Convert a value of a file to the type of the annotation; ConfigError if it has none of the types."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     kinds = sorted(typing.get_args(hint) if union else (hint,), key=lambda kind: kind is str)  # a text fits anything
     for kind in kinds:
@@ -152,7 +152,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 
 
 def _as_kind(value: Any, kind: Any, where: str) -> Any:
-    """The value as one of a single kind; ValueError where it is none."""
+    """Convert the value to a single type; ValueError where it is none of that type."""
     if typing.get_origin(kind) in (tuple, collections.abc.Sequence):
         return _as_tuple(value, typing.get_args(kind), where)
     if isinstance(value, dict | list):
@@ -178,7 +178,7 @@ def _is_null(value: Any) -> bool:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> int | float:
-    """`1e4` is a whole number, too."""
+    """Convert to a number; `1e4` is a whole number, too."""
     number = float(value)
     if kind is float:
         return number
@@ -188,7 +188,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
 
 
 def _as_tuple(value: Any, parts: tuple[Any, ...], where: str) -> tuple[Any, ...]:
-    """A list, or one item alone, as a tuple: of any length for `tuple[str, ...]`, of its own for `tuple[int, int]`.
+    """Convert a list, or one item alone, to a tuple: of any length for `tuple[str, ...]`, of two for `tuple[int, int]`.
 
     A pair may be `a=1`, too, and several pairs a mapping.
     """

@@ -1,67 +1,26 @@
-"""Held-out evaluation: the sums over a whole split, counted once."""
+"""Held-out evaluation: sums over a whole split, counted once."""
 
 import collections
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from eqx_decoders.core.sampling import GenerationConfig
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import place
-from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.inference.generation import generate
-from eqx_decoders.inference.text_model import prompt_ids
+from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.coordination import AHEAD
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.training.held_out import HeldOut
 from eqx_decoders.training.step.loss import evaluation_sums
 
 
-class HeldOut(NamedTuple):
-    """Held-out loss: nats per target token, target tokens, and the sum of nats.
-
-    `acceptance`: of each depth of multi-token prediction the share of its draft tokens that the head confirms.
-    """
-
-    loss: float
-    tokens: int
-    nats: float
-    acceptance: tuple[float, ...] = ()
-
-    @property
-    def perplexity(self) -> float:
-        """`exp(loss)`."""
-        return math.exp(min(self.loss, 700.0))
-
-    def nats_per_byte(self, count: int) -> float:
-        """The same sum per byte of the text: comparable between tokenizers, and with compressors."""
-        return self.nats / max(count, 1)
-
-
-def describe_held_out(name: str, result: HeldOut, counts: Sequence[CorpusStats]) -> list[str]:
-    """Lines about the loss of a set: per token and, where all of it was evaluated, per byte beside what gzip needs."""
-    what = f"held-out loss{name and f' of {name}'}"
-    whole = result.tokens == sum(one.targets for one in counts)
-    lines = [f"{what}: {result.loss:.4f} nats per token, of {'all' if whole else 'the first'} {result.tokens:,} tokens"]
-    sizes = [one.bytes or 0 for one in counts]
-    if whole and all(sizes):
-        size = sum(sizes)
-        lines.append(f"{what}: {result.nats_per_byte(size):.4f} nats per byte, of {size:,} bytes")
-        rates = [one.gzip_nats_per_byte for one in counts]
-        if None not in rates:
-            rate = sum(count * (rate or 0) for count, rate in zip(sizes, rates, strict=True)) / size
-            parts = [one.gzip_bytes for one in counts]
-            read = sum(size if part is None else part for size, part in zip(sizes, parts, strict=True))
-            text = "the same text" if read == size else f"{read:,} bytes of the same text"
-            lines.append(f"gzip -9 needs{name and f' of {name}'}: {rate:.4f} nats per byte, for {text}")
-    return lines
-
-
 def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int) -> str:
-    """The prompt and its continuation by the model, drawn at temperature 0.7 from the likeliest 95 %."""
+    """Return the prompt and its continuation by the model, drawn at temperature 0.7 from the likeliest 95 %."""
     stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     new = generate(
         model,
@@ -81,9 +40,9 @@ _sums = jax.jit(evaluation_sums)  # not eqx.filter_jit, which returns when all i
 def evaluate(
     model: Decoder, batches: Iterable[Batch], rows: int, *, stop: Callable[[], bool] = lambda: False
 ) -> HeldOut:
-    """The loss of `model` on every target token of `batches`, which have `rows` sequences over all processes.
+    """Compute the loss of `model` on every target token of `batches`, which have `rows` sequences over all processes.
 
-    `stop` is asked after each batch and ends the evaluation early; it must say the same in all processes.
+    `stop` is called after each batch and ends the evaluation early; it must say the same in all processes.
     """
     return evaluate_sets(model, {"": batches}, rows, stop=stop)[0]
 
@@ -91,7 +50,7 @@ def evaluate(
 def evaluate_sets(
     model: Decoder, sets: Mapping[str, Iterable[Batch]], rows: int, *, stop: Callable[[], bool] = lambda: False
 ) -> tuple[HeldOut, dict[str, HeldOut]]:
-    """The loss on every target token of all sets together, and that of each by its name; see `evaluate`."""
+    """Compute the loss on every target token of all sets together, and of each set by its name; see `evaluate`."""
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
     layout = model.execution.layout
     totals = {name: np.zeros((2 + 2 * depths,), np.float64) for name in sets}

@@ -1,4 +1,4 @@
-"""How many floating-point operations a model needs, by counting, and how many a device can do."""
+"""Floating-point operations that a model needs, by counting, and that a device can do."""
 
 import dataclasses
 import math
@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from eqx_decoders.blocks.stack import segments
+from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.core.chips import chip_of
 from eqx_decoders.families.summary import active_parameters
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.layout import Layout
@@ -35,7 +36,7 @@ _HEAD = sys.maxsize  # the last place that a weight can have
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
-    """Weights that multiply every token: all matrices, the head among them, without tables that are only looked up.
+    """Count the weights that multiply every token: all matrices with the head, without tables that are looked up.
 
     Of experts as many as a token uses; the head once more for each depth of multi-token prediction.
     """
@@ -43,8 +44,8 @@ def matmul_parameters(config: DecoderConfig) -> int:
 
 
 def _products(model: Decoder) -> dict[str, int]:
-    """By the path of each matrix, how many of its weights multiply a token. Those of encoders multiply patches."""
-    config, words, active, found = model.config, axes(model), active_parameters(model), {}
+    """Return the weights of each matrix that multiply a token, by its path; those of encoders multiply patches."""
+    config, words, active, products = model.config, axes(model), active_parameters(model), {}
     for name, size in active.items():
         inside = [word for word in words[name] if word != "layers"]
         looked_up = (
@@ -53,8 +54,10 @@ def _products(model: Decoder) -> dict[str, int]:
             or (name == "embedding.table" and not config.tied)
         )
         if len(inside) >= 2 and size > 0 and not looked_up and not name.endswith("_bias"):
-            found[name] = size * (1 + config.mtp.num_depths) if "vocab" in inside and config.mtp is not None else size
-    return found
+            products[name] = (
+                size * (1 + config.mtp.num_depths) if "vocab" in inside and config.mtp is not None else size
+            )
+    return products
 
 
 def flops_per_token(
@@ -64,7 +67,7 @@ def flops_per_token(
     trainable: Collection[str] | None = None,
     backward: bool = True,
 ) -> float:
-    """Model FLOPs of a training step per token: `6 N + 12 * sum over layers of (heads * head_dim * keys)`.
+    """Compute the FLOPs of a training step per token: `6 N + 12 * sum over layers of (heads * head_dim * keys)`.
 
     N are the weights that multiply; keys are `seq_len`, or the window where there is one (Chowdhery et al. 2022,
     appendix B: a causal mask is not counted as half). head_dim is the mean of a query's and a value's, keys and values
@@ -87,13 +90,13 @@ def flops_per_token(
     ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
     for place, blocks in (*stacks, (_HEAD, ahead)):
         for block in blocks:
-            counts = (layer.token_products(seq_len) for layer in block.branches().values() if _mixes(layer))
+            counts = (layer.token_products(seq_len) for layer in block.branches().values() if _mixes_tokens(layer))
             total += sum(counts) * (6 if place >= first else 2)
     return float(total)
 
 
 def _place(name: str) -> int:
-    """Where a weight stands on the way from tokens to logits: tables, then one segment of layers after another."""
+    """Return the position of a weight on the way from tokens to logits: tables, then one segment after another."""
     part, index, *_ = (*name.split("."), "")
     return (
         1 + int(index)
@@ -102,13 +105,13 @@ def _place(name: str) -> int:
     )
 
 
-def _mixes(layer: Any) -> bool:
-    """Whether a layer multiplies tokens with tokens, or with a state, beside its weights."""
+def _mixes_tokens(layer: Any) -> bool:
+    """Return whether a layer multiplies tokens with tokens, or with a state, besides its weights."""
     return hasattr(layer, "token_products")
 
 
 def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = None) -> float:
-    """FLOP/s of all the layout's devices together: the given figure or the data sheet's for each, or else measured.
+    """Return the FLOP/s of all the layout's devices together: the given figure, the data sheet's, or a measured one.
 
     Data sheets are of bf16; measured is a product in `dtype`. Devices of a CPU share it, so it counts once.
     """
@@ -119,7 +122,7 @@ def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = N
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one device, by its `jax.Device.device_kind`; None where no data sheet says it."""
+    """Return the dense bf16 FLOP/s of one device, by its `jax.Device.device_kind`; None without a data sheet."""
     chip = chip_of(device_kind)
     if chip is not None:
         return chip.bf16 / chip.devices
@@ -127,7 +130,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def measured_flops(dtype: DTypeLike = jnp.float32, *, size: int = 2048, repeats: int = 5) -> float:
-    """FLOP/s of a `size`-cubed product on the default device, the best of some: the roof where no table knows it."""
+    """Measure the FLOP/s of a `size`-cubed product on the default device, the best of several."""
     x = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()

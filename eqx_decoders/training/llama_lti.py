@@ -1,10 +1,12 @@
-"""Learning to initialise a Llama (MaxText's LLAMA2LTI): its attention kernels are learned maps of a frozen teacher's.
+"""Learning to initialize a Llama (MaxText's LLAMA2LTI): its attention kernels are learned maps of a frozen teacher's.
+
+A part of the library without a command: a program of one's own makes the configuration and the model.
 
 ```python
 config = llama_lti(student, teacher_heads=32, teacher_kv_heads=8, teacher_head_dim=128)
 model = with_teacher(ed.init(config, key=key), teacher)
 ...  # train: the maps and all else move, the teacher's kernels do not
-llama = materialise(model)  # a plain Llama
+llama = materialize(model)  # a plain Llama
 ```
 """
 
@@ -17,12 +19,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from eqx_decoders.blocks.block import Block, BlockConfig
-from eqx_decoders.blocks.stack import Segment, segments
+from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig, kernels_of
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
-from eqx_decoders.numerics.matmul import low_rank_weights
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.numerics.low_rank import low_rank_weights
 from eqx_decoders.sharding.axes import axes, path_name
 from eqx_decoders.sharding.layout import Layout
 
@@ -33,7 +37,7 @@ _SIZES = {"num_heads": "teacher_heads", "num_kv_heads": "teacher_kv_heads", "hea
 def llama_lti(
     config: DecoderConfig, *, teacher_heads: int, teacher_kv_heads: int, teacher_head_dim: int, general: bool = False
 ) -> DecoderConfig:
-    """A Llama whose attention kernels are computed from a teacher's of the same `embed_dim` (`LearnedInitConfig`).
+    """Configure a Llama with attention kernels computed from those of a teacher of the same `embed_dim`.
 
     **Arguments:**
 
@@ -53,10 +57,10 @@ def llama_lti(
 
 
 def with_teacher(model: Decoder, teacher: Decoder) -> Decoder:
-    """The model with copies of the attention kernels of `teacher`, on the model's devices and in its dtype.
+    """Copy the attention kernels of `teacher` into the model, on its devices and in its dtype.
 
     The teacher is a Llama with the same `embed_dim` and layers, and heads as the model's configuration says; else
-    ConfigError. What lies outside the attention is not copied.
+    ConfigError. Weights outside the attention are not copied.
     """
     one, other = model.config, teacher.config
     check(
@@ -72,19 +76,21 @@ def with_teacher(model: Decoder, teacher: Decoder) -> Decoder:
         f"with_teacher: the teacher's runs of equal layers, (blocks, repeats)={_cut(other)}, must be the model's, "
         f"{_cut(one)}. Choose a teacher with as many layers, alike where the model's are alike.",
     )
-    return dataclasses.replace(model, segments=_map_blocks(_taught, model, teacher)).place(model.execution.layout)
+    return dataclasses.replace(model, segments=_map_blocks(_with_teacher_kernels, model, teacher)).place(
+        model.execution.layout
+    )
 
 
-def materialise(model: Decoder) -> Decoder:
-    """A plain Llama with the kernels that `model` computes: equal logits up to rounding, on the same layout.
+def materialize(model: Decoder) -> Decoder:
+    """Make a plain Llama with the kernels that `model` computes: equal logits up to rounding, on the same layout.
 
-    What lies outside the attention is shared, not copied. Where blocks with and without a teacher would become equal
-    neighbours, and so one stack of weights, ConfigError.
+    Weights outside the attention are shared, not copied. Where blocks with and without a teacher would become equal
+    neighbors, and so one stack of weights, ConfigError.
     """
     config = dataclasses.replace(model.config, blocks=tuple(map(_plain, model.config.blocks)))
     check(
         _cut(config) == _cut(model.config),
-        "materialise: some blocks differ in their teachers alone, and their weights are not stacked together. "
+        "materialize: some blocks differ in their teachers alone, and their weights are not stacked together. "
         "Give all blocks of one shape the same LearnedInitConfig, as llama_lti does.",
     )
     layout = model.execution.layout
@@ -98,7 +104,7 @@ def materialise(model: Decoder) -> Decoder:
 
 
 def _map_blocks(function: Callable[..., Block], *models: Decoder) -> tuple[Segment, ...]:
-    """The segments with `function` of each stacked block, or of those at the same place in several models."""
+    """Apply `function` to each stacked block, or to those at the same position in several models."""
     return tuple(
         Segment(unit=tuple(map(function, *(segment.unit for segment in same))), repeats=same[0].repeats)
         for same in zip(*(model.segments for model in models), strict=True)
@@ -117,36 +123,39 @@ def _plain(block: BlockConfig) -> BlockConfig:
 
 @eqx.filter_jit
 def _computed(mixer: LearnedInit, layout: Layout) -> Attention:
-    """Stacked plain attention, whose kernels have the dtype of the maps."""
+    """Compute stacked plain attention, whose kernels have the dtype of the maps."""
     dtype = jax.tree.leaves(mixer.maps)[0].dtype
 
-    def places(attention: Attention) -> Attention:
+    def specs(attention: Attention) -> Attention:
         words = axes(attention)
         return jax.tree_util.tree_map_with_path(
             lambda path, _: PartitionSpec(None, *layout.weight_spec(words[path_name(path)])), attention
         )
 
-    made = layout.automatically(eqx.filter_vmap(lambda layer: layer.materialised(layout)), places)
-    attention = made(mixer)
+    compute = layout.automatically(eqx.filter_vmap(lambda layer: layer.materialized(layout)), specs)
+    attention = compute(mixer)
     return eqx.tree_at(kernels_of, attention, tuple(kernel.astype(dtype) for kernel in kernels_of(attention)))
 
 
-def _taught(block: Block, source: Block) -> Block:
-    """A stacked block with the teacher's kernels; one without a teacher as it is."""
-    mixer, given = block.mixer, source.mixer
+def _with_teacher_kernels(block: Block, source: Block) -> Block:
+    """Copy the teacher's kernels into a stacked block; one without a teacher stays as it is."""
+    mixer, teacher = block.mixer, source.mixer
     if not isinstance(mixer, LearnedInit):
         return block
     check(not low_rank_weights(source), "with_teacher: the teacher has low-rank pairs. Call merge_lora on it first.")
-    if not isinstance(given, Attention) or given.query is None or given.key is None or given.value is None:
+    if not isinstance(teacher, Attention) or teacher.query is None or teacher.key is None or teacher.value is None:
         raise ConfigError(
             f"with_teacher: the teacher's mixer={source.config.mixer!r} must be an AttentionConfig with "
             "fused_qkv=False and shared_kv=False."
         )
-    for field, own in _SIZES.items():
-        has, needs = getattr(given.config, field), getattr(mixer.config, own)
-        check(has == needs, f"with_teacher: the teacher's {field}={has} must be LearnedInitConfig.{own}={needs}.")
+    for field, teacher_field in _SIZES.items():
+        has, needs = getattr(teacher.config, field), getattr(mixer.config, teacher_field)
+        check(
+            has == needs,
+            f"with_teacher: the teacher's {field}={has} must be LearnedInitConfig.{teacher_field}={needs}.",
+        )
 
-    # copies: a training step gives the student's buffers away, and the teacher may be needed further
-    pairs = zip(kernels_of(given), kernels_of(mixer.teacher), strict=True)
+    # copies: a training step gives the student's buffers away, and the teacher may be needed again
+    pairs = zip(kernels_of(teacher), kernels_of(mixer.teacher), strict=True)
     copies = tuple(jnp.array(new, old.dtype, copy=True) for new, old in pairs)
     return dataclasses.replace(block, mixer=eqx.tree_at(lambda m: kernels_of(m.teacher), mixer, copies))

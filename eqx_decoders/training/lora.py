@@ -1,4 +1,4 @@
-"""Low-rank adaptation (Hu et al. 2021): frozen weights with small trained pairs beside them.
+"""Low-rank adaptation (Hu et al. 2021): frozen weights with small trained pairs.
 
     model = add_lora(model, LoRAConfig(rank=8), key=key)
     trainer = Trainer.create(OptimizerConfig(trainable=LORA_WEIGHTS), model, steps=1000)
@@ -6,65 +6,32 @@
 `io.huggingface.peft` reads and writes the pairs as adapter directories.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.numerics.matmul import LowRank, low_rank_weights
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight, plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
 from eqx_decoders.sharding.layout import out_shardings, partitions
-
-
-LORA_WEIGHTS = ("*.lora_a", "*.lora_b")
-
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoRAConfig:
-    """Which weights get a low-rank pair, and how large it is."""
-
-    rank: int = 8
-    """Features between the two factors of a pair."""
-    alpha: float = 16.0
-    """The product of a pair is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
-    """Patterns of the paths of weights that get a pair; of what they match, the matrices inside the blocks."""
-    rank_stabilized: bool = False
-    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the pairs; None: that in which the model keeps its weights."""
-
-    def __post_init__(self):
-        check_integer("LoRAConfig.rank", self.rank)
-        check_number("LoRAConfig.alpha", self.alpha, above=0)
-        check(len(self.targets) > 0, "LoRAConfig.targets=() must name at least one weight, such as '*.mixer.query'.")
-        if self.dtype is not None:
-            check_word("LoRAConfig.dtype", self.dtype, _DTYPES)
-
-    @property
-    def scale(self) -> float:
-        """What multiplies the product of a pair."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+from eqx_decoders.training.lora_config import LoRAConfig
 
 
 def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decoder:
-    """The model with a pair beside every weight that matches; until it is trained it computes what it did.
+    """Add a low-rank pair to every weight that matches; until it is trained the model computes the same.
 
     Weights in few bits (`quantize`) get pairs like others, and stay as they are (QLoRA, Dettmers et al. 2023).
     `lora_a` is uniform within `1 / sqrt(fan_in)`, `lora_b` zero, as in PEFT. The pairs are created sharded; the other
     weights are shared with `model`. A model of `jax.ShapeDtypeStruct`s gets such pairs.
 
-    Raises ConfigError for a pattern that matches nothing or what is no matrix of a block, and for a model with pairs.
+    Raises ConfigError for a pattern that matches nothing or no matrix of a block, and for a model with pairs.
     """
     present = sorted(low_rank_weights(model))[:1]
     check(
@@ -72,8 +39,8 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
     )
     words, leaves = whole_weights(model)
     dtype = model.execution.precision.params if config.dtype is None else jnp.dtype(config.dtype)
-    kept, nodes = frozen(plain_shapes(model)), {}
-    for path in _targets(config, {name: here for name, here in words.items() if name not in kept}):
+    fixed, nodes = frozen(plain_shapes(model)), {}
+    for path in _targets(config, {name: axis_names for name, axis_names in words.items() if name not in fixed}):
         pair = _pair(words[path], leaves[path].shape, config.rank, dtype)
         nodes[path] = LowRank(base=leaves[path], scale=config.scale, **pair)
     target = replaced(model, nodes)
@@ -95,7 +62,7 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
 
 
 def merge_lora(model: Decoder) -> Decoder:
-    """The model with every pair added to its weight, in f32 and then in the weight's dtype; others are as they were.
+    """Add every pair to its weight, in f32 and then in the weight's dtype; other weights do not change.
 
     A weight in few bits becomes a plain one in the dtype of its pair.
     """
@@ -111,17 +78,17 @@ def merge_lora(model: Decoder) -> Decoder:
 
 
 def _merged_shapes(model: Decoder, nodes: Mapping[str, LowRank]) -> dict[str, Any]:
-    """Of each merged weight an array or shape like it."""
+    """Return an array or shape like each merged weight."""
     few = {path: node for path, node in nodes.items() if isinstance(node.base, QuantizedWeight)}
     shapes = {path: jax.ShapeDtypeStruct(node.base.shape, node.lora_a.dtype) for path, node in few.items()}
-    places = named_leaves(model.execution.layout.shardings(replaced(model, shapes))) if few else {}
-    placed = {path: shape.update(sharding=places[path]) for path, shape in shapes.items()}
+    shardings = named_leaves(model.execution.layout.shardings(replaced(model, shapes))) if few else {}
+    placed = {path: shape.update(sharding=shardings[path]) for path, shape in shapes.items()}
     return {path: node.base for path, node in nodes.items()} | placed
 
 
 def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:
-    """The paths of the weights that get a pair."""
-    found = []
+    """Return the paths of the weights that get a pair."""
+    paths = []
     for pattern in config.targets:
         matched = matching(words, (pattern,), "LoRAConfig.targets")
         matrices = [path for path in words if path in matched and product_axes(words[path]) is not None]
@@ -130,12 +97,12 @@ def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:
             f"LoRAConfig.targets={pattern!r} matches {min(matched)}, which is no matrix of a block: tables, heads, "
             "norms and biases have no pairs. Write another pattern.",
         )
-        found += [path for path in matrices if path not in found]
-    return found
+        paths += [path for path in matrices if path not in paths]
+    return paths
 
 
 def _pair(words: Axes, shape: tuple[int, ...], rank: int, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of both factors for a weight."""
+    """Return the shapes of both factors for a weight."""
     sizes = dict(zip(words, shape, strict=True)) | {"rank": rank}
     stack = words[: words.count("layers")]
     parts = LowRank.part_axes(words[len(stack) :])
@@ -144,7 +111,7 @@ def _pair(words: Axes, shape: tuple[int, ...], rank: int, dtype: DTypeLike) -> d
 
 
 def _draw(key: PRNGKeyArray, words: Axes, leaf: jax.ShapeDtypeStruct) -> Array:
-    """A first factor, `... rank`, at random; a second one, `rank ...`, zero."""
+    """Draw a first factor, `... rank`; a second one, `rank ...`, is zero."""
     if words[-1] != "rank":
         return jnp.zeros(leaf.shape, leaf.dtype)
     others = ("layers", "experts", "rank")

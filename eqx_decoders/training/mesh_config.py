@@ -1,4 +1,4 @@
-"""Settings of meshes, pipelines and products in 8 bits, and what a run says of its devices."""
+"""Settings of meshes, pipelines and products in 8 bits, and lines about the devices of a run."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How layers run as a pipeline over `mesh.stage`."""
+    """Pipeline of the layers over `mesh.stage`."""
 
     microbatches: int | None = None
     """Parts of the batch that pass the stages one behind the other, at least as many as stages; None: no pipeline."""
@@ -49,7 +49,7 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowPrecisionConfig:
-    """Which products of the layers are of 8-bit numbers."""
+    """Products of the layers in 8-bit numbers."""
 
     mode: ModeName | None = None
     """int8; w4a8, weights of 4 bits and all else of 8; fp8, with e5m2 for gradients; None: no such products."""
@@ -62,7 +62,7 @@ class LowPrecisionConfig:
 
 
 def describe_devices(layout: Layout) -> str:
-    """`"cpu, data=2 x fsdp=4"`."""
+    """Describe the devices of a layout: `"cpu, data=2 x fsdp=4"`."""
     if layout.mesh is None:
         return f"{jax.devices()[0].device_kind}, one device"
     axes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items() if size > 1) or "one device"
@@ -70,7 +70,7 @@ def describe_devices(layout: Layout) -> str:
 
 
 def describe_pipeline(execution: Execution) -> str | None:
-    """`"pipeline: 2 stages x 2 repeats, 4 microbatches, 11.1 % bubbles"`; None for none."""
+    """Describe a pipeline: `"pipeline: 2 stages x 2 repeats, 4 microbatches, 11.1 % bubbles"`; None for none."""
     setup, stages = execution.pipeline, execution.layout.sizes.get(AXIS, 1)
     if setup is None:
         return None
@@ -79,7 +79,7 @@ def describe_pipeline(execution: Execution) -> str | None:
 
 
 def describe_low_precision(execution: Execution) -> str | None:
-    """`"int8 products of segments.*; cpu multiplies no int8: right, but not faster"`; None for none."""
+    """Describe 8-bit products: `"int8 products of segments.*; cpu multiplies no int8: …"`; None for none."""
     rounding, layout = execution.low_precision, execution.layout
     if rounding is None:
         return None

@@ -7,10 +7,12 @@ import tomllib
 import pytest
 
 from eqx_decoders import cli
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.training.config import MeshConfig, TrainConfig, flags, save_settings
+from eqx_decoders.training.config import MeshConfig, TrainConfig
+from eqx_decoders.training.flags import flags
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings_file import save_settings
 from tests.commands import ROOT, call
 
 

@@ -14,9 +14,10 @@ from eqx_decoders.cli.convert import Import, Verify
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.huggingface import verify
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.config import TrainConfig, load_settings, save_settings
+from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run.run_directory import resume_settings
+from eqx_decoders.training.run.resume_run import resume_settings
+from eqx_decoders.training.settings_file import load_settings, save_settings
 from tests.commands import ROOT, outcome
 
 

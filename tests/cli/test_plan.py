@@ -16,8 +16,8 @@ from eqx_decoders.cli.xla_flags import OPTIONS, generation, options, set_options
 from eqx_decoders.core.chips import CHIPS
 from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.roofline import Roofline
-from eqx_decoders.planning.step_plan import Operations, Plan
 from eqx_decoders.training.config import MeshConfig
 from tests.commands import call, run
 
@@ -136,8 +136,8 @@ def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(mon
         memory = dataclasses.replace(known, needed=20 if model.execution.remat is None else None)
         done = Operations(model=1.0, attention=0.0, computed=1.0, six_nd=1.0)
         return Plan(
-            machine=machine, memory=memory, operations=done, collectives=(), roofline=line, seconds=1.0, told="",
-            tokens=8,
+            machine=machine, memory=memory, operations=done, collectives=(), roofline=line, seconds=1.0, tokens=8,
+            compiler_message="",
         )  # fmt: skip
 
     monkeypatch.setattr(program, "make_plan", make_plan)

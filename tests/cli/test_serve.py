@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eqx_decoders.cli import serve
-from eqx_decoders.inference.text_model import load_text_model
+from eqx_decoders.inference.load_text import load_text_model
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
@@ -120,7 +120,7 @@ EFFECTS = {
     "api_key": (["--api-key", "a", "--api-key", "b"], lambda found: found.api.api_keys == ("a", "b")),
     "allow_origin": (["--allow-origin", "*"], lambda found: found.options["allow_origins"] == ("*",)),
     "seed": (["--seed", "5"], lambda found: found.api.seed == 5),
-    "drain_seconds": (["--drain-seconds", "2"], lambda found: found.options["times"].drain == 2),
+    "drain_seconds": (["--drain-seconds", "2"], lambda found: found.options["timeouts"].drain == 2),
     "log_level": (["--log-level", "info"], lambda found: LOG.level == logging.INFO),
 }
 ELSEWHERE = {"distributed": "by test_mistakes_of_serve", "distributed_timeout": "by test_mistakes_of_serve"}

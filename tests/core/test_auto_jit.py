@@ -9,7 +9,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.core.auto_jit import concrete, is_staged, jit_if_eager
-from eqx_decoders.training.lora import LoRAConfig, add_lora
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.lora_config import LoRAConfig
 from tests.commands import ROOT
 from tests.compare import assert_close
 from tests.models import filled, rich_decoder, some_tokens

@@ -12,8 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 import eqx_decoders as ed
 from eqx_decoders.core.input_checks import as_int32, as_key
-from eqx_decoders.encoders.media_config import GridPositions
-from eqx_decoders.encoders.rope_positions import TEXT, grid_positions
+from eqx_decoders.encoders.rope_positions import TEXT, GridPositions, grid_positions
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.mask import SlidingWindow

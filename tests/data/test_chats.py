@@ -8,9 +8,10 @@ import pytest
 
 from eqx_decoders.data import chats as chats_module
 from eqx_decoders.data.chats import encode_spans, render_documents
-from eqx_decoders.data.dataset import DataConfig, make_dataset
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.sources.documents import ChatDocument, Document
-from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.io.text import chat_template as chat_module
 from eqx_decoders.io.text.chat_template import ChatTemplate

@@ -12,17 +12,17 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import place
 from eqx_decoders.errors import ConfigError, EqxDecodersError
-from eqx_decoders.io import coordination
+from eqx_decoders.io import heartbeat
 from eqx_decoders.io.checkpoint.steps import COMMITTED
-from eqx_decoders.io.coordination import VARIABLES, _meet, _places
+from eqx_decoders.io.rendezvous import VARIABLES, find_cluster, meet
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import host_rows
 from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
-from tests.encoders.directories import save_image, seeing_directory
+from tests.encoders.directories import save_image, vision_directory
 
 
 # Each process: (folder, arguments of the training program as JSON).
@@ -36,16 +36,17 @@ import numpy as np
 from eqx_decoders.cli import train as program
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.checkpoint import reading
-from eqx_decoders.io.coordination import first_then_all, from_first, gather, processes_here
+from eqx_decoders.io.coordination import first_then_all, from_first, all_gather_json, processes_here
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import Batch, host_rows, place
 from eqx_decoders.data.batches import Batches
-from eqx_decoders.training.run.loop import TrainingLoop
+from eqx_decoders.io.interrupt import Interrupt
+from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
 from tests.programs import no_renames
 
 def check_batches():
     assert jax.process_count() == 2 and len(jax.devices()) == 4
-    assert gather("numbers", number) == [0, 1] and from_first("first", number) == 0
+    assert all_gather_json("numbers", number) == [0, 1] and from_first("first", number) == 0
     end = time.monotonic() + 30
     while processes_here() < 2 and time.monotonic() < end:
         time.sleep(0.1)
@@ -70,10 +71,10 @@ def check_batches():
 def train(name, *more):
     return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
 
-def interrupted(self, row, report=TrainingLoop._report):
+def interrupted(self, row, report=MetricsReporter.report):
     report(self, row)
     if number == 1 and row["step"] == 1:  # the signal comes to one process alone
-        self.interrupt._handle(15, None)
+        Interrupt.opened[-1]._handle(15, None)
 
 def torn(steps, step, read=reading.read_manifest):
     if number == 1 and step == 3:
@@ -104,7 +105,7 @@ with connected(60):
     check_batches()
     assert train("steps") == 0
     with no_renames():  # as in a bucket
-        with mock.patch.object(TrainingLoop, "_report", interrupted):
+        with mock.patch.object(MetricsReporter, "report", interrupted):
             assert train("stopped") == 143
         again = mock.patch.object(reading, "_load", flipped)
         read = mock.patch.object(reading, "read_manifest", flaky)
@@ -227,7 +228,7 @@ def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
 @pytest.mark.slow
 def test_processes_train_on_images_of_other_sizes_and_numbers(tmp_path):
     """The losses are those of one process, though each packs the images of its own rows; some rows have none."""
-    model, images = seeing_directory(tmp_path / "model"), tmp_path / "images"
+    model, images = vision_directory(tmp_path / "model"), tmp_path / "images"
     images.mkdir()
     sizes = [(12 + 8 * (n % 3), 24 - 4 * (n % 2)) for n in range(12)]
     names = [save_image(images / f"{n}.png", *size, seed=n).name for n, size in enumerate(sizes)]
@@ -257,13 +258,13 @@ def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):
         address = f"localhost:{free.getsockname()[1]}"
     found = {}
 
-    def meet(index):
+    def try_to_meet(index):
         try:
-            _meet(address, 4, index, 2)
+            meet(address, 4, index, 2)
         except EqxDecodersError as error:
             found[index] = str(error)
 
-    threads = [threading.Thread(target=meet, args=(index,)) for index in (0, 2)]
+    threads = [threading.Thread(target=try_to_meet, args=(index,)) for index in (0, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -278,14 +279,14 @@ def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):
 
 def test_who_is_silent_or_waited_for_is_named(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(coordination.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(coordination, "_lost", threading.Event())
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeat, "_lost", threading.Event())
     seen = {}
 
     def after(seconds, *points, silent=(), busy=0):
         """Of the signs of life so many seconds later."""
         now[0] += seconds
-        return coordination._missed(
+        return heartbeat.find_lost(
             {
                 who: [0 if who in silent else now[0], [point, busy], f"host{who}, pid {who}"]
                 for who, point in enumerate(points)
@@ -293,10 +294,10 @@ def test_who_is_silent_or_waited_for_is_named(monkeypatch):
             seen,
         )
 
-    assert after(0, 4, 4, 4) is None and after(coordination.WAIT + 1, 4, 4, 4) is None, "all are at the same place"
-    assert after(1, 7, 5, 7) is None and after(coordination.WAIT, 7, 5, 7) is None
+    assert after(0, 4, 4, 4) is None and after(heartbeat.WAIT + 1, 4, 4, 4) is None, "all are at the same place"
+    assert after(1, 7, 5, 7) is None and after(heartbeat.WAIT, 7, 5, 7) is None
     assert after(1, 8, 5, 8) is None, "some still move"
-    assert after(coordination.WAIT, 8, 5, 8) is None
+    assert after(heartbeat.WAIT, 8, 5, 8) is None
     told = after(1, 8, 5, 8)
     assert (
         told["stuck"] == [1] and "process 1 (host1, pid 1) hangs: the others have waited for it for 30m" in told["text"]
@@ -304,7 +305,7 @@ def test_who_is_silent_or_waited_for_is_named(monkeypatch):
     assert after(1, 8, 5, 8, busy=1) is None, "at something that takes time"
     assert after(1, 8, 6, 8) is None
     after(1, 9, 9, 9, silent=(2,))
-    assert after(coordination.SILENT, 9, 9, 9, silent=(2,)) is None
+    assert after(heartbeat.SILENT, 9, 9, 9, silent=(2,)) is None
     told = after(1, 9, 9, 9, silent=(2,))
     assert told["silent"] == 1 and "process 2 (host2, pid 2) died, or is heard of no more since 30s" in told["text"]
 
@@ -312,8 +313,8 @@ def test_who_is_silent_or_waited_for_is_named(monkeypatch):
 IMPATIENT = """
 import json, sys
 from eqx_decoders.cli import train
-from eqx_decoders.io import coordination
-coordination.GRACE = 1.0  # seconds to come to the error of the other one
+from eqx_decoders.io import heartbeat
+heartbeat.GRACE = 1.0  # seconds to come to the error of the other one
 sys.exit(train.main(["--distributed", *json.loads(sys.argv[2])]))
 """
 
@@ -341,7 +342,7 @@ def test_without_a_cluster_the_environment_must_say_all(given, sentence, monkeyp
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=sentence):
-        _places(1)
+        find_cluster(1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.data import row_index as module
-from eqx_decoders.data.packing import count_rows, permutation, plan_overlapping, plan_packed, plan_padded, plan_whole
+from eqx_decoders.data.packing_plans import (
+    count_rows,
+    permutation,
+    plan_overlapping,
+    plan_packed,
+    plan_padded,
+    plan_whole,
+)
 from eqx_decoders.data.row_index import BLOCK, Blocks, HeldOutRows, TrainingRows
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face directories of small models that see or hear: weights, tokenizer, template, settings of processors."""
+"""Hugging Face directories of small models with encoders: weights, tokenizer, template, settings of processors."""
 
 import dataclasses
 import json
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
+from eqx_decoders.families._gemma4_audio import ConformerSizes, gemma4_audio
+from eqx_decoders.families._qwen_vision import qwen_vision
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.gemma4 import gemma4
-from eqx_decoders.families.gemma4_audio import gemma4_audio
 from eqx_decoders.families.gemma4_vision import gemma4_vision
 from eqx_decoders.families.qwen3 import qwen3
 from eqx_decoders.families.qwen3_vl import qwen3_vl
-from eqx_decoders.families.qwen_vision import qwen_vision
+from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import named_leaves, replaced
@@ -56,7 +57,7 @@ RULES = {
 }
 
 
-def seeing_directory(folder: Path) -> Path:
+def vision_directory(folder: Path) -> Path:
     """Write it; the words of `WORDS` are tokens behind those of the tokenizer that it is made of."""
     tokenizer = tokenizer_with(WORDS)
     image, video = (tokenizer.token_to_id(word) for word in WORDS[:2])
@@ -69,7 +70,8 @@ def seeing_directory(folder: Path) -> Path:
         head_dim=8,
         mlp_dim=24,
     )
-    vision = qwen_vision(embed_dim=16, layers=2, heads=2, mlp_dim=24, out_dim=16, deepstack=(0,), size=4, side=4)
+    sizes = EncoderSizes(embed_dim=16, layers=2, heads=2, mlp_dim=24, out_dim=16, size=4)
+    vision = qwen_vision(sizes, deepstack=(0,), side=4)
     made = qwen3_vl(qwen3(shape, rope=Rope(theta=5e6, sections=(2, 1, 1))), vision)
     assert made.media is not None
     media = dataclasses.replace(made.media, image_token=image, video_token=video)
@@ -79,8 +81,8 @@ def seeing_directory(folder: Path) -> Path:
     return folder
 
 
-def hearing_directory(folder: Path) -> Path:
-    """Write that of a Gemma 4 that hears and sees nothing."""
+def audio_directory(folder: Path) -> Path:
+    """Write that of a Gemma 4 with an encoder of audio alone."""
     tokenizer = tokenizer_with(AUDIO_WORDS)
     shape = DecoderSizes(
         vocab_size=tokenizer.get_vocab_size(),
@@ -92,7 +94,8 @@ def hearing_directory(folder: Path) -> Path:
         mlp_dim=24,
         activation="gelu_tanh",
     )
-    audio = gemma4_audio(out_dim=16, embed_dim=8, layers=2, heads=2, mel_bands=8, filters=(8, 3), feature_dim=12)
+    sizes = ConformerSizes(embed_dim=8, layers=2, heads=2, mel_bands=8, filters=(8, 3), feature_dim=12)
+    audio = gemma4_audio(sizes, out_dim=16)
     plain = gemma4(shape, masks=(SlidingWindow(8), Causal()), heads=((1, 8), (1, 8)))
     token = tokenizer.token_to_id("<|audio|>")
     model = filled(

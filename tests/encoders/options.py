@@ -3,10 +3,10 @@
 import dataclasses
 
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
-from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
@@ -14,11 +14,23 @@ from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope
-from tests.encoders.samples import EMBED, EYE, HEARING, INTO, JOIN, LISTENING, MEDIA, NEAR, STEM, VISION, seeing
+from tests.encoders.samples import (
+    CHUNK_AUDIO,
+    CONFORMER_BLOCK,
+    EMBED,
+    FRAME_AUDIO,
+    INTO,
+    JOIN,
+    MEDIA,
+    STEM,
+    VISION,
+    VISION_BLOCK,
+    media_decoder,
+)
 
 
 def media(**changes):
-    return seeing(dataclasses.replace(MEDIA, **changes))
+    return media_decoder(dataclasses.replace(MEDIA, **changes))
 
 
 def vision(**changes):
@@ -27,20 +39,20 @@ def vision(**changes):
 
 def stem(config):
     """With layers that look at blocks of positions, so that windows matter."""
-    near = dataclasses.replace(EYE, mixer=dataclasses.replace(EYE.mixer, mask=Bidirectional(16)))
+    near = dataclasses.replace(VISION_BLOCK, mixer=dataclasses.replace(VISION_BLOCK.mixer, mask=Bidirectional(16)))
     return vision(stem=config, blocks=(near,) * 3)
 
 
 def eye(mixer: AttentionConfig):
-    return vision(blocks=(dataclasses.replace(EYE, mixer=mixer),) * 3)
+    return vision(blocks=(dataclasses.replace(VISION_BLOCK, mixer=mixer),) * 3)
 
 
 def rope(config):
-    return eye(dataclasses.replace(EYE.mixer, head_dim=8, rope=config))
+    return eye(dataclasses.replace(VISION_BLOCK.mixer, head_dim=8, rope=config))
 
 
 def near(**changes):
-    return media(audio=dataclasses.replace(LISTENING, blocks=(dataclasses.replace(NEAR, **changes),) * 2))
+    return media(audio=dataclasses.replace(FRAME_AUDIO, blocks=(dataclasses.replace(CONFORMER_BLOCK, **changes),) * 2))
 
 
 RMS = RMSNormConfig(eps=0.5)
@@ -53,8 +65,8 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     ),
     MediaConfig: (
         MEDIA,
-        seeing,
-        dict(vision=dataclasses.replace(VISION, post_norm=RMS), audio=dataclasses.replace(HEARING, post_norm=RMS))
+        media_decoder,
+        dict(vision=dataclasses.replace(VISION, post_norm=RMS), audio=dataclasses.replace(CHUNK_AUDIO, post_norm=RMS))
         | dict(image_token=27, video_token=27, audio_token=27, spans=False, positions=None, lookup_token=3),
     ),
     GridPositions: (
@@ -68,7 +80,7 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         dict(
             embed_dim=12,
             stem=dataclasses.replace(STEM, bias=False),
-            blocks=(EYE,) * 2,
+            blocks=(VISION_BLOCK,) * 2,
             projector=dataclasses.replace(JOIN, norm=None),
         )
         | dict(pre_norm=RMS, post_norm=RMS, deepstack=(0, 2), deepstack_projector=dataclasses.replace(JOIN, norm=RMS))
@@ -101,23 +113,23 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         dict(dim=12, bias=True, activation="relu", norm=RMS),
     ),
     AudioStemConfig: (
-        HEARING.stem,
-        lambda c: media(audio=dataclasses.replace(HEARING, stem=c)),
+        CHUNK_AUDIO.stem,
+        lambda c: media(audio=dataclasses.replace(CHUNK_AUDIO, stem=c)),
         dict(mel_bands=5, chunk_frames=8, filters=2, convolutions=3, activation="relu"),
     ),
     FrameStemConfig: (
-        LISTENING.stem,
-        lambda c: media(audio=dataclasses.replace(LISTENING, stem=c)),
+        FRAME_AUDIO.stem,
+        lambda c: media(audio=dataclasses.replace(FRAME_AUDIO, stem=c)),
         dict(mel_bands=5, filters=(4, 2), norm=LayerNormConfig(eps=0.5, bias=False), activation="gelu"),
     ),
     LocalAttentionConfig: (
-        NEAR.mixer,
+        CONFORMER_BLOCK.mixer,
         lambda c: near(mixer=c),
         dict(num_heads=1, head_dim=2, chunk=5, left=2, right=3, soft_cap=0.5),
     ),
     LightConvolutionConfig: (
-        NEAR.post_layers[0].layer,
-        lambda c: near(post_layers=(dataclasses.replace(NEAR.post_layers[0], layer=c),)),
+        CONFORMER_BLOCK.post_layers[0].layer,
+        lambda c: near(post_layers=(dataclasses.replace(CONFORMER_BLOCK.post_layers[0], layer=c),)),
         dict(taps=1, activation="relu", norm=RMS),
     ),
 }

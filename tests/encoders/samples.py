@@ -1,18 +1,17 @@
-"""Small decoders that see and hear, and images and audio for them."""
+"""Small decoders with encoders of images and audio, and inputs for them."""
 
 import dataclasses
 
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import ExtraLayerConfig
+from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
-from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
@@ -26,16 +25,16 @@ from eqx_decoders.layers.rope import AxialRope, Rope
 
 IMAGE, VIDEO, AUDIO, VOCAB, EMBED = 29, 30, 31, 32, 16
 NORM = RMSNormConfig()
-EYE = BlockConfig(
+VISION_BLOCK = BlockConfig(
     mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(), rope=AxialRope(theta=100.0)),
     mlp=MLPConfig(mlp_dim=12, activation="gelu_tanh", gated=False, bias=True),
     pre_mixer_norm=LayerNormConfig(),
     pre_mlp_norm=LayerNormConfig(),
 )
-EAR = dataclasses.replace(
-    EYE, mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(4), rope=None)
+AUDIO_BLOCK = dataclasses.replace(
+    VISION_BLOCK, mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(4), rope=None)
 )
-NEAR = BlockConfig(  # the block of a Conformer
+CONFORMER_BLOCK = BlockConfig(  # the block of a Conformer
     pre_layers=(ExtraLayerConfig(layer=MLPConfig(mlp_dim=12, gated=False), pre_norm=NORM, post_norm=NORM, scale=0.5),),
     mixer=LocalAttentionConfig(num_heads=2, head_dim=4, chunk=2, left=3, soft_cap=2.0),
     mlp=None,
@@ -49,27 +48,27 @@ STEM = PatchStemConfig(size=2, frames=2, merge=2, positions=LearnedGrid(side=3, 
 VISION = EncoderConfig(
     embed_dim=8,
     stem=STEM,
-    blocks=(EYE,) * 3,
+    blocks=(VISION_BLOCK,) * 3,
     projector=JOIN,
     deepstack=(0, 1),
     deepstack_projector=dataclasses.replace(JOIN, norm_of="groups"),
 )
-HEARING = EncoderConfig(
+CHUNK_AUDIO = EncoderConfig(
     embed_dim=8,
     stem=AudioStemConfig(mel_bands=6, chunk_frames=10, filters=3, convolutions=2),
-    blocks=(EAR,) * 2,
+    blocks=(AUDIO_BLOCK,) * 2,
     projector=ProjectorConfig(layers=INTO),
     post_norm=LayerNormConfig(),
 )
-LISTENING = EncoderConfig(
+FRAME_AUDIO = EncoderConfig(
     embed_dim=8,
     stem=FrameStemConfig(mel_bands=6, filters=(4, 3)),
-    blocks=(NEAR,) * 2,
+    blocks=(CONFORMER_BLOCK,) * 2,
     projector=ProjectorConfig(layers=(INTO[0], dataclasses.replace(INTO[1], norm=NORM))),
 )
 MEDIA = MediaConfig(
     vision=VISION,
-    audio=HEARING,
+    audio=CHUNK_AUDIO,
     image_token=IMAGE,
     video_token=VIDEO,
     audio_token=AUDIO,
@@ -78,7 +77,7 @@ MEDIA = MediaConfig(
 )
 
 
-def seeing(media: MediaConfig = MEDIA, layers: int = 4, **changes) -> ed.DecoderConfig:
+def media_decoder(media: MediaConfig = MEDIA, layers: int = 4, **changes) -> ed.DecoderConfig:
     """A decoder with two kinds of layers, which see images whole, and features added behind the first ones."""
     rope = Rope(sections=(2, 1, 1)) if media.positions is not None else Rope()
     mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, rope=rope, spans=media.spans)

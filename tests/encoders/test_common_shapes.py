@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.encoders.common_shapes import in_shapes, largest, shapes_of
-from tests.encoders.samples import LISTENING, MEDIA, audio, patches, seeing, text
+from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
+from tests.encoders.samples import FRAME_AUDIO, MEDIA, audio, media_decoder, patches, text
 from tests.models import filled
 
 
-CONFIG = seeing()
-WHOLE = seeing(dataclasses.replace(MEDIA, audio=LISTENING))  # whose audio are no chunks
+CONFIG = media_decoder()
+WHOLE = media_decoder(dataclasses.replace(MEDIA, audio=FRAME_AUDIO))  # whose audio is not cut into chunks
 # of each row: its tokens, the grids of its images and videos, and frames of its audio
 ROWS = [
     ("iiiiabbb", [(1, 4, 4)], [], [4]),
@@ -34,7 +34,7 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def listening():
+def frame_audio():
     return filled(WHOLE, 3, attention="dot")
 
 
@@ -70,8 +70,8 @@ def check_parts(model, parts, batch, media_of):
     tokens = batch(order)
     whole = model(tokens, media=media_of(order, tokens)).logits
     own = [media_of(list(part), batch(part)) for part in parts]
-    shapes = largest(json.loads(json.dumps([shapes_of(media) for media in own])))
-    grown = [in_shapes(media, shapes) for media in own]
+    shapes = merge_shapes(json.loads(json.dumps([array_shapes(media) for media in own])))
+    grown = [pad_to_shapes(media, shapes) for media in own]
     assert len({str(jax.tree.map(np.shape, media)) for media in grown}) == 1
     together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *grown)
     np.testing.assert_allclose(model(tokens, media=together).logits, whole, atol=2e-5)
@@ -82,16 +82,18 @@ def test_parts_make_the_whole(model, parts):
     check_parts(model, parts, batch, media_of)
 
 
-def test_parts_of_whole_audio_make_the_whole(listening):
+def test_parts_of_whole_audio_make_the_whole(frame_audio):
     """Of one to three audio in a row, and of none."""
     lengths = [(9,), (4, 6), (), (1, 13, 3)]
     stem = WHOLE.media.audio.stem
 
-    def heard(rows):
-        return np.stack([text("".join("a" * stem.halved(one) + "b" for one in lengths[row]).ljust(9, "b"), seed=row)
-                         for row in rows])  # fmt: skip
+    def audio_text(rows):
+        def letters(row):
+            return "".join("a" * stem.output_size(one) + "b" for one in lengths[row]).ljust(9, "b")
 
-    def heard_media(rows, numbers):
+        return np.stack([text(letters(row), seed=row) for row in rows])
+
+    def audio_media(rows, numbers):
         own = [(row, one) for row in rows for one in lengths[row]]
         if not own:
             return ed.Media.create(WHOLE, numbers, groups=len(rows))
@@ -103,12 +105,12 @@ def test_parts_of_whole_audio_make_the_whole(listening):
         return ed.Media.create(WHOLE, numbers, groups=len(rows), **given)
 
     for parts in ([(0, 1), (2, 3)], [(2, 0), (3, 1)]):
-        check_parts(listening, parts, heard, heard_media)
+        check_parts(frame_audio, parts, audio_text, audio_media)
 
 
 def test_where_nobody_sees_there_is_nothing():
     tokens = batch((4, 7))
     media = media_of((4, 7), tokens)
-    again = in_shapes(media, largest([shapes_of(media), shapes_of(media)]))
+    again = pad_to_shapes(media, merge_shapes([array_shapes(media), array_shapes(media)]))
     assert again.images is None and again.audio is None
     assert jax.tree.all(jax.tree.map(np.array_equal, media, again))

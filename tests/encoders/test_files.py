@@ -8,12 +8,14 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.cli.generate import GenerateConfig
-from eqx_decoders.data.dataset import DataConfig, make_dataset
-from eqx_decoders.data.media_documents import ProcessorReader, loaded_reader
-from eqx_decoders.inference.text_model import Files, load_text_model
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset
+from eqx_decoders.data.media_documents import ProcessorReader, reader_from_json
+from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import Files
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import call, outcome
-from tests.encoders.directories import save_image, seeing_directory
+from tests.encoders.directories import save_image, vision_directory
 
 
 pytest.importorskip("PIL")
@@ -22,7 +24,7 @@ pytest.importorskip("PIL")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    seeing_directory(folder / "model")
+    vision_directory(folder / "model")
     for number, (width, height) in enumerate([(16, 16), (24, 16), (8, 32)]):
         save_image(folder / f"{number}.png", width, height, number)
     return folder
@@ -73,7 +75,7 @@ def test_conversations_with_images_are_packed_and_only_answers_are_learned(text,
     """Every image stands in its own document, at its own size, whatever is beside it in the row."""
     chats, config = write_chats(folder / "chats.jsonl"), text.model.config
     reader = ProcessorReader(str(folder / "model"), config.media.image_token)
-    assert loaded_reader(reader.words()) == reader
+    assert reader_from_json(reader.to_json()) == reader
     data = DataConfig(path=str(chats), batch_size=2, seq_len=96, held_out_fraction=0.0, cache_dir=str(folder / "c"))
     tokenizer = load_tokenizer(folder / "model")
     options = dict(template=text.chat, media=(config, reader))

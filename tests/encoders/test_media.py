@@ -11,7 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.encoders.media import merge_features
 from eqx_decoders.model.init import with_mtp
-from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, patches, seeing, text
+from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, media_decoder, patches, text
 from tests.models import filled
 
 
@@ -26,7 +26,7 @@ def bits(grids, seed=0):
 
 @pytest.fixture(scope="module")
 def model():
-    return filled(seeing(), 1, attention="dot")
+    return filled(media_decoder(), 1, attention="dot")
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_groups_of_rows_have_images_of_their_own(model, media, whole):
 
 def test_a_mesh_gives_the_same(media, whole):
     layout = ed.Layout.create(data=2, fsdp=2, context=2)
-    model = filled(seeing(), 1, attention="dot").place(layout)
+    model = filled(media_decoder(), 1, attention="dot").place(layout)
     given = dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
     tokens = np.tile(TOKENS, (2, 1))
     given = dict(pixel_values=np.tile(given["pixel_values"], (2, 1)), image_grid_thw=np.tile(np.asarray(GRIDS), (2, 1)))
@@ -227,7 +227,7 @@ BAD = [
     ),
     (
         dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), **audio([5])),
-        "0 audio placeholders, but 1 audio make 2 rows",
+        "0 audio placeholders, but 1 audio clip makes 2 rows",
     ),
     (dict(mm_token_type_ids=np.zeros((2, 11))), "mm_token_type_ids differs from where input_ids has placeholders"),
     (dict(attention_mask=np.ones((2, 3))), "attention_mask of shape"),
@@ -241,19 +241,26 @@ def test_what_does_not_fit_is_refused_with_counts(model, given, message):
         ed.Media.create(model.config, TOKENS, **given)
 
 
+def test_unknown_arrays_are_refused_with_the_nearest_name(model):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'pixel_value'\. Did you mean 'pixel_values'\?"):
+        ed.Media.create(model.config, TOKENS, pixel_value=patches(GRIDS))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'\.$"):
+        ed.Media.create(model.config, TOKENS, zzz=None)
+
+
 def test_models_without_encoders_refuse(model, media):
-    blind = dataclasses.replace(seeing(), media=None, blocks=seeing(layers=4).blocks[2:])
+    text_only = dataclasses.replace(media_decoder(), media=None, blocks=media_decoder(layers=4).blocks[2:])
     with pytest.raises(ed.ConfigError, match="has no encoders"):
-        ed.Media.create(blind, TOKENS)
+        ed.Media.create(text_only, TOKENS)
     with pytest.raises(ed.ConfigError, match=r"media is for tokens of shape \(2, 11\), and these are \(2, 5\)"):
         model(TOKENS[:, :5], media=media)
     with pytest.raises(ed.ConfigError, match="deepstack has 2 layers"):
-        seeing(blocks=seeing().blocks[2:])
+        media_decoder(blocks=media_decoder().blocks[2:])
 
 
 def test_placeholders_may_be_outside_of_the_vocabulary():
     media = dataclasses.replace(MEDIA, image_token=900, positions=None)
-    model = filled(seeing(media), attention="dot")
+    model = filled(media_decoder(media), attention="dot")
     tokens = np.where(TOKENS == IMAGE, 900, TOKENS)
     given = ed.Media.create(model.config, tokens, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
     assert np.isfinite(np.asarray(model(tokens, media=given).logits)).all()
@@ -283,7 +290,7 @@ def test_documents_in_a_row_are_alone(model, whole):
 def test_fixed_images_are_cut_into_the_same_patches():
     """`[images, channels, height, width]`: patches in groups of neighbours, as with grids."""
     stem = dataclasses.replace(STEM, frames=1)
-    config = seeing(dataclasses.replace(MEDIA, vision=dataclasses.replace(MEDIA.vision, stem=stem)))
+    config = media_decoder(dataclasses.replace(MEDIA, vision=dataclasses.replace(MEDIA.vision, stem=stem)))
     pixels = np.random.default_rng(0).normal(size=(2, 3, 8, 4)).astype(np.float32)
     cut = [
         pixels[n, :, 2 * (2 * i + a) : 2 * (2 * i + a) + 2, 2 * b : 2 * b + 2].reshape(-1)
@@ -299,7 +306,7 @@ def test_fixed_images_are_cut_into_the_same_patches():
 def test_depths_of_multi_token_prediction_read_features_too(positions):
     """They are those of a text whose embeddings the features are, at the same rotary positions."""
     vision = dataclasses.replace(MEDIA.vision, deepstack=(), deepstack_projector=None)
-    config = seeing(dataclasses.replace(MEDIA, vision=vision, positions=positions), layers=2, vocab_size=50)
+    config = media_decoder(dataclasses.replace(MEDIA, vision=vision, positions=positions), layers=2, vocab_size=50)
     config = with_mtp(config, 2)
     model = filled(config, 4, attention="dot")
     tokens = np.stack([text("xiiiixxiiix"), text("xxxiixxxxxx", 3)])

@@ -5,9 +5,8 @@ import dataclasses
 import jax
 
 import eqx_decoders as ed
+from eqx_decoders.families._deepseek import deepseek, latent_attention, v3_router
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.deepseek import deepseek
-from eqx_decoders.families.deepseek_v3 import v3_router
 from eqx_decoders.families.maxtext import deepseek_custom
 from eqx_decoders.layers.embedding.engram import TokenClasses
 from eqx_decoders.layers.rope import Rope
@@ -17,9 +16,9 @@ from tests.models import filled, some_tokens
 SHAPE = DecoderSizes(vocab_size=32, embed_dim=16, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=8, mlp_dim=24)
 SMALL = deepseek_custom(
     deepseek(
-        SHAPE, router=v3_router(groups=1, groups_per_token=1, scaling_factor=2.5), num_experts=4,
-        num_experts_per_token=2, num_shared=1, expert_dim=8, num_dense_layers=1, rope=Rope(), q_rank=8, kv_rank=8,
-        nope_dim=4, value_dim=8,
+        SHAPE, latent_attention(SHAPE, rope=Rope(), q_rank=8, kv_rank=8, nope_dim=4, value_dim=8),
+        router=v3_router(groups=1, groups_per_token=1, scaling_factor=2.5), num_experts=4,
+        num_experts_per_token=2, num_shared=1, expert_dim=8, num_dense_layers=1,
     ),
     streams=2, engram_layers=(1,), num_heads=2, head_dim=4, vocab_bases=(11, 17), taps=2,
     token_classes=TokenClasses.of([index // 2 for index in range(32)]),

@@ -26,7 +26,7 @@ MASKS = (SlidingWindow(4), Causal(), SlidingWindow(4), Causal())
 HEADS = ((4, 4), (2, 8), (4, 4), (2, 8))
 MODELS = {
     "small": gemma4(
-        SHAPE, masks=MASKS, heads=HEADS, num_borrowing=2, double_wide=True,
+        SHAPE, masks=MASKS, heads=HEADS, num_kv_shared_layers=2, double_wide=True,
         per_layer=PerLayerEmbeddingConfig(features=4, vocab_size=32),
     ),
     "experts": gemma4(

@@ -1,4 +1,4 @@
-"""Gemma 4 that hears: beside transformers, settings and tensors both ways, and audio that are what they are alone."""
+"""Gemma 4 with audio, compared with transformers: settings and tensors both ways, and independent clips."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
-from eqx_decoders.families.gemma4_audio import gemma4_audio
+from eqx_decoders.families._gemma4_audio import ConformerSizes, gemma4_audio
 from eqx_decoders.families.gemma4_vision import gemma4_vision
 from eqx_decoders.sharding.axes import axes, frozen, named_leaves
 from eqx_decoders.sharding.rules import WEIGHTS
@@ -143,8 +143,7 @@ def test_the_published_settings():
 def test_settings_of_drawn_models_come_back(seed):
     draw = np.random.default_rng(seed)
     heads, bands = int(draw.integers(1, 4)), 4 * int(draw.integers(1, 6))
-    audio = gemma4_audio(
-        out_dim=16,
+    sizes = ConformerSizes(
         embed_dim=heads * int(draw.integers(1, 9)),
         heads=heads,
         layers=int(draw.integers(1, 4)),
@@ -162,6 +161,7 @@ def test_settings_of_drawn_models_come_back(seed):
         activation=str(draw.choice(["silu", "gelu", "gelu_tanh"])),
         clipped=bool(seed % 2),
     )
+    audio = gemma4_audio(sizes, out_dim=16)
     plain = decode(CONTENT)
     seen = plain.media.vision if seed % 3 else None  # it may hear and see nothing
     text = dataclasses.replace(plain, media=None)
@@ -303,7 +303,7 @@ def refused(**given):
 
 
 MESSAGES = [
-    (dict(input_ids=np.full((1, 4), AUDIO)), "4 audio placeholders, but 1 audio make 3 rows of features"),
+    (dict(input_ids=np.full((1, 4), AUDIO)), "4 audio placeholders, but 1 audio clip makes 3 rows of features"),
     (dict(input_features=np.zeros((1, 8, 12))), r"shape \(1, 8, 12\) must be \[audio, frames, 8\]"),
     (dict(input_features_mask=np.ones((1, 11))), r"input_features_mask of shape \(1, 11\) must be \(1, 12\)"),
     (dict(input_features_mask=np.zeros((1, 12))), "input_features_mask leaves nothing of an audio clip"),

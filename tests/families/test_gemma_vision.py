@@ -1,4 +1,4 @@
-"""Gemma 3 and 4 that see: settings and tensors both ways, clipped products, and images of any size."""
+"""Gemma 3 and 4 with images: settings and tensors both ways, clipped products, and images of any size."""
 
 import dataclasses
 import itertools
@@ -13,14 +13,17 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.families._siglip import siglip
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.gemma3 import gemma3
-from eqx_decoders.families.gemma3_vision import gemma3_vision, siglip
+from eqx_decoders.families.gemma3_vision import gemma3_vision
 from eqx_decoders.families.gemma4 import gemma4
 from eqx_decoders.families.gemma4_vision import gemma4_encoder, gemma4_vision
+from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.numerics.matmul import ClippedWeight, einsum, with_bounds
+from eqx_decoders.numerics.clipped_weight import ClippedWeight, with_clipping
+from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.sharding.axes import frozen, named_leaves
 from tests.models import filled
 
@@ -31,14 +34,10 @@ SHAPE = DecoderSizes(
     activation="gelu_tanh",
 )  # fmt: skip
 MASKS = (SlidingWindow(3), Causal())
-SIGLIP = siglip(embed_dim=8, layers=2, heads=2, mlp_dim=12, out_dim=16, size=2, side=4, merge=2)
-EYE = gemma4_encoder(
-    embed_dim=12, layers=2, heads=2, head_dim=8, mlp_dim=20, out_dim=16, size=2, merge=2, positions=8, standardize=True
-)
-CLIPPED = gemma4_encoder(
-    embed_dim=12, layers=2, heads=2, kv_heads=1, head_dim=4, mlp_dim=20, out_dim=16, size=2, merge=2, positions=8,
-    clipped=True,
-)  # fmt: skip
+SIGLIP = siglip(EncoderSizes(embed_dim=8, layers=2, heads=2, mlp_dim=12, out_dim=16, size=2), side=4)
+_SIZES = EncoderSizes(embed_dim=12, layers=2, heads=2, mlp_dim=20, out_dim=16, size=2)
+EYE = gemma4_encoder(_SIZES, head_dim=8, positions=8, standardize=True)
+CLIPPED = gemma4_encoder(_SIZES, kv_heads=1, head_dim=4, positions=8, clipped=True)
 PER_LAYER = PerLayerEmbeddingConfig(features=4, vocab_size=VOCAB)
 PLAIN = gemma4(SHAPE, masks=MASKS, heads=((1, 8), (1, 16)))
 TOKENS = dict(image_token=IMAGE, video_token=VIDEO)
@@ -147,16 +146,19 @@ def test_settings_of_drawn_models_come_back(seed):
     draw = np.random.default_rng(seed)
     heads, merge, layers = (int(draw.integers(1, 4)) for _ in range(3))
     sizes = dict(embed_dim=12 * heads, layers=layers, heads=heads, mlp_dim=int(draw.integers(1, 40)), out_dim=16)
-    sizes |= dict(size=int(draw.integers(1, 20)), merge=merge, eps=float(draw.choice([1e-6, 1e-5])))
+    sizes |= dict(size=int(draw.integers(1, 20)), merge=merge)
+    eps = float(draw.choice([1e-6, 1e-5]))
     sizes |= dict(activation=str(draw.choice(["gelu", "gelu_tanh", "silu"])))
     token = int(draw.integers(0, 40))
     if seed % 2:
-        vision = siglip(**sizes, side=merge * int(draw.integers(1, 5)), channels=int(draw.integers(1, 5)))
+        side, channels = merge * int(draw.integers(1, 5)), int(draw.integers(1, 5))
+        vision = siglip(EncoderSizes(**sizes, channels=channels), side=side, eps=eps)
         config = gemma3_vision(gemma3(SHAPE, masks=MASKS), vision, image_token=token)
     else:
         flags = [bool(draw.integers(2)) for _ in range(3)]
         vision = gemma4_encoder(
-            **sizes,
+            EncoderSizes(**sizes),
+            eps=eps,
             kv_heads=1,
             head_dim=4 * int(draw.integers(1, 5)),
             positions=int(draw.integers(1, 99)),
@@ -441,7 +443,7 @@ def test_gradients_pass_within_the_bounds():
 
 def test_an_encoder_with_new_bounds_is_that_without():
     plain = filled(MODELS["whole"], attention="dot")
-    bounded = eqx.tree_at(lambda model: model.vision.segments, plain, with_bounds(plain.vision.segments))
+    bounded = eqx.tree_at(lambda model: model.vision.segments, plain, with_clipping(plain.vision.segments))
     media = ed.Media.create(plain.config, IDS, **seen(plain.config))
     one, other = (np.asarray(each.encode(media).features) for each in (plain, bounded))
     np.testing.assert_array_equal(one, other)

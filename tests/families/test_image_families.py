@@ -1,4 +1,4 @@
-"""Mistral 3, SmolVLM and Llama 4 that see: beside transformers, settings and tensors both ways, sizes of images."""
+"""Mistral 3, SmolVLM and Llama 4 with images, as in transformers: settings and tensors both ways, sizes of images."""
 
 import copy
 import json
@@ -11,12 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.encoders.images import from_pixels, learned_places
+from eqx_decoders.encoders.images import from_pixels, learned_positions
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import FAMILIES, find_family
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.llama4 import llama4
 from eqx_decoders.families.llama4_vision import llama4_encoder, llama4_vision
+from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Causal, Chunked
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import named_leaves
@@ -127,8 +128,11 @@ TINY = llama4_vision(
         rope=Rope(theta=100.0, pairing="interleaved"),
     ),
     llama4_encoder(
-        embed_dim=WIDTH, layers=2, heads=HEADS, mlp_dim=WIDTH * MERGE**2, feature_dim=10, out_dim=12, size=SIZE,
-        side=SIDE, merge=MERGE, theta=50.0,
+        EncoderSizes(
+            embed_dim=WIDTH, layers=2, heads=HEADS, mlp_dim=WIDTH * MERGE**2, out_dim=12, size=SIZE, merge=MERGE,
+            activation="gelu",
+        ),
+        feature_dim=10, side=SIDE, theta=50.0,
     ),
     image_token=IMAGE,
 )  # fmt: skip
@@ -411,7 +415,7 @@ def test_positions_are_at_the_same_fraction(side, count):
     """Of the published sides all are found, each once; others are the exact quotients, rounded down."""
     stem = PatchStemConfig(size=2, positions=LearnedGrid(side=side, resample="fraction"))
     (image,) = from_pixels(stem, np.ones((1, 3, 2 * count, 4), np.float32))
-    found = learned_places(stem, image)
+    found = learned_positions(stem, image)
     assert found is not None
     wanted = [side * (row * side // count) + column * side // 2 for row in range(count) for column in range(2)]
     assert found[0][:, 0].tolist() == wanted

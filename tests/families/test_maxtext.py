@@ -11,7 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import Chained
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.families import maxtext
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
@@ -20,7 +20,8 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes
-from eqx_decoders.training.lora import LoRAConfig, add_lora
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
@@ -259,7 +260,7 @@ def test_both_new_matrices_are_matrices(custom):
     words = axes(custom)
     prefix = "segments.0.unit.0."
     assert product_axes(words[f"{prefix}mixer.out"]) == (("heads", "head_dim"), ("latent",))
-    assert product_axes(words[f"{prefix}wiring.up"]) == (("latent",), ("embed",))
+    assert product_axes(words[f"{prefix}residual.up"]) == (("latent",), ("embed",))
     adapted = add_lora(custom, LoRAConfig(rank=2, targets=("*.mixer.out", "*.up")), key=jax.random.key(0))
     assert any(name.endswith("up.lora_a") for name in named_leaves(adapted))
 

@@ -8,7 +8,7 @@ from einops import rearrange
 
 import eqx_decoders as ed
 from eqx_decoders.families import moe
-from eqx_decoders.families.hf_table import Part
+from eqx_decoders.families.weight_rows import Part
 from tests.families.samples import decode, sample
 
 

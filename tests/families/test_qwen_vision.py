@@ -1,4 +1,4 @@
-"""The Qwens that see and hear: features, positions, logits and tokens as in transformers, and files there and back."""
+"""Qwen models with encoders: features, positions, logits and tokens as in transformers, and files there and back."""
 
 import dataclasses
 import functools
@@ -15,12 +15,13 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
-from eqx_decoders.families import FAMILIES, find_family, qwen3_5_vision, qwen3_omni
+from eqx_decoders.families import FAMILIES, find_family, qwen3_omni
+from eqx_decoders.families._qwen_hybrid import delta_net, qwen3_5, with_depth
+from eqx_decoders.families._qwen_vision import qwen3_5_vision, qwen_vision
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.qwen3_moe import qwen3_moe
-from eqx_decoders.families.qwen3_next import with_depth
 from eqx_decoders.families.qwen3_vl import qwen3_vl
-from eqx_decoders.families.qwen_vision import qwen_vision
+from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import named_leaves
@@ -42,19 +43,16 @@ def same_weights(one, other) -> bool:
 
 def tiny(model: str):
     """A decoder with an encoder of images, of a few numbers."""
-    rope, vision = (
-        Rope(theta=100.0, sections=(2, 1, 1)),
-        dict(embed_dim=8, layers=2, heads=2, mlp_dim=12, size=2, side=3),
-    )
+    rope = Rope(theta=100.0, sections=(2, 1, 1))
+    sizes = EncoderSizes(embed_dim=8, layers=2, heads=2, mlp_dim=12, size=2, out_dim=12)
     shape = DecoderSizes(vocab_size=32, embed_dim=12, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=6)
     if model == "moe":
         text = qwen3_moe(shape, expert_dim=6, num_experts=3, num_experts_per_token=2, rope=rope)
-        return qwen3_vl(text, qwen_vision(**vision, out_dim=12, deepstack=(0, 1)))
-    family = qwen3_5_vision.qwen3_5
-    delta = family.delta_net(shape, key_heads=1, heads=2, key_dim=4, value_dim=4)
+        return qwen3_vl(text, qwen_vision(sizes, side=3, deepstack=(0, 1)))
+    delta = delta_net(shape, key_heads=1, heads=2, key_dim=4, value_dim=4)
     rope = dataclasses.replace(rope, fraction=0.5, sections=(1, 1, 0))
-    text = family.qwen3_5(shape, delta=delta, mlp=shape.mlp(), rope=rope)
-    return qwen3_5_vision.qwen3_5_vision(with_depth(text), qwen_vision(**vision, out_dim=12))
+    text = qwen3_5(shape, delta=delta, mlp=shape.mlp(), rope=rope)
+    return qwen3_5_vision(with_depth(text), qwen_vision(sizes, side=3))
 
 
 def filled(config):
@@ -67,7 +65,7 @@ def filled(config):
 
 @functools.cache
 def opened(name):
-    """A model, what it sees and hears, the same as arrays, and what transformers computes of it."""
+    """A model, its media, the same as arrays, and the results of transformers."""
     arrays = dict(np.load(FIXTURES / name / "media.npz"))
     inputs = {key.removeprefix("inputs/"): x for key, x in arrays.items() if key.startswith("inputs/")}
     model = ed.load_hf(FIXTURES / name)

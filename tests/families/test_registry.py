@@ -1,11 +1,14 @@
 """Every published model by name: parameters counted to the last one, and `config.json` as published."""
 
+import ast
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders import families
 from eqx_decoders.families import FAMILIES, find_family
 from eqx_decoders.io.huggingface.quantized import read_scheme
 
@@ -393,3 +396,18 @@ def test_an_alias_is_not_written():
     assert "kimi_k2" not in FAMILIES
     with pytest.raises(ed.ConversionError, match=r"model_type='kimi_k3' is not known\. Did you mean 'kimi_k2'"):
         find_family("kimi_k3")
+
+
+def test_families_import_no_families():
+    """Shared parts stand in files that describe no family of their own."""
+    files = {path.stem: ast.parse(path.read_text()) for path in Path(families.__file__).parent.glob("*.py")}
+    described = {
+        name for name, tree in files.items() for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "FAMILY"
+    }  # fmt: skip
+    assert len(described) > 30
+    for name in described:
+        froms = [node for node in ast.walk(files[name]) if isinstance(node, ast.ImportFrom)]
+        modules = {str(node.module).rpartition(".")[2] for node in froms}
+        modules |= {alias.name for node in froms if node.module == "eqx_decoders.families" for alias in node.names}
+        assert not modules & described, name

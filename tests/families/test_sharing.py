@@ -12,7 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders import families
 from eqx_decoders.families import llama
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.hf_table import Section, Weight, sharing
+from eqx_decoders.families.weight_rows import Section, Weight, sharing
 from eqx_decoders.io.huggingface import load, peft
 from eqx_decoders.io.huggingface.directory import StoredTensor
 from eqx_decoders.sharding.axes import named_leaves

@@ -158,7 +158,7 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
 def test_what_the_host_reads_is_on_every_device(model):
     """Or one of several processes could not read it: tokens, and of a stream's state what it shows."""
     placed = model.place(ed.Layout.create(data=4, tensor=2))
-    asked = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None, None, None, 0)
+    asked = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None)
     assert generate_module._generate(placed, asked, 0).sharding.is_fully_replicated
     row = generate_module._first(placed, asked)
     here = asked.sampler, asked.key, np.asarray(1, np.int32), asked.stop_ids, np.asarray(0, np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.context import Promises
 from eqx_decoders.inference import generation as generate_module, unstack
 from eqx_decoders.inference.unstack import default_cache_format, inference_cache, unstack_layers
 from eqx_decoders.layers.attention.cached import attend_past
@@ -34,7 +35,7 @@ def test_views_take_no_memory_and_let_go_of_it(cut_all):
     """A donated array is written in place again once the views are gone, and is not overwritten below them."""
     leaf = jnp.zeros((3, 64, 16)).block_until_ready()
     norm = ed.init(rich_decoder(6), key=jax.random.key(0)).segments[0].unit[0]
-    segment = ed.stack.Segment(unit=(eqx.tree_at(lambda block: block.mixer.out, norm, leaf),), repeats=3)
+    segment = ed.Segment(unit=(eqx.tree_at(lambda block: block.mixer.out, norm, leaf),), repeats=3)
     at, size = leaf.unsafe_buffer_pointer(), 64 * 16 * 4
     parts = unstack._cut(segment)
     found = [part.unit[0].mixer.out for part in parts]
@@ -85,7 +86,7 @@ def test_sixteen_bits_are_stored_as_float32_on_cpu(model, cut_all):
     @eqx.filter_jit
     def step(model, tokens):
         cache = inference_cache(model, 2, 16, default_cache_format(model.execution))
-        _, cache, _ = model.run(tokens[:, :-1], cache=cache, cache_is_empty=True)
+        _, cache, _ = model.run(tokens[:, :-1], cache=cache, promises=Promises(cache_is_empty=True))
         hidden, cache, _ = model.run(tokens[:, -1:], cache=cache)
         return model.logits(hidden), cache
 
@@ -118,7 +119,7 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     """In the loop over tokens no array of a cache's size is copied, cast or turned around."""
     half = ed.Precision(params=dtype, compute=dtype)
     model = unstack_layers(ed.init(model.without_mtp().config, key=jax.random.key(0), precision=half))
-    asked = generate_module._Request.create(model, np.ones((rows, 40), np.int32), 8, None, None, None, None, 0)
+    asked = generate_module._Request.create(model, np.ones((rows, 40), np.int32), 8, None, None)
     arrays, static = eqx.partition((model, asked), eqx.is_array_like)
     run = jax.jit(lambda arrays: generate_module._all_tokens(*eqx.combine(arrays, static), 0))
     text = run.lower(arrays).compile().as_text()

@@ -1,19 +1,17 @@
-"""One writer per run directory; signals set a flag that the run asks for."""
+"""One writer per run directory."""
 
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
+from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.io import run_lock
-from eqx_decoders.io.run_lock import Interrupt, RunLock, Stopped, check_run_dir, exit_code
-from eqx_decoders.io.status import StatusLine
+from eqx_decoders.io.exit_codes import exit_code
+from eqx_decoders.io.run_lock import RunLock, check_run_dir
 
 
 # A package of the same name without its __init__: the other process needs neither JAX nor the rest.
@@ -136,101 +134,3 @@ def test_a_lock_of_another_program_is_not_written_over(tmp_path):
     with pytest.raises(CheckpointError, match=r"\.lock is no lock of a run: choose another run directory"):
         RunLock(tmp_path).acquire()
     assert (tmp_path / ".lock").read_text() == "mine"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_sets_the_flag_and_handlers_come_back(number):
-    before = [signal.getsignal(s) for s in Interrupt.SIGNALS]
-    with Interrupt() as interrupt:
-        assert not interrupt.requested and interrupt.exit_code == 0
-        signal.raise_signal(number)
-        assert interrupt.requested and interrupt.signal == number and interrupt.exit_code == 128 + number
-    assert [signal.getsignal(s) for s in Interrupt.SIGNALS] == before
-    assert run_lock.EXIT_SIGTERM == 128 + signal.SIGTERM
-
-
-def test_a_second_sigint_acts_at_once():
-    before = signal.getsignal(signal.SIGINT)  # a shell starts what runs in its background with SIGINT ignored
-    with pytest.raises(KeyboardInterrupt), Interrupt():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize("number", Interrupt.SIGNALS)
-def test_where_there_is_nothing_to_save_a_signal_stops_at_once(number):
-    with Interrupt(at_once=True), StatusLine("tokenising", kept="nothing is kept"):
-        with pytest.raises(Stopped, match="stopped while tokenising: nothing is kept, start again") as caught:
-            signal.raise_signal(number)
-        assert caught.value.exit_code == 128 + number and isinstance(caught.value, KeyboardInterrupt)
-        with Interrupt() as inner:
-            signal.raise_signal(number)
-            assert inner.requested
-
-
-# The main thread stands in a call that does not return to Python for long, after an event loop that took the signals
-# and did not give them back; or in Python, with a block to be left.
-BUSY = f"""{PACKAGE}
-import hashlib, pathlib, signal, threading, time
-from eqx_decoders.io.run_lock import Interrupt, Watch
-from eqx_decoders.io.status import StatusLine
-part = pathlib.Path(sys.argv[2])
-part.mkdir()
-with Interrupt(at_once=sys.argv[3] != "later"), Watch(0.2):
-    signal.set_wakeup_fd(-1)
-    with StatusLine("training", kept="nothing is kept", partial=part):
-        threading.Timer(0.5, print, ("busy",), dict(flush=True)).start()  # when the main thread is there
-        try:
-            if sys.argv[3] == "python":
-                time.sleep(60)
-            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 5_000_000 if sys.argv[3] == "later" else 500_000_000)
-        finally:
-            print("left", flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    "where, number, left, code",
-    [
-        ("call", "SIGINT", "", 130),
-        ("call", "SIGTERM", "", 143),
-        ("python", "SIGINT", "left\n", 130),
-        ("later", "SIGTERM", "left\n", 0),
-    ],
-)
-def test_a_program_ends_soon_wherever_it_is(tmp_path, where, number, left, code):
-    package = Path(run_lock.__file__).parents[1]
-    command = [sys.executable, "-c", BUSY, str(package), str(tmp_path / "part"), where]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stdout.readline() == "busy\n"
-        begun = time.monotonic()
-        process.send_signal(getattr(signal, number))
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == code and out == left, err
-    if code:
-        assert err == "stopped while training: nothing is kept, start again with the same command\n"
-        assert time.monotonic() - begun < 2
-        assert (tmp_path / "part").exists() == (where == "python"), "which leaves it to the block"
-
-
-def test_sigint_after_sigterm_waits_and_other_threads_are_spared():
-    with Interrupt() as interrupt:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
-
-    seen = []
-
-    def work():
-        with Interrupt() as interrupt:
-            seen.append(interrupt.requested)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [False]
-
-
-def test_exit_codes():
-    kinds = (ConfigError, DataError, CheckpointError, ConversionError, ValueError)
-    assert [exit_code(kind("x")) for kind in kinds] == [2, 3, 4, 4, 1]

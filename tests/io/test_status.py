@@ -34,14 +34,14 @@ def test_a_text_says_how_much_and_how_fast(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     with (
-        StatusLine("tokenising") as bytes_,
+        StatusLine("tokenizing") as bytes_,
         StatusLine("loading weights", total=16_000_000_000) as of,
         StatusLine("x") as x,
     ):
         clock[0] += 8
         assert list(bytes_.counted(["a" * 20_000_000, "b" * 16_000_000]))[1][0] == "b"
         of.add(1_600_000_000)
-        assert bytes_.text() == "tokenising: 36.0 MB, 4.5 MB/s, 8s"
+        assert bytes_.text() == "tokenizing: 36.0 MB, 4.5 MB/s, 8s"
         assert of.text() == "loading weights: 1.6 of 16.0 GB, 0.2 GB/s, 8s"
         assert x.text() == "x: 8s"
 
@@ -71,7 +71,7 @@ def test_the_sentence_names_what_is_done_and_what_is_kept(tmp_path):
     with StatusLine("loading weights"):
         assert stopped_text() == "stopped while loading weights"
     (tmp_path / "part").mkdir()
-    with StatusLine("making the model", kept="the tokens are kept"):
+    with StatusLine("making the model", remains="the tokens are kept"):
         with StatusLine("loading weights", partial=tmp_path / "part"):
             want = "stopped while loading weights: the tokens are kept, start again with the same command"
             assert stopped_text() == want

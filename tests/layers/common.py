@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
+from eqx_decoders.layers.attention import context_parallel
+from eqx_decoders.layers.attention.kernels.call import group_arguments
 
 
 BF16 = ed.Precision(compute=jnp.bfloat16)
@@ -28,3 +30,9 @@ def normal(*shape, seed: int = 1) -> np.ndarray:
 def context(positions, segments=None, **execution) -> ed.Context:
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
     return ed.Context(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
+
+
+def attend_on_mesh(query, key, value, *, execution, key_axis="length", contiguous=False, **keywords):
+    """`context_parallel.attend_on_mesh` with the keywords of `attend`."""
+    inputs, options = group_arguments(query, key, value, **keywords)
+    return context_parallel.attend_on_mesh(inputs, options, execution, key_axis=key_axis, contiguous=contiguous)

@@ -6,9 +6,11 @@ import json
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.blocks.residual.residual import NoResidual
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
-from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.model.config_json import FORMER_CLASSES, FORMER_FIELDS, with_fields
 from tests.cases import covering_array, decoder_config
 from tests.models import rich_decoder
 
@@ -145,3 +147,20 @@ def test_fields_that_cannot_be_changed_are_refused(pair, sentence):
         with_fields(rich_decoder(2), (pair,))
     with pytest.raises(ed.ConfigError, match=r"write mixer\.bias or mlp\.bias"):
         with_fields(ed.get_config("deepseek2-16b"), ("bias=true",))
+
+
+def test_former_names_of_classes_and_fields_are_read():
+    """As files have them that were written before classes and fields had their present names."""
+    taker = ed.BlockConfig(
+        mixer=None,
+        mlp=MLPConfig(mlp_dim=4),
+        residual=NoResidual(),
+        pre_layers=(ed.ExtraLayerConfig(layer=MLPConfig(mlp_dim=2)),),
+    )
+    config = ed.DecoderConfig(vocab_size=4, embed_dim=4, blocks=(taker,), final_norm=None)
+    text = config.to_json()
+    names = FORMER_CLASSES | FORMER_FIELDS
+    for former, present in names.items():
+        text = text.replace(f'"{present}"', f'"{former}"')
+    assert "wiring" in text and "BranchConfig" in text and "residual" not in text
+    assert ed.DecoderConfig.from_json(text) == config

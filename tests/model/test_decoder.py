@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions, placed_in_documents
+from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions, document_positions
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -107,11 +107,11 @@ def positions_by_hand(segments):
 
 def test_positions_restart_with_each_document():
     segments = np.array([[1, 1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 0, 4, 4], [7, 2, 2, 2, 2, 2, 2], [0] * 7])
-    got, _ = placed_in_documents(None, jnp.asarray(segments), segments.shape)
+    got, _ = document_positions(None, jnp.asarray(segments), segments.shape)
     np.testing.assert_array_equal(got, positions_by_hand(segments))
-    np.testing.assert_array_equal(placed_in_documents(None, None, (2, 3))[0], [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(document_positions(None, None, (2, 3))[0], [[0, 1, 2]] * 2)
     given = jnp.asarray([[5, 6, 7]])
-    np.testing.assert_array_equal(placed_in_documents(given, jnp.asarray([[1, 1, 0]]), (1, 3))[0], [[5, 6, -1]])
+    np.testing.assert_array_equal(document_positions(given, jnp.asarray([[1, 1, 0]]), (1, 3))[0], [[5, 6, -1]])
 
 
 def test_explicit_positions_equal_derived_ones_bit_by_bit(model, out):
@@ -223,7 +223,7 @@ def expected_std(name, leaf):
 @pytest.fixture(scope="module")
 def born():
     """Two decoders of the keys 0 and 1."""
-    make = eqx.filter_jit(lambda key: newborn().build(key=key))
+    make = eqx.filter_jit(lambda key: ed.Decoder.build(newborn(), key=key))
     return make(jax.random.key(0)), make(jax.random.key(1))
 
 
@@ -265,7 +265,7 @@ def test_init_is_build_placed_and_cast():
     one, two = (
         ed.init(config, key=jax.random.key(4), precision=ed.Precision(params=p)) for p in ("float32", "bfloat16")
     )
-    table = config.build(key=jax.random.key(4)).embedding.table
+    table = ed.Decoder.build(config, key=jax.random.key(4)).embedding.table
     np.testing.assert_allclose(one.embedding.table, table, rtol=1e-6)  # fused, the last bit may differ
     np.testing.assert_allclose(two.embedding.table.astype(jnp.float32), table, rtol=1e-2)
     assert one.execution == ed.Execution()
@@ -391,7 +391,7 @@ def test_a_rejected_token_leaves_nothing_in_the_cache():
     model, tokens = filled(rich_decoder(2)), some_tokens(1, 9)
     run = eqx.filter_jit(model)
     cache = run(tokens[:, :5], cache=ed.init_cache(model.config, 1, 16, dtype=jnp.float32)).cache
-    _, proposal, _ = eqx.filter_jit(model.propose)(tokens[:, 5:8], cache=cache)
+    _, proposal, _ = eqx.filter_jit(model.forward_uncommitted)(tokens[:, 5:8], cache=cache)
     kept = cache.commit(proposal.entries, jnp.where(jnp.arange(3)[None] < 1, proposal.positions, -1))
     assert kept.length.tolist() == [6]
     want = run(jnp.concatenate([tokens[:, :6], tokens[:, 8:]], axis=1)).logits[:, -1:]

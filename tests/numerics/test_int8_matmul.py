@@ -12,7 +12,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.core.chips import CHIPS
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -21,12 +21,15 @@ from eqx_decoders.layers.moe.grouped_matmul import grouped_products
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded, quantise, round_weights, seeds_of
-from eqx_decoders.numerics.matmul import LowRank, einsum
+from eqx_decoders.numerics.einsum import einsum
+from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded, quantize_array, round_weights, seeds_of
+from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.sharding.axes import axes, named_leaves
-from eqx_decoders.training.lora import LoRAConfig, add_lora
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.step.step import StepConfig, Trainer
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close
 from tests.laws import check_pieces
 from tests.models import filled, packed, rich_decoder, run, some_tokens
@@ -178,8 +181,8 @@ def test_stochastic_rounding_is_right_in_the_mean_and_only_for_gradients():
     ys, *gradients = run(jnp.arange(1024, dtype=jnp.float32))
     assert (ys == ys[:1]).all()
     # straight through: gradients of the rounded numbers, not of the exact ones
-    X, a = quantise(x, (1,), config.formats.activation)
-    W, b = quantise(w, (0,), config.formats.weight)
+    X, a = quantize_array(x, (1,), config.formats.activation)
+    W, b = quantize_array(w, (0,), config.formats.weight)
     X, W = X.astype(jnp.float32) * a, W.astype(jnp.float32) * b
     for drawn, want in zip(gradients, (g @ W.T, X.T @ g), strict=True):
         error = jnp.abs(jnp.mean(drawn, axis=0) - want)
@@ -190,7 +193,7 @@ def test_stochastic_rounding_is_right_in_the_mean_and_only_for_gradients():
 def test_the_two_gradients_of_a_product_are_rounded_by_different_draws():
     """Else their errors would go together."""
     form, x = LowPrecision().formats.gradient, draw(0, (4, 64))
-    one, two = (quantise(x, (1,), form, seed)[0] for seed in seeds_of(jnp.float32(3)))
+    one, two = (quantize_array(x, (1,), form, seed)[0] for seed in seeds_of(jnp.float32(3)))
     assert 0.1 < (one != two).mean() < 0.9
     assert seeds_of(None) == (None, None)
 
@@ -255,7 +258,7 @@ def model():
 
 
 def assert_same(got, want, *, most=0.02):
-    """Up to a few numbers that, an ulp apart, are rounded to neighbours. Rounding itself costs three times as much."""
+    """Up to a few numbers that, an ulp apart, are rounded to neighbors. Rounding itself costs three times as much."""
     for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         gap, size = (np.linalg.norm(np.ravel(each)) for each in (one - np.asarray(other), other))
         assert gap <= most * size

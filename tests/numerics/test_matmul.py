@@ -1,4 +1,4 @@
-"""The flattened product is the plain one; weights are cast where used; initialisers have the promised variance."""
+"""The flattened product is the plain one; weights are cast where used; initializers have the promised variance."""
 
 import re
 
@@ -10,7 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.numerics import matmul
-from eqx_decoders.numerics.matmul import Precision, cast_in_loop, einsum, fan_in, normal
+from eqx_decoders.numerics.einsum import einsum
+from eqx_decoders.numerics.initializers import fan_in, normal
+from eqx_decoders.numerics.matmul import cast_in_loop
+from eqx_decoders.numerics.precision import Precision
 from tests.compare import assert_close
 
 
@@ -251,7 +254,7 @@ def test_fan_in_has_the_variance(distribution, getkey):
     assert (np.abs(draws).max() < 2 / 5 / 0.8796) == (distribution == "truncated")
 
 
-def test_initialisers_draw_in_f32(getkey):
+def test_initializers_draw_in_f32(getkey):
     key = getkey()
     for draw in (lambda dtype: normal(key, (64,), dtype, 0.02), lambda dtype: fan_in(key, (64,), dtype, 8)):
         assert draw(jnp.bfloat16).dtype == jnp.bfloat16

@@ -17,8 +17,9 @@ from eqx_decoders.layers.moe.grouped_matmul import grouped_products
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.quantize import _KINDS, group_sizes, quantized
 from eqx_decoders.numerics import quantized_weight
+from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.int8_matmul import LowPrecision, round_weights
-from eqx_decoders.numerics.matmul import LowRank, einsum
+from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import (
     QuantizedWeight,
     decoded,
@@ -28,13 +29,14 @@ from eqx_decoders.numerics.quantized_weight import (
 )
 from eqx_decoders.sharding.axes import axes, frozen, named_leaves, replaced
 from eqx_decoders.sharding.layout import WEIGHTS
-from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
+from eqx_decoders.training.lora import add_lora, merge_lora
+from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 MODELS = ("llama_rope", "mixtral_window", "deepseek3_groups")
 LORA = LoRAConfig(rank=2, targets=("*.query", "*.out", "*.down"))
 
@@ -106,8 +108,8 @@ def test_numbers_are_the_nearest_ones(mode):
     @jax.jit
     def run(weights):
         nodes = {n: quantized(w, _KINDS[mode], BLOCKS[mode], *SHAPES[n][1:]) for n, w in weights.items()}
-        again = {n: quantized(x.widened(), _KINDS[mode], BLOCKS[mode], *SHAPES[n][1:]) for n, x in nodes.items()}
-        return nodes, {n: x.widened() for n, x in nodes.items()}, again
+        again = {n: quantized(x.dequantized(), _KINDS[mode], BLOCKS[mode], *SHAPES[n][1:]) for n, x in nodes.items()}
+        return nodes, {n: x.dequantized() for n, x in nodes.items()}, again
 
     weights = {name: draw(0, shape) for name, (shape, *_) in SHAPES.items()}
     nodes, wide, again = run(weights)
@@ -118,7 +120,7 @@ def test_numbers_are_the_nearest_ones(mode):
         assert np.all(np.abs(wide[name] - weights[name]) <= limit * 1.001), name
         kept = jnp.uint8 if "fp8" in mode else _KINDS[mode].dtype
         assert node.values.dtype == kept and node.scales.dtype == jnp.float32
-        assert_close(again[name].widened(), wide[name], units=4)
+        assert_close(again[name].dequantized(), wide[name], units=4)
     assert bits(again["plain"].values) == bits(nodes["plain"].values)
 
 
@@ -130,10 +132,10 @@ def test_zeros_and_nothing():
     node = quantized(draw(0, (8, 6)), _KINDS["int4"], (4, 1), 1, 1)
     zeros = jnp.asarray(np.random.default_rng(1).integers(-8, 9, node.scales.shape), jnp.int8)
     node = QuantizedWeight(node.values, node.scales, zeros, node.block, 1, 1)
-    assert_close(node.widened(), by_hand(node), units=1)
+    assert_close(node.dequantized(), by_hand(node), units=1)
     for mode in BLOCKS:
         nothing = quantized(jnp.zeros((8, 6)), _KINDS[mode], BLOCKS[mode], 1, 1)
-        assert not np.any(nothing.widened()) and np.isfinite(nothing.scales).all()
+        assert not np.any(nothing.dequantized()) and np.isfinite(nothing.scales).all()
 
 
 def test_bits_are_those_of_xlas_dtypes():
@@ -145,7 +147,7 @@ def test_bits_are_those_of_xlas_dtypes():
         assert np.array_equal(got, want, equal_nan=True) and np.array_equal(np.signbit(got), np.signbit(want))
     every = np.arange(1, 256, dtype=np.uint8)
     node = QuantizedWeight(jnp.ones((1, 255), jnp.int8), jnp.asarray(every)[None], None, (1, 1), 1, 1)
-    assert np.array_equal(node.widened()[0], every.view(jnp.float8_e8m0fnu).astype(np.float32), equal_nan=True)
+    assert np.array_equal(node.dequantized()[0], every.view(jnp.float8_e8m0fnu).astype(np.float32), equal_nan=True)
 
 
 # --- products ---
@@ -177,7 +179,7 @@ def test_products_are_those_of_the_array(kind):
 
     @jax.jit
     def run(x, nodes):
-        want = {mode: both(x, node.widened(), False, "float32") for mode, node in nodes.items()}
+        want = {mode: both(x, node.dequantized(), False, "float32") for mode, node in nodes.items()}
         got = {
             (flatten, dtype): {mode: both(x, node, flatten, dtype) for mode, node in nodes.items()}
             for flatten in (False, True)
@@ -202,7 +204,7 @@ def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     assert quantized_weight._step(node) == steps[mode]
     x = draw(1, (3, 24))
     got = jax.jit(lambda x, node: matrix_product(np.dtype("float32"), x, node))(x, node)
-    assert_close(got, x @ node.widened(), units=8)
+    assert_close(got, x @ node.dequantized(), units=8)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
@@ -215,7 +217,7 @@ def test_grouped_products_are_those_of_the_arrays(mode):
 
     @jax.jit
     def run(x, g, node, pair):
-        array, added = node.widened(), LowRank(node.widened(), pair.lora_a, pair.lora_b, pair.scale)
+        array, added = node.dequantized(), LowRank(node.dequantized(), pair.lora_a, pair.lora_b, pair.scale)
         found = []
         for block in (None, 8):
             run = lambda x, w: grouped_products(x, (w,), counts, block=block)[0][:16]  # noqa: B023, E731
@@ -256,7 +258,7 @@ def test_a_model_is_that_of_its_arrays(name, models):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", ["int8", "int4", "fp8_block"])
 def test_loops_and_meshes_change_nothing(name, mode, models):
-    """Weights that are quantised on a mesh are the same bits; sums differ by rounding."""
+    """Weights that are quantized on a mesh are the same bits; sums differ by rounding."""
     model = ed.quantize(models[name], mode, group_size=2)
     ids = tokens(model, rows=4, length=8)
     want = logits(model, ids)
@@ -295,7 +297,7 @@ def test_values_are_split_like_weights(models):
 
 
 @pytest.mark.slow
-def test_a_quantised_model_writes(models):
+def test_a_quantized_model_writes(models):
     """The tokens are those of the arrays."""
     model = ed.quantize(models["llama_rope"], "int8")
     prompt = np.asarray([[5, 9, 3, 7]])
@@ -417,7 +419,7 @@ def test_pairs_of_experts_on_a_mesh(mode, models):
         assert_close(got, want, units=2048)
 
 
-def test_the_bases_of_pairs_are_quantised(models):
+def test_the_bases_of_pairs_are_quantized(models):
     model = add_lora(ed.abstract(models["llama_rope"].config), LORA, key=jax.random.key(0))
     model = ed.quantize(model, {"*.out.base": "int4", "*": "int8"}, group_size=4)
     out = model.segments[0].unit[0].mixer.out

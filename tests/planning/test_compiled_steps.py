@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_decoders as ed
+from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.int8_matmul import Rounded
-from eqx_decoders.numerics.matmul import einsum
 from eqx_decoders.planning.collectives import collectives
 from eqx_decoders.planning.hlo import parse
-from eqx_decoders.planning.step_plan import abstract_batch
+from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.programs import tpu_devices

@@ -12,11 +12,11 @@ from eqx_decoders.cli import plan as program
 from eqx_decoders.cli.plan import parse
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.planning.collectives import Collective
-from eqx_decoders.planning.gpus import counted_memory, gpus_of
+from eqx_decoders.planning.gpus import gpus_of
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.roofline import ACROSS, collective_seconds
-from eqx_decoders.planning.search import kept_by_device
 from eqx_decoders.planning.step_plan import make_plan
+from eqx_decoders.planning.traced_memory import counted_memory, saved_activation_bytes
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.commands import run
@@ -26,7 +26,7 @@ def test_nodes_and_gpus_of_a_node():
     """Eight GPUs of a node meet over NVLink, those of four nodes each over its card."""
     gpus = gpus_of("h100:4x8")
     machine = gpus.machine
-    assert (gpus.chip.name, len(machine.places), machine.memory) == ("h100", 32, 80e9)
+    assert (gpus.chip.name, len(machine.positions), machine.memory) == ("h100", 32, 80e9)
     inside = machine.route(tuple(range(8)))
     assert (inside.bandwidth, inside.hops, inside.members, inside.parts) == (450e9, 1.0, 8, 1)
     assert machine.route((0, 8, 16, 24)).parts == 4 and machine.route((0, 8, 16, 24)).members == 1
@@ -72,7 +72,7 @@ def test_a_plan_says_what_is_from_where(monkeypatch):
     assert plan.machine.chip.name == "h100" and asked["xla_tpu_max_hbm_size_mib"] == str(80 * 10**9 // 2**20)
     memory = plan.memory
     assert memory.capacity == 80e9 and memory.total == memory.peak and memory.fits
-    assert memory.state + memory.gradients + memory.kept < memory.peak
+    assert memory.state + memory.gradients + memory.saved_activations < memory.peak
     assert ACROSS in plan.roofline.networks and "fsdp" in plan.roofline.networks
     assert "no compiler for h100" in report(plan, []) and json.loads(json.dumps(as_data(plan, [])))["note"] == plan.note
     other = ed.Precision(compute=jnp.bfloat16)
@@ -81,7 +81,7 @@ def test_a_plan_says_what_is_from_where(monkeypatch):
     trainer = Trainer.create(OptimizerConfig(), model, steps=10)
     shape = dict(batch_size=8, seq_len=32)
     assert counted_memory(model, trainer, plan.machine, **shape) == memory
-    assert kept_by_device(model, trainer, **shape) == memory.kept > 0
+    assert saved_activation_bytes(model, trainer, **shape) == memory.saved_activations > 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_decoders.planning.collectives import Collective, axes_of, collectives, groups_of, phase_of
-from eqx_decoders.planning.device_memory import kept_bytes
+from eqx_decoders.planning.device_memory import stacked_bytes
 from eqx_decoders.planning.hlo import members, parse, shape_bytes
 
 
@@ -158,7 +158,7 @@ def test_what_a_loop_keeps_is_what_it_writes_piece_by_piece():
     program = parse(TEXT)
     (loop, *_) = program.loops()
     assert program.trips(loop.op) == 3 and program.stacked(loop.op) == {"f32[3,4]": 1}
-    assert kept_bytes(program) == 48
+    assert stacked_bytes(program) == 48
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.device_memory import DeviceMemory, needed_bytes
 from eqx_decoders.planning.flop_count import MatmulFlops, products
 from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.report import as_data, by_kind, report
 from eqx_decoders.planning.roofline import ACROSS, Roofline, collective_seconds
-from eqx_decoders.planning.step_plan import Operations, Plan, make_plan, operations
+from eqx_decoders.planning.step_plan import make_plan, operations
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 
@@ -193,7 +194,7 @@ def planned(line: Roofline | None = None, collectives: tuple[Collective, ...] | 
         collectives=collectives,
         roofline=line or Roofline(compute=2.0, memory=1.0, networks={}, model_flops_seconds=1.5),
         seconds=1.0,
-        told=told,
+        compiler_message=told,
         tokens=4096,
     )
 
@@ -246,7 +247,7 @@ def test_a_plan_adds_up(tiny):
     memory, count = plan.memory, ed.count_parameters(CONFIG)
     assert sum(memory.rows().values()) == memory.total and memory.fits
     assert memory.parameters >= 4 * count / 8 and memory.optimizer == pytest.approx(2 * memory.parameters, rel=0.01)
-    assert 0 < memory.kept < memory.temporaries and plan.tokens == 256
+    assert 0 < memory.saved_activations < memory.temporaries and plan.tokens == 256
     assert {"fsdp", "tensor"} <= {axis for one in plan.collectives for axis in one.axes}
     assert sum(by_kind(plan.collectives).values()) == sum(one.total for one in plan.collectives)
     assert set(plan.roofline.networks) == {" x ".join(one.axes) for one in plan.collectives}
@@ -267,7 +268,7 @@ def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch
     model = ed.abstract(CONFIG, layout=tiny[1].layout, remat="full")
     trainer = Trainer.create(OptimizerConfig(), model, steps=10)
     plan = make_plan(model, trainer, torus(4, 2), batch_size=8, seq_len=32)
-    assert plan.collectives is None and "operands" in plan.told and plan.memory.peak == tiny[0].memory.peak
+    assert plan.collectives is None and "operands" in plan.compiler_message and plan.memory.peak == tiny[0].memory.peak
     assert "unknown" in report(plan, [])
 
 

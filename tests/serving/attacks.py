@@ -45,13 +45,19 @@ def broken(*given, **named):
     if len(failed) < 1:
         failed.append(1)
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    return kept(*given, **named)
+    return works(*given, **named)
 try:
-    from eqx_decoders.serving.engine.media_prefill import MediaPrefill
-    kept, MediaPrefill.read = MediaPrefill.read, broken
-except ImportError:  # of a checkout without it
-    from eqx_decoders.serving import engine
-    kept, engine.prefilled = engine.prefilled, broken
+    from eqx_decoders.serving.engine.multimodal_prefill import MultimodalPrefill as owner
+    name = "prefill"
+except ImportError:  # of older checkouts
+    try:
+        from eqx_decoders.serving.sight import Sight as owner
+        name = "read"
+    except ImportError:
+        from eqx_decoders.serving import engine as owner
+        name = "prefilled"
+works = getattr(owner, name)
+setattr(owner, name, broken)
 sys.exit(main())
 """
 

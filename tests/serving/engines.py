@@ -9,7 +9,8 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.engine.request import Request, SamplingParams
+from eqx_decoders.serving.engine.request import Request
+from eqx_decoders.serving.engine.sampler import SamplingParams
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -45,7 +46,7 @@ def request_pool(vocab, count, seed=0, longest=30, new=(1, 4, 12)):
 def alone(engine, request):
     """The tokens of a request with nothing else in the engine, and nothing known of its prompt."""
     assert not engine.has_work
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     return engine.run([dataclasses.replace(request, priority=0)])[0]
 
 

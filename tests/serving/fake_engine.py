@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.serving.engine.request import EngineStats, QueueFull, Request, RequestOutput, TokenScore
+from eqx_decoders.serving.engine.request import EngineStats, QueueFull, Request, RequestOutput
+from eqx_decoders.serving.engine.sampler import TokenScore
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from tests.serving.fake_engine import FakeEngine
 CHAT = Path(__file__).parents[1] / "fixtures" / "chat_llama"
 
 
-def chat_language(**changes: Any) -> TextFrontend:
+def chat_frontend(**changes: Any) -> TextFrontend:
     """That of a fixture with a byte-level vocabulary of 320 ids and a chat template."""
     found = TextFrontend(
         tokenizer=load_tokenizer(CHAT),
@@ -72,8 +72,8 @@ class Running:
 @contextlib.contextmanager
 def serving(
     engine: FakeEngine | None = None,
-    language: TextFrontend | None = None,
-    times: ServerConfig = ServerConfig(drain=1.0, end=1.0),
+    frontend: TextFrontend | None = None,
+    timeouts: ServerConfig = ServerConfig(drain=1.0, end=1.0),
     allow_origins: tuple[str, ...] = (),
     **config: Any,
 ) -> Iterator[Running]:
@@ -82,9 +82,9 @@ def serving(
     defaults = dict(name="fake", max_length=engine.max_length, vocab_size=engine.vocab_size, seed=1)
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
-    language = language or chat_language()
-    options = dict(language=language, engine=engine, config=ApiConfig(**(defaults | config)), sock=sock)
-    stop = run_in_thread(times=times, allow_origins=allow_origins, **options)
+    frontend = frontend or chat_frontend()
+    options = dict(frontend=frontend, engine=engine, config=ApiConfig(**(defaults | config)), sock=sock)
+    stop = run_in_thread(timeouts=timeouts, allow_origins=allow_origins, **options)
     try:
         yield Running(port, engine, stop)
     finally:

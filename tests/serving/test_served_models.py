@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.text_model import Files, load_text_model
+from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import Files
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import ENVIRONMENT, TEXT
-from tests.encoders.directories import seeing_directory
+from tests.encoders.directories import vision_directory
 from tests.serving.processes import LENGTH, memory_of, served, until_idle
 from tests.serving.servers import CHAT
 
@@ -162,7 +163,7 @@ def test_the_same_seed_gives_the_same_answer_under_any_load(server):
 def test_images_are_seen(tmp_path):
     """What is sent as a data: URL becomes what the file becomes."""
     image = pytest.importorskip("PIL.Image")
-    folder, file = seeing_directory(tmp_path / "model"), tmp_path / "a.png"
+    folder, file = vision_directory(tmp_path / "model"), tmp_path / "a.png"
     pixels = np.random.default_rng(0).integers(0, 255, (20, 24, 3), np.uint8)
     image.fromarray(pixels).save(file)
     text = load_text_model(folder, "float32")

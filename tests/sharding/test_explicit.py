@@ -15,22 +15,22 @@ from jax.sharding import PartitionSpec as P
 import eqx_decoders as ed
 from eqx_decoders.context import Context
 from eqx_decoders.core.sampling import Greedy
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import place
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.huggingface.gather import _from_all_devices
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.model.mtp import MTPConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.numerics.int8_matmul import LowPrecision
-from eqx_decoders.planning.step_plan import abstract_batch
+from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.sharding import explicit as explicit_module
 from eqx_decoders.sharding.axes import output_axes
 from eqx_decoders.sharding.explicit import spec_of
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
-from eqx_decoders.training.llama_lti import llama_lti, materialise
+from eqx_decoders.training.llama_lti import llama_lti, materialize
 from eqx_decoders.training.lora import LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.step.loss import token_loss_sum
 from tests.compare import assert_close
@@ -168,7 +168,7 @@ def test_caches_keep_their_types(models):
         @jax.jit
         def call(model, cache, tokens):
             out = model(tokens, cache=cache)
-            hidden, proposal, _ = model.propose(tokens[:, :2], cache=out.cache)
+            hidden, proposal, _ = model.forward_uncommitted(tokens[:, :2], cache=out.cache)
             cache = out.cache.commit(proposal.entries, proposal.positions)
             return cache.reset(jnp.arange(8) < 3).with_row(1, out.cache, 5), hidden, proposal
 
@@ -243,7 +243,7 @@ def test_evaluation_low_rank_pairs_and_maps_of_teachers_are_the_same(models):
     config = llama_lti(
         dataclasses.replace(plain, blocks=plain.blocks[:2]), teacher_heads=8, teacher_kv_heads=8, teacher_head_dim=16
     )
-    assert same_bits(*(materialise(model) for model in both(CUBE, config)))
+    assert same_bits(*(materialize(model) for model in both(CUBE, config)))
 
 
 def test_on_auto_axes_nothing_is_added(monkeypatch):
@@ -262,7 +262,9 @@ def test_on_auto_axes_nothing_is_added(monkeypatch):
 def test_words_of_results():
     """Names come from annotations; what is stacked is split along its last dimensions."""
     model = filled(CONFIG)
-    hidden, proposal, _ = jax.eval_shape(lambda: model.propose(some_tokens(2, 3), cache=ed.init_cache(CONFIG, 2, 8)))
+    hidden, proposal, _ = jax.eval_shape(
+        lambda: model.forward_uncommitted(some_tokens(2, 3), cache=ed.init_cache(CONFIG, 2, 8))
+    )
     hint = tuple[type(hidden), type(proposal)]
     words = output_axes((hidden, proposal), hint)
     assert words["1.positions"] == ("batch", "length")

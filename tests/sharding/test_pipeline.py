@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.pipelined_stack import run_segment
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.sharding.axes import named_leaves

@@ -10,30 +10,24 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from eqx_decoders.data import dataset
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data import config as data_config
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.huggingface.export import exported_directory
+from eqx_decoders.io.huggingface.export_directory import exported_directory
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.remat import Remat
 from eqx_decoders.training import config as config_module, mesh_config
-from eqx_decoders.training.config import (
-    TrainConfig,
-    changed_settings,
-    flags,
-    load_settings,
-    save_settings,
-    settings_json,
-    with_file,
-)
+from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import with_settings
+from eqx_decoders.training.flags import flags
 from eqx_decoders.training.mesh_config import LowPrecisionConfig, MeshConfig, PipelineConfig
 from eqx_decoders.training.optimizer import optimizer
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.run_directory import local_run
-from eqx_decoders.training.step import step
-from eqx_decoders.training.step.step import StepConfig
+from eqx_decoders.training.settings_file import changed_settings, load_settings, save_settings, settings_json, with_file
+from eqx_decoders.training.step import step_config
+from eqx_decoders.training.step.step_config import StepConfig
 from tests.commands import call
 
 
@@ -298,8 +292,8 @@ CLASSES = [
     (mesh_config, PipelineConfig),
     (mesh_config, LowPrecisionConfig),
     (optimizer, OptimizerConfig),
-    (step, StepConfig),
-    (dataset, DataConfig),
+    (step_config, StepConfig),
+    (data_config, DataConfig),
 ]
 
 

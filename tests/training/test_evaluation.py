@@ -3,7 +3,8 @@
 import numpy as np
 
 from eqx_decoders.data.store.corpus_stats import CorpusStats
-from eqx_decoders.training.evaluation import HeldOut, _held_out, describe_held_out
+from eqx_decoders.training.evaluation import _held_out
+from eqx_decoders.training.held_out import HeldOut, describe_held_out
 
 
 def test_shares_of_weights_below_one_in_sum_are_shares():

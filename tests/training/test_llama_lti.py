@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.learned_init import kernels_of
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import axes, named_leaves, path_name
-from eqx_decoders.training.llama_lti import llama_lti, materialise, with_teacher
-from eqx_decoders.training.lora import LoRAConfig, add_lora
+from eqx_decoders.training.llama_lti import llama_lti, materialize, with_teacher
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
@@ -89,7 +90,7 @@ def test_a_teachers_kernels_come_to_the_models_mesh_and_dtype(teacher):
 
 
 def test_materialised_is_a_plain_llama_with_the_same_logits(model):
-    plain = materialise(model)
+    plain = materialize(model)
     assert plain.config == STUDENT
     assert plain.execution == model.execution
     assert axes(plain) == axes(ed.abstract(STUDENT))
@@ -103,18 +104,18 @@ def test_materialised_is_a_plain_llama_with_the_same_logits(model):
         query = np.einsum("lbxy,lxu,lyv->lbuv", given, wide(maps.query_heads), wide(maps.query_features))
     assert_close(mixers(plain)[0].query, query)
     np.testing.assert_array_equal(named(plain, "mlp.up").popitem()[1], named(model, "mlp.up").popitem()[1])
-    half = materialise(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
+    half = materialize(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize("mesh", [MESH, dict(stage=2, tensor_sequence=2, fsdp=2)], ids=str)
 def test_materialised_is_born_on_the_models_mesh(model, mesh):
     layout = ed.Layout.create(**mesh)
-    placed = materialise(model.place(layout))
+    placed = materialize(model.place(layout))
     target = named_leaves(ed.abstract(STUDENT, layout=layout))
     for name, leaf in named_leaves(placed).items():
         assert leaf.sharding == target[name].sharding, name
-    assert_close(mixers(placed)[0].query, mixers(materialise(model))[0].query)
+    assert_close(mixers(placed)[0].query, mixers(materialize(model))[0].query)
 
 
 @pytest.mark.parametrize("general", [False, True])
@@ -130,7 +131,7 @@ def test_identity_maps_are_the_teacher(general):
     student = eqx.tree_at(lambda m: mixers(m)[0].maps, student, jax.tree.map(identity, mixers(student)[0].maps))
     rest = named_leaves(source)
     student = jax.tree_util.tree_map_with_path(lambda path, leaf: rest.get(path_name(path), leaf), student)
-    got, want = named(materialise(with_teacher(student, source)), ""), named(source, "")
+    got, want = named(materialize(with_teacher(student, source)), ""), named(source, "")
     assert got.keys() == want.keys()
     for name in want:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
@@ -221,9 +222,9 @@ def test_blocks_without_attention_and_mixed_blocks_are_refused():
         llama_lti(llama(4, 2, 8, blocks=(STUDENT.blocks[0], EMPTY)), **SIZES)
     mixed = dataclasses.replace(STUDENT, blocks=(STUDENT.blocks[0], CONFIGS[False].blocks[0]))
     with pytest.raises(ed.ConfigError, match=r"the same LearnedInitConfig, as llama_lti does"):
-        materialise(filled(mixed))
+        materialize(filled(mixed))
     apart = dataclasses.replace(STUDENT, blocks=(EMPTY, CONFIGS[False].blocks[0]))
-    assert materialise(filled(apart)).config.blocks == (EMPTY, STUDENT.blocks[0])
+    assert materialize(filled(apart)).config.blocks == (EMPTY, STUDENT.blocks[0])
 
 
 def test_a_teacher_with_low_rank_pairs_is_refused(teacher):
@@ -237,7 +238,7 @@ def test_pairs_beside_other_weights_stay_when_the_kernels_are_computed(teacher):
     model = taught(teacher, False)
     with pytest.raises(ed.ConfigError, match=r"LoRAConfig.targets: no weight matches"):
         add_lora(model, LoRAConfig(targets=("*.teacher.query",)), key=jax.random.key(0))
-    adapted = materialise(add_lora(model, LoRAConfig(rank=2, targets=("*.mlp.up",)), key=jax.random.key(0)))
+    adapted = materialize(add_lora(model, LoRAConfig(rank=2, targets=("*.mlp.up",)), key=jax.random.key(0)))
     tokens = some_tokens(2, 7)
     assert named(adapted, "mlp.up.lora_a")
-    assert_close(run(adapted, tokens).logits, run(materialise(model), tokens).logits)
+    assert_close(run(adapted, tokens).logits, run(materialize(model), tokens).logits)

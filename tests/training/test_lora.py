@@ -10,18 +10,21 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqx_decoders as ed
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.weight_table import describe
-from eqx_decoders.numerics.matmul import LowRank, einsum, low_rank_weights
+from eqx_decoders.numerics.einsum import einsum
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import axes, matching, named_leaves, product_axes, replaced
-from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
+from eqx_decoders.training.lora import add_lora, merge_lora
+from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, muon_dimensions
-from eqx_decoders.training.step.step import StepConfig, Trainer
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
 from tests.adapters import CONFIG, RICH, pairs, shapes, trained
 from tests.compare import assert_close
 from tests.models import filled, some_tokens

@@ -1,4 +1,4 @@
-"""How the branches of a block are wired to the residual stream."""
+"""Residual connections of a block."""
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections as HyperConnections
 from eqx_decoders.blocks.residual.residual import (

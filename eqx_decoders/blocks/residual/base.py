@@ -1,12 +1,8 @@
-"""How the branches of a block read the residual stream, and how what they make of it returns: one file a kind.
-
-A wiring is called with the stream, with its branches in order (functions from what they read to what they return; those
-for which there is no layer are left out) and with the block's dropout.
-"""
+"""Interfaces of residual connections: how layers read the residual stream and write to it."""
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
 from jaxtyping import Array, Float
@@ -16,7 +12,7 @@ from eqx_decoders.context import Context
 
 @dataclasses.dataclass(frozen=True)
 class BranchFunction:
-    """A layer of a block with its norms, from what it reads to what it returns.
+    """A layer of a block with its norms, as a function of its input.
 
     - `reads_streams`: whether it reads and returns all residual streams; else one.
     """
@@ -30,16 +26,13 @@ class BranchFunction:
 
 Dropout = Callable[[Array], Array]
 
-# Yields a branch and what it is to read, is sent what it returns, and returns the stream after the layer.
-Steps = Generator[tuple[BranchFunction, Array], Array, Array]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual:
-    """What the kinds share: most have one stream, a norm for each branch, and features of the stream everywhere.
+    """Defaults of the kinds: one stream, a norm for each layer, and features of the stream everywhere.
 
-    - `streams`: residual streams side by side.
-    - `shares_norm`: an MLP without a norm of its own reads what the mixer reads.
+    - `streams`: number of residual streams.
+    - `shares_norm`: an MLP without a norm of its own reads the mixer's normalized input.
     - `chains`: the MLP reads the mixer's output, whose features may be others than the stream's.
     """
 
@@ -48,37 +41,56 @@ class Residual:
     chains: ClassVar[bool] = False
 
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length *streams embed"]:
-        """What the first layer reads, from embeddings."""
+        """Return the input of the first block for these embeddings."""
         return x
 
     def reduce(self, x: Float[Array, "batch length *streams embed"]) -> Float[Array, "batch length embed"]:
-        """What the final norm reads, from the last layer."""
+        """Return the input of the final norm for this output of the last block."""
         return x
 
 
 @runtime_checkable
 class ResidualModule(Protocol):
-    """What a wiring's configuration builds: a module with its weights, if it has any."""
+    """Residual connection of a block, with its weights if it has any."""
 
     def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
-        """The stream after the layer."""
+        """Return the stream after the block.
+
+        **Arguments:**
+
+        - `branches`: the block's layers in order, those that it has.
+        - `drop`: the block's dropout.
+        """
         ...
 
 
-class SteppedResidual(eqx.Module):
-    """A wiring that says what is to be run instead of running it, so that parts of a batch may take turns."""
+class ReadWriteResidual(eqx.Module):
+    """Residual connection that reads each layer's input from a state, and writes the layer's output to it.
 
-    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
-        """Yields each branch with what it reads, is sent what it returns, and returns the stream after the layer."""
-        raise TypeError(f"{type(self).__name__} has no steps.")
-        yield
+    Kinds override the first four methods. Reading and writing are separate so that one part of a batch can be between
+    them while another one is computed (`batch_overlap`).
+    """
+
+    def begin(self, x: Array) -> Any:
+        """Return the state before the first layer, from the block's input."""
+        return x
+
+    def read(self, state: Any, reads_streams: bool, ctx: Context) -> tuple[Array, Any]:
+        """Return the next layer's input, and coefficients for `write`."""
+        return state, None
+
+    def write(self, state: Any, out: Array, coefficients: Any = None) -> Any:
+        """Return the state after a layer with this output."""
+        raise NotImplementedError
+
+    def end(self, state: Any, drop: Dropout, ctx: Context) -> Array:
+        """Return the block's output."""
+        return drop(state)
 
     def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
-        """The stream after the layer."""
-        walk, sent = self.steps(x, branches, drop, ctx), None
-        while True:
-            try:
-                branch, y = walk.send(sent)  # pyright: ignore[reportArgumentType]
-            except StopIteration as end:
-                return end.value
-            sent = branch(y)
+        """Return the stream after the block."""
+        state = self.begin(x)
+        for branch in branches:
+            y, coefficients = self.read(state, branch.reads_streams, ctx)
+            state = self.write(state, branch(y), coefficients)
+        return self.end(state, drop, ctx)

@@ -1,4 +1,4 @@
-"""Hyper-connections (Zhu et al. 2024): several residual streams, which branches read and write by learned mixtures.
+"""Hyper-connections (Zhu et al. 2024): several residual streams, which layers read and write by learned mixtures.
 
 Between layers the streams are mixed by matrices whose rows and columns sum to 1, so that no signal grows or fades over
 many layers (manifold-constrained hyper-connections, Xie et al. 2025).
@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import equinox as eqx
@@ -17,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import BranchFunction, Dropout, Residual, SteppedResidual, Steps
+from eqx_decoders.blocks.residual.base import Dropout, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,17 +28,17 @@ class HyperConnections(Residual):
     """`x_m <- sum_k mix_km x_k + write_m branch(sum_k read_k x_k)` for each branch and each stream m.
 
     Where `h = kernel^T norm(x_1 … x_n)` are numbers of the token, `read = sigmoid(scale h + bias) + eps`,
-    `write = 2 sigmoid(scale h + bias)`, and `mix` is a doubly stochastic matrix made of `scale h + bias`, with a scale
-    and a bias for each of the three. The streams begin as copies of the embedding and are added up behind the last
-    layer. A branch that reads and writes all streams by itself (an Engram) is added to them.
+    `write = 2 sigmoid(scale h + bias)`, and `mix` is a doubly stochastic matrix computed from `scale h + bias`, with a
+    scale and a bias for each of the three. The streams begin as copies of the embedding and are added up behind the
+    last layer. A branch that reads and writes all streams by itself (an Engram) is added to them.
 
     **Arguments:**
 
-    - `streams`: how many there are.
+    - `streams`: number of streams.
     - `mixing`: `"sinkhorn"`, `exp(h)` with its rows and columns divided by their sums in turn (Sinkhorn & Knopp 1967),
         the columns last; or `"permutations"`, a convex combination of all permutations of the streams (mHC-lite), whose
         sums are exact.
-    - `iterations`: how often rows and columns are divided.
+    - `iterations`: number of divisions of rows and columns.
     - `norm`: of all streams of a token together.
     - `eps`: added to `read` and in each division.
     """
@@ -63,20 +62,20 @@ class HyperConnections(Residual):
 
     @property
     def coefficients(self) -> int:
-        """How many numbers a token has at each branch."""
+        """Number of coefficients of a token for each layer."""
         n = self.streams
         return 2 * n + (n * n if self.mixing == "sinkhorn" else math.factorial(n))
 
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length streams embed"]:
-        """Copies."""
+        """Copy the embedding to all streams."""
         return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.streams, x.shape[2]))
 
     def reduce(self, x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length embed"]:
-        """The sum of the streams."""
+        """Sum the streams."""
         return jnp.sum(x, axis=2, dtype=jnp.float32).astype(x.dtype)
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "HyperConnected":
-        """The wiring of a block with so many branches, all of which read and write `embed_dim` features."""
+        """Return the connections of a block with so many layers that read and write `embed_dim` features."""
         size = self.streams * embed_dim
 
         def one(key):
@@ -92,7 +91,7 @@ class HyperConnections(Residual):
 
 
 class Coefficients(eqx.Module):
-    """How each token's streams are read, written and mixed; `mix[k, m]` is how much of stream k goes to stream m."""
+    """Reading, writing and mixing coefficients of tokens; `mix[k, m]` is the fraction of stream k in stream m."""
 
     read: Float32[Array, "streams batch length"]
     write: Float32[Array, "streams batch length"]
@@ -100,7 +99,7 @@ class Coefficients(eqx.Module):
 
 
 class Connection(eqx.Module):
-    """What makes the coefficients of one branch: those that read, that write and that mix, in this order."""
+    """Weights of one layer's coefficients: for reading, writing and mixing, in this order."""
 
     norm: Norm
     kernel: Float[Array, "stream_embed coefficients"]
@@ -109,7 +108,7 @@ class Connection(eqx.Module):
     config: HyperConnections = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> Coefficients:
-        """The coefficients of every token, in float32. Tokens come last: a matrix of 4 x 4 would fill no register."""
+        """Return the coefficients of every token, in float32. Tokens come last: a 4 x 4 matrix fills no register."""
         config, n = self.config, self.config.streams
         u = self.norm(x.astype(jnp.float32).reshape(*x.shape[:2], -1))
         pattern = "batch length stream_embed, stream_embed coefficients -> batch length coefficients"
@@ -123,29 +122,33 @@ class Connection(eqx.Module):
         return Coefficients(read=jax.nn.sigmoid(read) + config.eps, write=2 * jax.nn.sigmoid(write), mix=mixing)
 
 
-class HyperConnected(SteppedResidual):
-    """The wiring of one block: a connection for each of its branches, but for those that read all streams."""
+class HyperConnected(ReadWriteResidual):
+    """Hyper-connections of one block: a connection for each layer, but for those that read all streams.
+
+    Its state is the streams, and the number of connections used so far.
+    """
 
     connections: tuple[Connection, ...]
     config: HyperConnections = eqx.field(static=True)
 
-    def steps(
-        self,
-        x: Float[Array, "batch length streams embed"],
-        branches: Sequence[BranchFunction],
-        drop: Dropout,
-        ctx: Context,
-    ) -> Steps:
-        """The streams behind all branches, one after the other; `drop` is the block's dropout."""
-        connections = iter(self.connections)
-        for branch in branches:
-            if branch.reads_streams:
-                x = x + (yield branch, x)
-                continue
-            coefficients = next(connections)(x, ctx)
-            out = yield branch, _read(x, coefficients.read)
-            x = _mixed(x, out, coefficients)
-        return drop(x)
+    def begin(self, x: Float[Array, "batch length streams embed"]) -> tuple[Array, int]:
+        return x, 0
+
+    def read(self, state: tuple[Array, int], reads_streams: bool, ctx: Context) -> tuple[Array, Coefficients | None]:
+        x, used = state
+        if reads_streams:
+            return x, None
+        coefficients = self.connections[used](x, ctx)
+        return _read(x, coefficients.read), coefficients
+
+    def write(
+        self, state: tuple[Array, int], out: Array, coefficients: Coefficients | None = None
+    ) -> tuple[Array, int]:
+        x, used = state
+        return (x + out, used) if coefficients is None else (_mixed(x, out, coefficients), used + 1)
+
+    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Float[Array, "batch length streams embed"]:
+        return drop(state[0])
 
 
 # Sums over a few streams are written out: a product of matrices this small would leave a matrix unit idle.
@@ -167,9 +170,9 @@ def _mixed(x: Array, out: Array, coefficients: Coefficients) -> Float[Array, "ba
 
 
 def _sinkhorn(logits: Float32[Array, "pairs batch length"], config: HyperConnections) -> Array:
-    """`exp(logits)`, row by row, with its rows and columns divided by their sums in turn.
+    """Return `exp(logits)`, row by row, with its rows and columns divided by their sums in turn.
 
-    Of all iterations nothing is kept for the gradient but where they began.
+    For the gradient only the first matrix is saved, not the iterations.
     """
     n, eps = config.streams, config.eps
 
@@ -187,6 +190,6 @@ def _sinkhorn(logits: Float32[Array, "pairs batch length"], config: HyperConnect
 
 
 def _permutations(logits: Float32[Array, "permutations batch length"], n: int) -> Array:
-    """The matrices of all permutations, in lexicographic order, weighed by a softmax."""
+    """Return the matrices of all permutations, in lexicographic order, weighted by a softmax."""
     matrices = np.eye(n, dtype=np.float32)[list(itertools.permutations(range(n)))]
     return jnp.einsum("pbl,pkm->kmbl", jax.nn.softmax(logits, axis=0), jnp.asarray(matrices))

@@ -1,4 +1,4 @@
-"""The kinds of wiring: a new one is added here."""
+"""The kinds of residual connection: a new one is added here."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ RESIDUALS: dict[str, ResidualConfig] = {
     "chained": Chained(),
 }
 
-# A block takes the name of a wiring for one without options, as configurations on disk may have it.
+# A block takes the name of a residual connection for one without options, as configurations on disk may have it.
 if TYPE_CHECKING:
     ResidualOrName = ResidualConfig
 else:

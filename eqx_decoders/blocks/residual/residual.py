@@ -1,18 +1,17 @@
-"""One residual stream: what branches make is added to it, or takes its place."""
+"""Residual connections of one stream: outputs of layers are added to it, or replace it."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import BranchFunction, Dropout, Residual, SteppedResidual, Steps
+from eqx_decoders.blocks.residual.base import Dropout, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_number
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import BUFFER
 
 
@@ -22,7 +21,7 @@ class Sequential(Residual):
 
     **Arguments:**
 
-    - `residual_scale`: multiplies what every branch returns (Granite).
+    - `residual_scale`: multiplies the output of every layer (Granite).
     - `output_scale`: whether the layer's output is multiplied by a number, a buffer (Gemma 4).
     - `output_norm`: of the layer's output, the stream itself (Conformers; Gulati et al. 2020); None for none.
     """
@@ -42,17 +41,18 @@ class Sequential(Residual):
         )
 
 
-class SequentialResidual(SteppedResidual):
+class SequentialResidual(ReadWriteResidual):
     """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`."""
 
     scale: Float[Array, "one"] | None = eqx.field(metadata=BUFFER)
     norm: Norm | None
     config: Sequential = eqx.field(static=True)
 
-    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
-        for branch in branches:
-            x = x + _scaled((yield branch, x), self.config.residual_scale)
-        x = drop(x)
+    def write(self, state: Array, out: Array, coefficients: None = None) -> Array:
+        return state + _scaled(out, self.config.residual_scale)
+
+    def end(self, state: Array, drop: Dropout, ctx: Context) -> Array:
+        x = drop(state)
         x = x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
         return x if self.norm is None else self.norm(x)
 
@@ -67,14 +67,21 @@ class Parallel(Residual):
         return ParallelResidual()
 
 
-class ParallelResidual(SteppedResidual):
+class ParallelResidual(ReadWriteResidual):
     """`x += dropout(sum of the branches of x)`."""
 
-    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
-        total = None
-        for branch in branches:
-            out = yield branch, x
-            total = out if total is None else total + out
+    def begin(self, x: Array) -> tuple[Array, Array | None]:
+        return x, None
+
+    def read(self, state: tuple[Array, Array | None], reads_streams: bool, ctx: Context) -> tuple[Array, None]:
+        return state[0], None
+
+    def write(self, state: tuple[Array, Array | None], out: Array, coefficients: None = None) -> tuple[Array, Array]:
+        x, total = state
+        return x, out if total is None else total + out
+
+    def end(self, state: tuple[Array, Array | None], drop: Dropout, ctx: Context) -> Array:
+        x, total = state
         return x + drop(jnp.zeros_like(x) if total is None else total)
 
 
@@ -86,20 +93,18 @@ class NoResidual(Residual):
         return NoResidualModule()
 
 
-class NoResidualModule(SteppedResidual):
+class NoResidualModule(ReadWriteResidual):
     """`x = branch(x)`, one branch after another."""
 
-    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
-        for branch in branches:
-            x = yield branch, x
-        return drop(x)
+    def write(self, state: Array, out: Array, coefficients: None = None) -> Array:
+        return out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chained(Residual):
     """`x += up(mlp(mixer(x)))`: one residual connection around both layers (MaxText's `qwen3_custom_moe`).
 
-    After the mixer features are its `out_dim`, which the matrix `up` turns into those of the stream again.
+    The mixer's output has `out_dim` features, which the matrix `up` maps back to those of the stream.
     """
 
     chains: ClassVar[bool] = True
@@ -108,16 +113,23 @@ class Chained(Residual):
         return ChainedResidual(up=fan_in(key, (inner_dim, embed_dim), jnp.float32, inner_dim))
 
 
-class ChainedResidual(SteppedResidual):
+class ChainedResidual(ReadWriteResidual):
     """`x += up(mlp(mixer(x)))`."""
 
     up: Float[Array, "latent embed"]
 
-    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
-        inner = x
-        for branch in branches:
-            inner = yield branch, inner
-        return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", inner, self.up))
+    def begin(self, x: Array) -> tuple[Array, Array]:
+        return x, x
+
+    def read(self, state: tuple[Array, Array], reads_streams: bool, ctx: Context) -> tuple[Array, None]:
+        return state[1], None
+
+    def write(self, state: tuple[Array, Array], out: Array, coefficients: None = None) -> tuple[Array, Array]:
+        return state[0], out
+
+    def end(self, state: tuple[Array, Array], drop: Dropout, ctx: Context) -> Array:
+        x, latent = state
+        return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", latent, self.up))
 
 
 def _scaled(x: Array, factor: float) -> Array:

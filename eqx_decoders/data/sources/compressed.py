@@ -1,4 +1,4 @@
-"""Files that are read as streams and decompressed on the way: `.gz` and `.zst`."""
+"""Compressed files, `.gz` and `.zst`, read as streams."""
 
 import contextlib
 import gzip
@@ -17,18 +17,18 @@ MOST_WINDOW_LOG = 31  # `zstd --long=31` looks 2 GB back; the library's own limi
 
 
 def plain_suffix(file: Path | RemoteFile) -> str:
-    """The ending in lower case, without that of a compression: `.jsonl` of `a.jsonl.gz`."""
+    """Return the suffix in lower case, without `.gz` or `.zst`: `.jsonl` for `a.jsonl.gz`."""
     return Path(file.stem if is_compressed(file) else file.name).suffix.lower()
 
 
 def is_compressed(file: Path | RemoteFile) -> bool:
-    """Whether the name says so."""
+    """Return whether the suffix is `.gz` or `.zst`."""
     return file.suffix.lower() in COMPRESSED
 
 
 @contextlib.contextmanager
 def open_stream(file: Path | RemoteFile) -> Iterator[Any]:
-    """The content of a file as a binary stream, decompressed. Raises DataError if it can't be, or ends early."""
+    """Open a file as a binary stream, decompressed if needed. Raises DataError for a damaged or incomplete file."""
     if not is_compressed(file):
         with file.open("rb") as stream:
             yield stream
@@ -48,7 +48,7 @@ def _open_gzip(file: Path | RemoteFile) -> Iterator[Any]:
 
 
 def _zstd() -> Any:
-    """The standard library's module (Python 3.14), else the package `backports.zstd`, which is the same; else None."""
+    """Import the standard library's module (Python 3.14), else the package `backports.zstd`; None without both."""
     name = next((name for name in ("compression.zstd", "backports.zstd") if _is_there(name)), None)
     return None if name is None else importlib.import_module(name)
 

@@ -16,9 +16,9 @@ NO_TEXT = "a text or a list of messages"
 
 
 class ChatDocument(NamedTuple):
-    """A conversation, of which the assistant's turns from `messages[first]` on are trained on.
+    """Conversation, whose assistant's turns from `messages[first]` on are trained on.
 
-    `variables` are further ones of the template, such as `tools`.
+    `variables` are other variables of the template, such as `tools`.
     """
 
     messages: list[Any]
@@ -27,12 +27,12 @@ class ChatDocument(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One document: its text, its tokens without special ones around them, or a conversation.
+    """Document: a text, tokens without separators, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it; in `literal` names of special tokens are letters. A conversation gets its text from a chat template (see
-    `data.chats`). `media` refers to its files: relative paths begin in `folder` (None: its source is not on this
-    machine). `drawn` is its `draw` when it was read.
+    of it. In the spans `literal` names of special tokens are plain letters. A conversation gets its text from a chat
+    template (see `data.chats`). `media` are references to files: relative paths begin in `folder` (None: the source is
+    not on this machine). `drawn` is the document's `draw` when it was read.
     """
 
     where: str
@@ -48,13 +48,13 @@ class Document(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Characters of its text, or bytes of its tokens."""
+        """Number of characters of its text, or of bytes of its tokens."""
         return len(self.text or "") if self.tokens is None else self.tokens.nbytes
 
     def draw(self) -> float:
-        """A number in [0, 1) from the hash of the document: equal on every machine, uniform over documents.
+        """Draw a number in [0, 1) from the hash of the document: equal on every machine, uniform over documents.
 
-        It is that of what was read, whatever has been written in its place since.
+        The document is hashed as it was read, before a template or the placeholders of files change it.
         """
         if self.drawn is not None:
             return self.drawn
@@ -72,14 +72,14 @@ class Document(NamedTuple):
 
 
 def record_documents(records: Iterable[tuple[str, Any]], field: str) -> Iterator[Document]:
-    """The documents of records of JSON, each with where it is from."""
+    """Yield the documents of JSON records, each given with its place for messages."""
     for where, record in records:
         check(isinstance(record, dict), f"{where} must hold a JSON object with the field {field!r}.", DataError)
         yield _document(record, field, where)
 
 
 def row_documents(rows: Iterable[tuple[str, Mapping[str, Any]]], field: str) -> Iterator[Document]:
-    """The documents of rows of a table, each with where it is from.
+    """Yield the documents of rows of a table, each given with its place for messages.
 
     Keys without a value are left out of messages: a column gives every row all keys.
     """
@@ -88,7 +88,7 @@ def row_documents(rows: Iterable[tuple[str, Mapping[str, Any]]], field: str) -> 
 
 
 def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
-    """The columns of a table that documents are made of. Raises DataError if it has none of them."""
+    """Return the columns of a table that documents are made of. Raises DataError if it has none of them."""
     known = [name for name in (field, *CHAT_FIELDS) if name in columns]
     rule = f"has no column {field!r}; its columns: {', '.join(columns)}"
     check(_form(known, field) is not None, f"{where} {rule}. {SET_FIELD}.", DataError)
@@ -96,12 +96,12 @@ def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
 
 
 def is_record(value: Any, field: str) -> bool:
-    """Whether a document can be made of the object."""
+    """Return whether a document can be made of the object."""
     return isinstance(value, dict) and _form([name for name in value if value[name] is not None], field) is not None
 
 
 def parsed(content: bytes, where: str) -> Any:
-    """The value of JSON, else DataError."""
+    """Parse JSON. Raises DataError."""
     try:
         return json.loads(decode(content, where))
     except (ValueError, RecursionError) as error:
@@ -110,14 +110,14 @@ def parsed(content: bytes, where: str) -> Any:
 
 def _without_none(value: Any, keep: tuple[str, ...] = ()) -> Any:
     if isinstance(value, list):
-        return [_without_none(one) for one in value]
+        return [_without_none(member) for member in value]
     if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None or key in keep}
+        return {key: _without_none(member) for key, member in value.items() if member is not None or key in keep}
     return value
 
 
 def _document(record: dict[str, Any], field: str, where: str) -> Document:
-    """The document of a record: of its text field, else of its `messages`, else of its `prompt` and `completion`."""
+    """Make the document of a record from its text field, else its `messages`, else its `prompt` and `completion`."""
     form = _form([name for name, value in record.items() if value is not None], field)
     if form is not None:
         return form(record, field, where)._replace(media=_files(record, where))
@@ -152,53 +152,53 @@ def _pair(record: dict[str, Any], field: str, where: str) -> Document:
     return Document(where, whole, spans=((len(text), len(whole)),))
 
 
-# Fields of a record beside its text field, with the names of TRL's conversational formats.
+# Fields of a record besides its text field, with the names of TRL's conversational formats.
 VARIABLES = ("tools", "documents", "chat_template_kwargs")
 FILES = {"images": "image", "videos": "video", "audios": "audio"}  # lists of references, in the order of placeholders
 CHAT_FIELDS = ("messages", "prompt", "completion", *FILES, *VARIABLES)
 
 
 def reference(kind: str, name: str, digest: str = "") -> str:
-    """How `Document.media` refers to a file: to an image by its name, to others by their kind, too.
+    """Return the reference to a file in `Document.media`: the name of an image, kind and name of other files.
 
-    Once tokens have been made of it, `digest` says of what content.
+    Once tokens have been made from the file, the reference has the digest of its content as well.
     """
     if digest:
         return f"{kind}\0{name}\0{digest}"
     return name if kind == "image" else f"{kind}\0{name}"
 
 
-def referred(one: str) -> tuple[str, str, str]:
-    """Kind, name and digest of a `reference`; without one it is empty."""
-    if "\0" not in one:
-        return "image", one, ""
-    kind, name, *digest = one.split("\0")
+def parse_reference(text: str) -> tuple[str, str, str]:
+    """Return kind, name and digest of a `reference`; the digest is empty where it has none."""
+    if "\0" not in text:
+        return "image", text, ""
+    kind, name, *digest = text.split("\0")
     return kind, name, "".join(digest)
 
 
 def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    found: list[str] = []
+    references: list[str] = []
     for field, kind in FILES.items():
-        given = record.get(field)
-        good = given is None or (isinstance(given, list) and all(isinstance(one, str) and one for one in given))
+        names = record.get(field)
+        valid = names is None or (isinstance(names, list) and all(isinstance(name, str) and name for name in names))
         rule = f"must be a list of texts, each naming one {kind}"
-        check(good, f"{where}: field {field!r} {rule}.", DataError)
-        found += [reference(kind, one) for one in given or ()]
-    return tuple(found)
+        check(valid, f"{where}: field {field!r} {rule}.", DataError)
+        references += [reference(kind, name) for name in names or ()]
+    return tuple(references)
 
 
 def _variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The variables of the template on a record; `tools` may be a text of JSON."""
-    found = {name: record[name] for name in VARIABLES if record.get(name)}
-    if isinstance(found.get("tools"), str):
-        found["tools"] = parsed(found["tools"].encode(), f"{where}: field 'tools'")
-    more = found.pop("chat_template_kwargs", {})
+    """Return the template's variables in a record; `tools` may be a text of JSON."""
+    variables = {name: record[name] for name in VARIABLES if record.get(name)}
+    if isinstance(variables.get("tools"), str):
+        variables["tools"] = parsed(variables["tools"].encode(), f"{where}: field 'tools'")
+    more = variables.pop("chat_template_kwargs", {})
     check(isinstance(more, dict), f"{where}: field 'chat_template_kwargs' must be a JSON object.", DataError)
-    return {**found, **more}
+    return {**variables, **more}
 
 
 def checked_text(value: Any, field: str, where: str) -> str:
-    """`value` if it is a text, else DataError."""
+    """Return `value`, which must be a Unicode text. Raises DataError."""
     kind = type(value).__name__
     check(isinstance(value, str), f"{where}: field {field!r} must be {NO_TEXT}, not {kind}.", DataError)
     try:
@@ -209,7 +209,7 @@ def checked_text(value: Any, field: str, where: str) -> str:
 
 
 def decode(content: bytes, where: str) -> str:
-    """The text of UTF-8, else DataError."""
+    """Decode UTF-8. Raises DataError."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

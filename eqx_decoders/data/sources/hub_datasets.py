@@ -1,4 +1,4 @@
-"""Datasets of the package `datasets`: directories that its `save_to_disk` wrote, and those of the hub, streamed."""
+"""Datasets of the package `datasets`: directories that its `save_to_disk` wrote, and streamed datasets of the hub."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _FORM = re.compile(
 
 
 class HubDataset(NamedTuple):
-    """`hf://datasets/org/name[@revision][/config][:split]`."""
+    """Address of a dataset of the hub: `hf://datasets/org/name[@revision][/config][:split]`."""
 
     name: str
     revision: str | None = None
@@ -31,15 +31,15 @@ class HubDataset(NamedTuple):
         return "".join(parts) + f":{self.split}"
 
     def with_commit(self) -> "HubDataset":
-        """The same with the commit that its revision is now. Raises DataError if the hub doesn't tell."""
+        """Look up the commit of the revision on the hub, and return the address with it. Raises DataError."""
         return self._replace(revision=try_again(lambda: _commit(self), str(self)))
 
     def open(self) -> Any:
-        """The stream of its rows; its `num_shards` are files that can be read on their own."""
+        """Open the stream of its rows; its `num_shards` files can be read one by one."""
         return try_again(lambda: _stream(self), str(self))
 
     def rows(self, part: tuple[int, int] | None) -> Iterator[Mapping[str, Any]]:
-        """All rows, or those of some of its files."""
+        """Yield all rows, or the rows of the files from `part[0]` up to `part[1]`."""
         stream = self.open()
         if part is None:
             yield from stream
@@ -49,11 +49,11 @@ class HubDataset(NamedTuple):
 
 
 def hub_dataset(path: str) -> HubDataset | None:
-    """The dataset that a path names; None for other paths, such as `hf://datasets/org/name/data/train.parquet`."""
-    found = _FORM.fullmatch(path)
-    if found is None:
+    """Return the dataset that a path names; None for others, such as `hf://datasets/org/name/data/train.parquet`."""
+    match = _FORM.fullmatch(path)
+    if match is None:
         return None
-    named = found.groupdict()
+    named = match.groupdict()
     return HubDataset(named["name"], named["revision"], named["config"], named["split"] or SPLIT)
 
 
@@ -71,9 +71,9 @@ def _stream(dataset: HubDataset) -> Any:
 
 
 def saved_split(folder: Path, flag: str) -> Path | None:
-    """The directory of the rows of what `save_to_disk` wrote: `folder`, or its `train`; None for other directories.
+    """Return the directory with the rows that `save_to_disk` wrote: `folder`, or its `train`; None for others.
 
-    Raises DataError with the splits that there are.
+    Raises DataError that lists the splits.
     """
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return folder
@@ -86,17 +86,17 @@ def saved_split(folder: Path, flag: str) -> Path | None:
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """The files that hold the rows, in their order, and those of the order of the rows, if there are any."""
+    """Return the files of the rows in order, and the files with the order of the rows, if there are any."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
         files = [*state["_data_files"], *(state.get("_indices_data_files") or [])]
-        return [folder / one["filename"] for one in files]
+        return [folder / file["filename"] for file in files]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/state.json is not as `save_to_disk` writes it ({error}): save it again.") from error
 
 
 def open_saved(folder: Path) -> Any:
-    """What `save_to_disk` wrote."""
+    """Open a dataset that `save_to_disk` wrote. Raises DataError."""
     try:
         return _package().load_from_disk(str(folder)).with_format("arrow")
     except (OSError, ValueError) as error:
@@ -104,7 +104,7 @@ def open_saved(folder: Path) -> Any:
 
 
 def saved_rows(dataset: Any, part: tuple[int, int], columns: list[str]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a saved dataset from the first number of `part` to the second."""
+    """Yield the rows of a saved dataset from `part[0]` up to `part[1]`."""
     chosen = dataset.select_columns(columns)
     for start in range(part[0], part[1], ROWS):
         yield from chosen[start : min(start + ROWS, part[1])].to_pylist()

@@ -1,9 +1,9 @@
-"""Who does what of a list of work, among all processes that share a directory: each piece once, also after a kill.
+"""Leases: division of work among the processes that share a directory, each piece once, also after a kill.
 
-A claim is a file that its maker creates exclusively and touches every few seconds as long as it is at work. One whose
-process has ended on this machine may be taken over, and so may one of another machine (or one of which that can't be
-told) that has not been touched for `LEASE` seconds. Times are those of the file system, which all machines share: a
-file of one's own, touched, tells what time it is there.
+A lease is a file that its holder creates exclusively and touches every few seconds while it works. A lease whose
+process has ended on this machine may be taken over, and so may one of another machine (or of a process whose state is
+unknown) that has not been touched for `LEASE` seconds. Times are those of the file system, which all machines share:
+each process touches a clock file of its own to read them.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ LEASE, RENEWED = 90.0, 15.0  # seconds
 
 
 class Leases:
-    """The claims of one process in `folder`. Close it (or use `with`) to give up those that are left.
+    """Leases of one process in `folder`. Close it (or use `with`) to release the remaining ones.
 
-    with Claims(folder) as claims:
-        if claims.take("part 7"):
+    with Leases(folder) as leases:
+        if leases.take("part 7"):
             ...
-            claims.release("part 7")
+            leases.release("part 7")
 
-    `partial("part 7")` is a file of this claim alone, to be written to and moved away when it is whole: whoever takes
-    the claim over deletes it, and what is `beside` it. A holder that wakes up after that no longer finds it.
+    `partial("part 7")` is a file of this lease alone, to be written and moved away when it is complete. A process that
+    takes the lease over deletes it and its `copy_path`: a holder that wakes up after that no longer finds it.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._word = secrets.token_hex(6)
-        self._claim = json.dumps({"word": self._word, **_own_process()}).encode()
+        self._content = json.dumps({"word": self._word, **_own_process()}).encode()
         self._held: set[str] = set()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
@@ -55,7 +55,7 @@ class Leases:
         self._clock().unlink(missing_ok=True)
 
     def take(self, name: str) -> bool:
-        """Whether the claim is now this process's; False if another one, or another part of this one, is at work."""
+        """Take a lease; return False if another process, or another part of this one, holds it."""
         path = self._path(name)
         if not self._create(path) and not (self._is_dead(path) and self._take_over(path)):
             return False
@@ -64,7 +64,7 @@ class Leases:
         return True
 
     def release(self, name: str) -> None:
-        """Give a claim up, and delete what is unfinished."""
+        """Release a lease, and delete its unfinished files."""
         with self._lock:
             self._held.discard(name)
         _delete(self.partial(name))
@@ -72,11 +72,11 @@ class Leases:
             self._path(name).unlink(missing_ok=True)
 
     def partial(self, name: str) -> Path:
-        """Where the holder of the claim writes."""
+        """Return the file that the holder of the lease writes."""
         return self.folder / f"{name}.{self._word}.partial"
 
     def sweep(self) -> None:
-        """Delete the claims of the dead, and what they left unfinished."""
+        """Delete the leases of processes that have ended, and their unfinished files."""
         for path in self.folder.glob("*.claim"):
             if self._is_dead(path) and self._take_over(path):
                 self.release(path.name.removesuffix(".claim"))
@@ -94,11 +94,11 @@ class Leases:
         except FileExistsError:
             return False
         with os.fdopen(file, "wb") as stream:
-            stream.write(self._claim)
+            stream.write(self._content)
         return True
 
     def _take_over(self, path: Path) -> bool:
-        """Two that find the same dead claim must not both take it: they look again one after the other."""
+        """Take over a dead lease, under a lock: of two processes that find the same one only one must take it."""
         with locked(self.folder / "claims.lock"):
             if path.exists():
                 if not self._is_dead(path):
@@ -116,7 +116,7 @@ class Leases:
         try:
             return self._now() - path.stat().st_mtime > LEASE
         except FileNotFoundError:
-            return False  # released at this moment: whoever wants it tries again
+            return False  # released at this moment: a process that wants it tries again
 
     def _clock(self) -> Path:
         return self.folder / f"{self._word}.clock"
@@ -133,23 +133,23 @@ class Leases:
                         os.utime(self._path(name))
 
 
-def beside(partial: Path) -> Path:
-    """A second file of the same claim, for what is not to be moved away."""
+def copy_path(partial: Path) -> Path:
+    """Return a second file of the same lease, for the copy of a remote source."""
     return partial.with_suffix(".beside")
 
 
 def _delete(partial: Path) -> None:
-    for path in (partial, beside(partial)):
+    for path in (partial, copy_path(partial)):
         path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, object]:
-    """What a claim says; nothing if it is gone, or being written."""
+    """Read the content of a lease; empty if it is gone, or being written."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _own_process() -> dict[str, object]:
@@ -158,7 +158,7 @@ def _own_process() -> dict[str, object]:
 
 @functools.cache
 def _machine() -> str:
-    """Equal for processes that see each other's ids: those of one start of one machine, and of one container on it."""
+    """Return a name that processes share which see each other's ids: in one boot of a machine, and one container."""
     parts = [platform.node()]
     with contextlib.suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -166,7 +166,7 @@ def _machine() -> str:
 
 
 def _is_alive(pid: object, started: object) -> bool | None:
-    """Whether a process of this machine lives; None if that cannot be told."""
+    """Return whether a process of this machine is alive; None if that is unknown."""
     if not isinstance(pid, int) or sys.platform == "win32":  # where a signal 0 would end it
         return None
     try:
@@ -176,11 +176,11 @@ def _is_alive(pid: object, started: object) -> bool | None:
     except OSError:  # another user's
         pass
     now = _started(pid)
-    return None if now is None or started is None else now == started  # else another one has got its number
+    return None if now is None or started is None else now == started  # otherwise another process has got its number
 
 
 def _started(pid: int) -> str | None:
-    """When the process began, in Linux's own count."""
+    """Return when the process was started, in Linux's own unit; None if that is unknown."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""The documents of one source, whole or a part of it: plain text, JSON, Parquet, ArrayRecord, tokens, datasets.
+"""Readers of the documents of one source, or of a part of it: text, JSON, Parquet, ArrayRecord, tokens, datasets.
 
 Large sources are cut into parts that different processes read. A part is a pair of numbers, from the first up to the
 second: bytes of plain text and of JSON lines, row groups of Parquet, records of ArrayRecord, rows of a saved dataset,
-and files of one that is streamed. The documents of the parts, one after the other, are those of the whole.
+and files of a streamed one. The documents of all parts in order are those of the whole source.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from eqx_decoders.data.sources.documents import (
 )
 from eqx_decoders.data.sources.hub_datasets import HubDataset, open_saved, saved_rows
 from eqx_decoders.data.sources.remote import RemoteFile, local_copy
-from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, File, Place, Source, folder_of
+from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, File, Location, Source, folder_of
 from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer
@@ -40,14 +40,14 @@ LONG, PIECE = 256 * 1024, 64 * 1024
 TOKENS_AT_ONCE = 1 << 22
 RECORDS_AT_ONCE = 256
 
-# Parts have these sizes in bytes: large files 32 parts, but none below the first number and none above the second.
+# A large file is cut into PARTS parts, of at least SMALLEST_PART and at most LARGEST_PART bytes.
 SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
 
 
 class ReadOptions(NamedTuple):
-    """What readers need beside the source: the field of records, and the tokenizer of files that hold tokens.
+    """Options of readers: the text field of records, and the tokenizer of files that hold tokens.
 
-    copy: where a remote file is copied to that is needed on this machine; None: in the folder for temporary files.
+    copy: path of the copy of a remote file that is needed on this machine; None: a temporary file.
     """
 
     text_field: str = "text"
@@ -56,7 +56,7 @@ class ReadOptions(NamedTuple):
 
 
 def read_source(source: Source, reading: ReadOptions, part: Part | None = None) -> Iterator[Document]:
-    """Every document of a source, or of a part, in a fixed order, read lazily; those without text are left out.
+    """Yield every document of a source, or of a part, in a fixed order, read lazily, without empty ones.
 
     - plain text: a file is a document (beyond 256 KiB: pieces of 64 KiB, cut at line ends);
     - `.jsonl`, `.json`, `.parquet` and datasets: a line, member of the list or row is a document: the text in the field
@@ -64,30 +64,30 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
     - `.arrayrecord`, `.array_record`: a record is a document: a text or, where the first is one, such a JSON object;
     - `.bin` (raw) and `.npy`: a list of uint16 or uint32 tokens; a document ends at the tokenizer's `eos_id`.
 
-    Raises DataError for what cannot be read, with the file and, where it is the content, the line.
+    Raises DataError that names the file and, for an error in its content, the line.
     """
-    with _told(source.file):
+    with _as_data_errors(source.file):
         folder = folder_of(source.file)
-        for one in _READERS[kind_of(source.file)].read(source, reading, part):
-            if one.text or one.chat or (one.tokens is not None and len(one.tokens)):
-                yield one._replace(folder=folder, drawn=one.draw())
+        for document in _READERS[kind_of(source.file)].read(source, reading, part):
+            if document.text or document.chat or (document.tokens is not None and len(document.tokens)):
+                yield document._replace(folder=folder, drawn=document.draw())
 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
-    """The parts of a source of so many bytes, which follow from its content alone; [None] for one that stays whole."""
+    """Return the parts of a source of `size` bytes, which follow from its content alone; [None] if it stays whole."""
     most = min(LARGEST_PART, max(SMALLEST_PART, (size or 0) // PARTS))
     if (size is not None and size <= 2 * SMALLEST_PART) or (
         isinstance(source.file, File) and is_compressed(source.file)
     ):
         return [None]
-    with _told(source.file):
+    with _as_data_errors(source.file):
         cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
     return [None] if len(cuts) < 3 else list(itertools.pairwise(cuts))
 
 
 @contextlib.contextmanager
-def _told(file: Place) -> Iterator[None]:
-    """The packages that read files raise errors of their own kinds: DataError with the file for all of them."""
+def _as_data_errors(file: Location) -> Iterator[None]:
+    """Raise DataError that names the file instead of errors of the packages that read it."""
     try:
         yield
     except EqxDecodersError:
@@ -96,8 +96,8 @@ def _told(file: Place) -> Iterator[None]:
         raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
 
 
-def kind_of(file: Place) -> str:
-    """Which reader reads it."""
+def kind_of(file: Location) -> str:
+    """Return the name of the reader for a file or dataset."""
     if isinstance(file, HubDataset):
         return "streamed dataset"
     if isinstance(file, Path) and file.is_dir():
@@ -116,29 +116,29 @@ def _read_text(source: Source, reading: ReadOptions, part: Part | None) -> Itera
         yield Document(source.name, decode(content, source.name), key=key)
         return
     with open_stream(_file(source)) as stream:
-        place, stop = part or (0, None)
+        start, stop = part or (0, None)
         if part is not None:
-            stream.seek(place)
+            stream.seek(start)
         for piece in itertools.count():
-            if place == stop or not (lines := stream.readlines(PIECE)):
+            if start == stop or not (lines := stream.readlines(PIECE)):
                 return
-            where = f"{source.name}, " + (f"piece {piece} of {PIECE} bytes" if part is None else f"byte {place}")
+            where = f"{source.name}, " + (f"piece {piece} of {PIECE} bytes" if part is None else f"byte {start}")
             content = b"".join(lines)
             yield Document(where, decode(content, where), key=key)
-            place += len(content)
+            start += len(content)
 
 
-def _text_cuts(file: Place, size: int | None, most: int) -> list[int]:
-    """Where documents begin is known by following them from the start: only on this machine that is no time."""
+def _text_cuts(file: Location, size: int | None, most: int) -> list[int]:
+    """Cut a local file where documents begin, which is found by skipping from one to the next: too slow remotely."""
     if not isinstance(file, Path) or size is None:
         return []
-    cuts, place = [0], 0
-    with StatusLine("finding where documents begin", kept=KEPT), file.open("rb") as stream:
-        while place < size:
-            stream.seek(place + PIECE)  # as `readlines(PIECE)` has it: the line that goes beyond is the last one
-            place = min(place + PIECE, size) + len(stream.readline())
-            if place - cuts[-1] >= most or place >= size:
-                cuts.append(place)
+    cuts, end = [0], 0
+    with StatusLine("finding where documents begin", remains=KEPT), file.open("rb") as stream:
+        while end < size:
+            stream.seek(end + PIECE)  # like `readlines(PIECE)`: the line that crosses it is the last one
+            end = min(end + PIECE, size) + len(stream.readline())
+            if end - cuts[-1] >= most or end >= size:
+                cuts.append(end)
     return cuts
 
 
@@ -146,7 +146,7 @@ def _text_cuts(file: Place, size: int | None, most: int) -> list[int]:
 
 
 def _read_json(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
-    """The documents of JSON lines, or of a file that holds one list of records, which is read at once."""
+    """Read the documents of JSON lines, or of a file that holds one list of records, which is read at once."""
     with open_stream(_file(source)) as stream:
         records = _records(stream, _file(source)) if part is None else _records_within(stream, _file(source), *part)
         yield from record_documents(records, reading.text_field)
@@ -157,22 +157,22 @@ def _records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(stream, 1):
         if may_be_list and line.lstrip().startswith(b"["):
             records = parsed(line + stream.read(), str(file))
-            yield from ((f"{file}, record {place}", record) for place, record in enumerate(records, 1))
+            yield from ((f"{file}, record {index}", record) for index, record in enumerate(records, 1))
         elif line.strip():
             may_be_list = False
             yield f"{file}:{number}", parsed(line, f"{file}:{number}")
 
 
 def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[tuple[str, Any]]:
-    """Those of the lines that begin at one of these bytes."""
-    place = max(0, start - 1)
-    stream.seek(place)
+    """Yield the records of the lines that begin at bytes from `start` up to `stop`."""
+    begin = max(0, start - 1)
+    stream.seek(begin)
     if start > 0:
-        place += len(stream.readline())  # of the part before, or the end of its last line
-    while place < stop and (line := stream.readline()):
+        begin += len(stream.readline())  # of the part before, or the end of its last line
+    while begin < stop and (line := stream.readline()):
         if line.strip():
-            yield f"{file}, byte {place}", parsed(line, f"{file}, byte {place}")
-        place += len(line)
+            yield f"{file}, byte {begin}", parsed(line, f"{file}, byte {begin}")
+        begin += len(line)
 
 
 def _even_cuts(size: int | None, most: int) -> list[int]:
@@ -185,16 +185,16 @@ def _even_cuts(size: int | None, most: int) -> list[int]:
 def _read_parquet(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     file, field = _file(source), reading.text_field
     with _parquet(file, reading.copy) as table:
-        known = used_columns(table.schema_arrow.names, field, str(file))
+        columns = used_columns(table.schema_arrow.names, field, str(file))
         first, last = part or (0, table.num_row_groups)
         begin = sum(table.metadata.row_group(group).num_rows for group in range(first))
         groups = list(range(first, last))
-        batches = table.iter_batches(batch_size=512, row_groups=groups, columns=known)  # one row group at a time
+        batches = table.iter_batches(batch_size=512, row_groups=groups, columns=columns)  # one row group at a time
         rows = (row for batch in batches for row in batch.to_pylist())
-        yield from row_documents(((f"{file}, row {row}", one) for row, one in enumerate(rows, begin)), field)
+        yield from row_documents(((f"{file}, row {number}", row) for number, row in enumerate(rows, begin)), field)
 
 
-def _parquet_cuts(file: Place, size: int | None, most: int) -> list[int]:
+def _parquet_cuts(file: Location, size: int | None, most: int) -> list[int]:
     if size is None:  # the server sends whole files only
         return []
     cuts, bytes_ = [0], 0
@@ -233,7 +233,7 @@ def _read_saved(source: Source, reading: ReadOptions, part: Part | None) -> Iter
     yield from row_documents(((f"{where}, row {number}", row) for number, row in rows), field)
 
 
-def _saved_cuts(file: Place, size: int | None, most: int) -> list[int]:
+def _saved_cuts(file: Location, size: int | None, most: int) -> list[int]:
     rows = open_saved(Path(str(file))).num_rows
     return _even_cuts(rows, max(1, rows * most // max(size or 1, 1)))
 
@@ -241,11 +241,11 @@ def _saved_cuts(file: Place, size: int | None, most: int) -> list[int]:
 def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     dataset = cast(HubDataset, source.file)  # as its kind says
     where, files = str(dataset), "" if part is None else f" of files {part[0]} to {part[1] - 1}"
-    rows = ((f"{where}, row {row}{files}", one) for row, one in enumerate(dataset.rows(part)))
+    rows = ((f"{where}, row {number}{files}", row) for number, row in enumerate(dataset.rows(part)))
     yield from row_documents(rows, reading.text_field)
 
 
-def _streamed_cuts(file: Place, size: int | None, most: int) -> list[int]:
+def _streamed_cuts(file: Location, size: int | None, most: int) -> list[int]:
     return list(range(cast(HubDataset, file).open().num_shards + 1))
 
 
@@ -262,9 +262,10 @@ def _read_array_record(source: Source, reading: ReadOptions, part: Part | None) 
         records = _array_records(reader, start, stop)
         named = ((f"{file}, record {number}", record) for number, record in enumerate(records, start))
         if is_record(first, reading.text_field):
-            yield from record_documents(((where, parsed(one, where)) for where, one in named), reading.text_field)
+            objects = ((where, parsed(record, where)) for where, record in named)
+            yield from record_documents(objects, reading.text_field)
         else:
-            yield from (Document(where, decode(one, where)) for where, one in named)
+            yield from (Document(where, decode(record, where)) for where, record in named)
 
 
 def _array_records(reader: Any, start: int, stop: int) -> Iterator[bytes]:
@@ -279,7 +280,7 @@ def _json_or_none(record: bytes) -> Any:
         return None
 
 
-def _array_record_cuts(file: Place, size: int | None, most: int) -> list[int]:
+def _array_record_cuts(file: Location, size: int | None, most: int) -> list[int]:
     if not isinstance(file, Path):  # each part would be a copy of the whole
         return []
     with _array_record(file, file) as reader:
@@ -288,7 +289,7 @@ def _array_record_cuts(file: Place, size: int | None, most: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _array_record(path: Path, named: Place) -> Iterator[Any]:
+def _array_record(path: Path, source: Location) -> Iterator[Any]:
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError as error:
@@ -296,12 +297,12 @@ def _array_record(path: Path, named: Place) -> Iterator[Any]:
     reader = ArrayRecordReader(str(path))
     try:
         if not reader.ok():
-            reader.close()  # which tells why
+            reader.close()  # which raises the reason
             raise ValueError("its end is missing")
         yield reader
         reader.close()
     except (RuntimeError, ValueError, IndexError, OSError) as error:
-        raise DataError(f"{named} is not an ArrayRecord file that can be read: {error}.") from error
+        raise DataError(f"{source} is not an ArrayRecord file that can be read: {error}.") from error
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -340,9 +341,9 @@ def _open_tokens(path: Path, file: File, vocab_size: int) -> np.ndarray:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError) as error:
             raise DataError(f"{file} is not an .npy file that can be read: {error}") from error
-        good = tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
-        held = f"{tokens.dtype} of shape {tokens.shape}"
-        check(good, f"{file} holds {held}; it must be a list of uint16 or uint32 tokens.", DataError)
+        valid = tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
+        content = f"{tokens.dtype} of shape {tokens.shape}"
+        check(valid, f"{file} holds {content}; it must be a list of uint16 or uint32 tokens.", DataError)
         return tokens
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     size = path.stat().st_size
@@ -354,24 +355,24 @@ def _open_tokens(path: Path, file: File, vocab_size: int) -> np.ndarray:
 
 def _check_ids(tokens: np.ndarray, start: int, file: File, vocab_size: int) -> None:
     if len(tokens) and int(tokens.max()) >= vocab_size:
-        place = int(np.argmax(tokens >= vocab_size))
-        found = f"{file} holds the token id {tokens[place]} at place {start + place}"
-        raise DataError(f"{found}; ids must be below vocab_size={vocab_size}: is it another tokenizer's file?")
+        index = int(np.argmax(tokens >= vocab_size))
+        message = f"{file} holds the token id {tokens[index]} at place {start + index}"
+        raise DataError(f"{message}; ids must be below vocab_size={vocab_size}: is it another tokenizer's file?")
 
 
 # --- which reader reads what ------------------------------------------------------------------------------------------
 
 
 def _file(source: Source) -> File:
-    """Of any kind but datasets, as a source's kind says."""
+    """Return the file of a source that is not a dataset."""
     return cast(File, source.file)
 
 
 class _SourceReader(NamedTuple):
-    """How documents are read, and where a source of so many bytes is cut into parts of at most so many."""
+    """Reader of one kind of source: `read` yields documents, `cuts` the ends of parts of at most a size."""
 
     read: Callable[[Source, ReadOptions, Part | None], Iterator[Document]]
-    cuts: Callable[[Place, int | None, int], list[int]]
+    cuts: Callable[[Location, int | None, int], list[int]]
 
 
 _KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "tokens", ".npy": "npy"}

@@ -1,6 +1,7 @@
-"""Files that lie elsewhere (`gs://`, `s3://`, `https://`, …), read through fsspec; what fails is tried again.
+"""Remote files (`gs://`, `s3://`, `https://`, …), read through fsspec, with retries.
 
-A `RemoteFile` has of `pathlib.Path` what reading needs (`name`, `stem`, `suffix`, `open`), so that readers take both.
+A `RemoteFile` has the members of `pathlib.Path` that reading needs (`name`, `stem`, `suffix`, `open`): readers take
+both.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 
 PAUSES = (0.5, 2.0, 8.0)  # seconds before what failed is tried again
 BUFFER = 1 << 20
-WITHOUT_LISTS = ("http", "https")  # servers that do not say which files they have
+WITHOUT_LISTS = ("http", "https")  # servers that do not list their files
 
-# What says that the content is the same, by the names that file systems give it.
+# Entries that identify a content, by the names that file systems give them.
 ETAGS = ("ETag", "etag")
 CHECKSUMS = ("md5Hash", "Content-MD5", "crc32c", *ETAGS, "blob_id")
 
-# Errors that another try does not help: the file, or the request for it, is not as it must be.
+# Errors that a retry does not mend: the file, or the request for it, is not as it must be.
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
 _LASTING += (TypeError, ValueError, AttributeError, EqxDecodersError)
 _PACKAGES = {
@@ -42,13 +43,13 @@ T = TypeVar("T")
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is the address of something elsewhere: `scheme://…`."""
+    """Return whether a path is the address of a remote file: `scheme://…`."""
     return "://" in path
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFile:
-    """A file by its address."""
+    """Remote file by its address."""
 
     url: str
 
@@ -69,7 +70,7 @@ class RemoteFile:
 
     @property
     def size(self) -> int | None:
-        """Bytes; None if the server doesn't tell, and then parts of the file can't be asked for either."""
+        """Number of bytes; None for a server that doesn't send it, or that doesn't send parts of files."""
         info = self._info()
         size = info.get("size")
         in_parts = info.get("partial", urlsplit(self.url).scheme not in WITHOUT_LISTS)
@@ -77,20 +78,20 @@ class RemoteFile:
 
     @property
     def checksum(self) -> str | None:
-        """What its file system says of its content, with the size; None if it says nothing that can be relied on.
+        """Checksum of the content by its file system, with the size; None if there is no reliable one.
 
-        An ETag of a web server tells versions of one file apart, not files: then the address is part of it.
+        An ETag of a web server distinguishes versions of one file, not files: then the address is part of it.
         """
         info = self._info()
-        given = ((name, str(info[name])) for name in CHECKSUMS if info.get(name))
-        name, value = next(given, ("", "W/"))
-        if value.startswith("W/"):  # only about the same
+        known = ((name, str(info[name])) for name in CHECKSUMS if info.get(name))
+        name, value = next(known, ("", "W/"))
+        if value.startswith("W/"):  # equal for contents that are only about the same
             return None
         where = f"{self.url} " if urlsplit(self.url).scheme in WITHOUT_LISTS and name in ETAGS else ""
         return f"{where}{info.get('size')} {name} {value}"
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
-        """Its bytes as a stream, which can be moved in where the size is known."""
+        """Open the file as a stream, which is seekable where the size is known."""
         check(mode == "rb", f"mode={mode!r}: remote files are only read, as 'rb'.")
         return io.BufferedReader(_RangeReader(self), BUFFER)
 
@@ -100,7 +101,7 @@ class RemoteFile:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of an address, and the path in it."""
+    """Return fsspec's file system of an address, and the path in it."""
     scheme = urlsplit(url).scheme
     try:
         import fsspec
@@ -124,9 +125,9 @@ def _opened(url: str) -> tuple[Any, str]:
 
 
 def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
-    """The files of an address with `*`, below a directory, or at it, in order; and the address of the directory.
+    """Find the files of a pattern, below a directory or at an address, in order; return the directory's address, too.
 
-    Raises DataError for what isn't there, and for patterns on servers that have no lists.
+    Raises DataError for addresses that cannot be read, and for patterns on servers that do not list their files.
     """
     system, inside = file_system(path)
     lists = urlsplit(path).scheme not in WITHOUT_LISTS
@@ -134,20 +135,20 @@ def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
     rule = "such a server has no list of its files: name them one by one"
     check(lists or not pattern, f"{flag} {path!r} is a pattern, and {rule}.", DataError)
     if pattern:
-        found, folder = try_again(lambda: system.glob(inside), path), None
+        files, folder = try_again(lambda: system.glob(inside), path), None
     elif lists and try_again(lambda: system.isdir(inside), path):
-        found, folder = try_again(lambda: system.find(inside), path), system.unstrip_protocol(inside).rstrip("/")
+        files, folder = try_again(lambda: system.find(inside), path), system.unstrip_protocol(inside).rstrip("/")
     else:
-        there = not lists or try_again(lambda: system.isfile(inside), path)
-        return None, [RemoteFile(path)] if there else []
-    return folder, [RemoteFile(system.unstrip_protocol(one)) for one in sorted(found) if not one.endswith("/")]
+        exists = not lists or try_again(lambda: system.isfile(inside), path)
+        return None, [RemoteFile(path)] if exists else []
+    return folder, [RemoteFile(system.unstrip_protocol(file)) for file in sorted(files) if not file.endswith("/")]
 
 
 @contextlib.contextmanager
 def local_copy(file: "Path | RemoteFile", target: Path | None = None) -> Iterator[Path]:
-    """The file on this machine, for readers that need it there; a copy of a remote one is deleted afterwards.
+    """Copy a remote file to this machine, for readers that need it there, and delete the copy afterwards.
 
-    target: the copy, where somebody will delete it if this process is killed; None: in the folder for temporary files.
+    target: path of the copy, which another process will delete if this one is killed; None: a temporary file.
     """
     if isinstance(file, Path):
         yield file
@@ -162,7 +163,7 @@ def local_copy(file: "Path | RemoteFile", target: Path | None = None) -> Iterato
 
 
 def try_again(call: Callable[[], T], what: str) -> T:
-    """`call()`, again after a pause if it fails by what may pass. Raises DataError with the last error."""
+    """Return `call()`, retried after pauses where its error may be temporary. Raises DataError with the last error."""
     for pause in (*PAUSES, None):
         try:
             return call()
@@ -172,17 +173,17 @@ def try_again(call: Callable[[], T], what: str) -> T:
             raise DataError(f"{what} cannot be read: {type(error).__name__}: {error}.") from error
         except Exception as error:
             if pause is None:
-                told = f"{what} cannot be read, tried {len(PAUSES) + 1} times: {type(error).__name__}: {error}"
-                raise DataError(f"{told}. Start again when it can be reached.") from error
+                message = f"{what} cannot be read, tried {len(PAUSES) + 1} times: {type(error).__name__}: {error}"
+                raise DataError(f"{message}. Start again when it can be reached.") from error
             time.sleep(pause)
     raise AssertionError("the last try returns or raises")
 
 
 class _RangeReader(io.RawIOBase):
-    """The bytes of a remote file; after an error it is opened again at the same place."""
+    """Stream of a remote file that is opened anew at the same position after an error."""
 
     def __init__(self, file: RemoteFile):
-        self._file, self._place, self._handle = file, 0, None
+        self._file, self._position, self._handle = file, 0, None
         self._size = file.size
 
     def readable(self) -> bool:
@@ -192,46 +193,46 @@ class _RangeReader(io.RawIOBase):
         return self._size is not None
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         if self._size is None:
             raise io.UnsupportedOperation(f"{self._file} has no known size")
-        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        return self._place
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         content = try_again(lambda: self._read(len(buffer)), str(self._file))
         buffer[: len(content)] = content
-        self._place += len(content)
+        self._position += len(content)
         return len(content)
 
     def _read(self, size: int) -> bytes:
-        if self._size is not None and self._place >= self._size:
+        if self._size is not None and self._position >= self._size:
             return b""
         try:
-            handle = self._at_place()
+            handle = self._at_position()
             content = handle.read(size)
             if not content and self._size is not None:
-                raise ConnectionError(f"it ended at byte {self._place} of {self._size}")
+                raise ConnectionError(f"it ended at byte {self._position} of {self._size}")
             return content
         except Exception:
             self._drop()
             raise
 
-    def _at_place(self) -> Any:
+    def _at_position(self) -> Any:
         if self._handle is None:
             system, path = file_system(self._file.url)
             whole = self._size is None and urlsplit(self._file.url).scheme in WITHOUT_LISTS
             self._handle = system.open(path, "rb", **({"block_size": 0} if whole else {}))
-        place = self._handle.tell()
-        if place != self._place and self._size is not None:
-            self._handle.seek(self._place)
-        elif place > self._place:
+        position = self._handle.tell()
+        if position != self._position and self._size is not None:
+            self._handle.seek(self._position)
+        elif position > self._position:
             raise ConnectionError("it can't be read from the middle")
-        while self._size is None and (left := self._place - self._handle.tell()) > 0:
+        while self._size is None and (left := self._position - self._handle.tell()) > 0:
             if not self._handle.read(min(left, BUFFER)):
-                raise ConnectionError(f"it ended before byte {self._place}, which was read earlier")
+                raise ConnectionError(f"it ended before byte {self._position}, which was read earlier")
         return self._handle
 
     def _drop(self) -> None:

@@ -1,7 +1,7 @@
-"""Which files, directories and datasets a corpus is made of, and what tells that their content is the same.
+"""Sources of a corpus: its files, directories and datasets, and the entries by which changes of them are noticed.
 
-Without a path the corpus is the source code of Python's own standard library, about 12 MB on every machine that runs
-this: nothing is downloaded.
+Without a path the corpus is the source code of Python's own standard library, about 12 MB on every machine: nothing is
+downloaded.
 """
 
 import collections
@@ -30,20 +30,20 @@ from eqx_decoders.io.status import StatusLine
 
 Paths = str | Sequence[str] | None
 File = Path | RemoteFile
-Place = File | HubDataset
-Entry = dict[str, Any]  # what is kept of a source: its size, the time of its last change, and the hash of its content
+Location = File | HubDataset
+Entry = dict[str, Any]  # of a source in manifests: its size, the time of its last change, the hash of its content
 
 DATA, HELD_OUT = "--data (DataConfig.path)", "--held-out (DataConfig.held_out_path)"  # for error messages
 ARRAY_RECORDS = (".arrayrecord", ".array_record")
 RECORDS = (".jsonl", ".parquet", *ARRAY_RECORDS, ".bin", ".npy", ".json")
-UNCOMPRESSED = (".parquet", *ARRAY_RECORDS, ".bin", ".npy")  # mapped into memory, or compressed inside
+UNCOMPRESSED = (".parquet", *ARRAY_RECORDS, ".bin", ".npy")  # mapped into memory, or compressed internally
 TEXTS = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
     *(".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".rs"),
 )
 
-# Which files of a directory are its corpus: the first of these that chooses any. `.json` is late, since a folder of
-# texts or records often has settings beside them.
+# Kinds of files that are a directory's corpus: the first of these kinds that it has. `.json` is late, since a folder of
+# texts or records often has settings as well.
 PREFERENCES: tuple[Callable[[File], bool], ...] = (
     lambda file: file.suffix in RECORDS[:-1],
     lambda file: is_compressed(file) and plain_suffix(file) == ".jsonl",
@@ -53,68 +53,68 @@ PREFERENCES: tuple[Callable[[File], bool], ...] = (
 )
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-BUILD_SETTINGS = "_sysconfigdata"  # the file that describes the machine on which Python was compiled
+BUILD_SETTINGS = "_sysconfigdata"  # a file that describes the machine on which Python was compiled
 
 KEPT = "the tokens that were made are kept"
 EVERYWHERE = re.compile(r"(?:(?<=/)|^)\*\*(?:/|$)")  # in a pattern: any folders
 CHUNK = 1 << 20  # bytes that are hashed at once
-JUST_NOW = 2_000_000_000  # nanoseconds: a file that was changed so lately may change once more at the same time
+JUST_NOW = 2_000_000_000  # nanoseconds: a file changed so recently may change once more with the same time
 
 
 class Source(NamedTuple):
-    """A file or dataset of the corpus and the name under which it is known, relative to the corpus.
+    """Source: a file or dataset of the corpus, with its name relative to the corpus.
 
     `by_name`: documents are held out by this name, not by their content.
     """
 
     name: str
-    file: Place
+    file: Location
     by_name: bool = False
 
 
 def as_paths(path: Paths) -> tuple[str | None, ...]:
-    """The paths one by one; of None: the one that stands for the standard library."""
+    """Return the paths as a tuple; None, which stands for the standard library, as `(None,)`."""
     return (path,) if path is None or isinstance(path, str) else tuple(path)
 
 
-def as_place(text: str) -> Place:
-    """The file or dataset whose `str` this is."""
+def parse_location(text: str) -> Location:
+    """Return the file or dataset whose `str` is `text`."""
     return _dataset(text) or (RemoteFile(text) if is_remote(text) else Path(text))
 
 
-def folder_of(file: Place) -> Path | None:
-    """Where relative paths in a source begin: its directory, or itself if it is one; None if it is elsewhere."""
+def folder_of(file: Location) -> Path | None:
+    """Return the directory where relative paths in a source begin: its own, or itself; None for a remote source."""
     if not isinstance(file, Path):
         return None
     return (file if file.is_dir() else file.parent).resolve()
 
 
 def _dataset(path: str) -> HubDataset | None:
-    """The dataset of the hub that a path names; None for a file in one."""
+    """Return the dataset of the hub that a path names; None for other paths and for a file of a dataset."""
     dataset = hub_dataset(path)
     is_file = dataset is not None and plain_suffix(Path(dataset.config or "")) in RECORDS + TEXTS
     return None if is_file else dataset
 
 
 def find_sources(path: Paths, flag: str = DATA) -> tuple[Source, ...]:
-    """The sources at `path`: one or several, each a file, directory, glob or dataset (None: the standard library).
+    """Find the sources at `path`: one or several files, directories, globs or datasets (None: the standard library).
 
     Addresses such as `gs://…` and `https://…` are read through fsspec, `hf://datasets/org/name[/config][:split]` is a
     dataset of the hub, and a directory may be one that the `save_to_disk` of `datasets` wrote.
 
-    The files of a directory or glob come in the order of their names. Of a directory the records (.jsonl, .parquet,
-    .arrayrecord, .bin, .npy) are taken or, where it has none, the compressed ones; then the plain texts; then what else
-    can be read. Files and globs must have endings that are known, or none at all: that is plain text, as in `LICENSE`.
+    The files of a directory or glob are in the order of their names. A directory's corpus are its records (.jsonl,
+    .parquet, .arrayrecord, .bin, .npy); if it has none, the compressed ones; then plain texts; then other readable
+    files. Files and globs must have known suffixes, or none: that is plain text, as in `LICENSE`.
 
-    Raises DataError, with the flag, if there are none.
+    Raises DataError that names the flag if there are none.
     """
-    found: dict[str, Source] = {}
-    for one in as_paths(path):
-        for source in _find(one, flag):
+    sources: dict[str, Source] = {}
+    for each in as_paths(path):
+        for source in _find(each, flag):
             copies = (f"{source.name} ({number})" for number in itertools.count(2))
-            name = source.name if source.name not in found else next(copy for copy in copies if copy not in found)
-            found[name] = source._replace(name=name)
-    return tuple(found.values())
+            name = source.name if source.name not in sources else next(copy for copy in copies if copy not in sources)
+            sources[name] = source._replace(name=name)
+    return tuple(sources.values())
 
 
 def _find(path: str | None, flag: str) -> Sequence[Source]:
@@ -123,7 +123,7 @@ def _find(path: str | None, flag: str) -> Sequence[Source]:
     if (dataset := _dataset(path)) is not None:
         return [Source(str(dataset), dataset)]
     if is_remote(path):
-        return _find_elsewhere(path, flag)
+        return _find_remote(path, flag)
     root = Path(path)
     if root.is_dir():
         saved = saved_split(root, flag)
@@ -134,25 +134,25 @@ def _find(path: str | None, flag: str) -> Sequence[Source]:
     return [Source(file.name if file == root else file.as_posix(), file) for file in files]
 
 
-def _find_elsewhere(path: str, flag: str) -> Sequence[Source]:
+def _find_remote(path: str, flag: str) -> Sequence[Source]:
     folder, files = find_remote(path, flag)
     if folder is not None:
         below = [(file.url.removeprefix(folder + "/"), file) for file in files]
-        shown = (Source(*one) for one in below if not any(part.startswith(".") for part in one[0].split("/")))
-        return _chosen(sorted(shown, key=lambda one: one.name), path, flag)
+        visible = [Source(*each) for each in below if not any(part.startswith(".") for part in each[0].split("/"))]
+        return _chosen(sorted(visible, key=lambda source: source.name), path, flag)
     _check_files(files, path, flag)
     return [Source(file.name if file.url == path else file.url, file) for file in files]
 
 
-def _chosen(found: Sequence[Source], path: str, flag: str) -> Sequence[Source]:
-    """The files of a directory that are its corpus."""
+def _chosen(sources: Sequence[Source], path: str, flag: str) -> Sequence[Source]:
+    """Return the files of a directory that are its corpus, each once."""
     files: list[Source] = []
     for is_chosen in PREFERENCES:
-        files = files or [one for one in found if isinstance(one.file, File) and is_chosen(one.file)]
+        files = files or [each for each in sources if isinstance(each.file, File) and is_chosen(each.file)]
     known = " ".join(RECORDS + TEXTS)
     check(bool(files), f"{flag} {path!r} holds no file that can be read; known endings: {known}.", DataError)
-    once = set(_once(one.file for one in files if isinstance(one.file, Path)))
-    return [one for one in files if one.file in once or isinstance(one.file, RemoteFile)]
+    once = set(_once(each.file for each in files if isinstance(each.file, Path)))
+    return [each for each in files if each.file in once or isinstance(each.file, RemoteFile)]
 
 
 def _check_files(files: Sequence[File], path: str, flag: str) -> None:
@@ -166,32 +166,32 @@ def _check_files(files: Sequence[File], path: str, flag: str) -> None:
 
 
 def _below(root: Path, skip: frozenset[str] = frozenset()) -> list[Source]:
-    """All files below `root`, without hidden ones and folders named in `skip`."""
+    """Return all files below `root`, without hidden ones and folders named in `skip`."""
     files = (Path(folder, name) for folder, names in _folders(root, skip) for name in names if not name.startswith("."))
-    found = [Source(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
-    return sorted(found, key=lambda one: one.name)
+    sources = [Source(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
+    return sorted(sources, key=lambda source: source.name)
 
 
 def _folders(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
-    """`root` and the folders below, with the names of their files, each once: not also where a link leads back to it.
+    """Yield `root` and the folders below with the names of their files, each once, also where links lead to it.
 
     Hidden folders and those named in `skip` are left out.
     """
     seen, waiting = set(root.resolve().parents), collections.deque([root])
     while waiting:
         for folder, folders, names in os.walk(waiting.popleft()):
-            place = Path(folder).resolve()
-            if place in seen:
+            real = Path(folder).resolve()
+            if real in seen:
                 folders.clear()
                 continue
-            seen.add(place)
-            folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in skip)
-            waiting += [link for one in folders if (link := Path(folder, one)).is_symlink()]  # behind all real ones
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
+            waiting += [link for name in folders if (link := Path(folder, name)).is_symlink()]  # behind all real ones
             yield folder, names
 
 
 def _matching(pattern: str) -> Iterator[Path]:
-    """What `glob` finds; a `**` follows links as `_folders` does: glob would go round in circles."""
+    """Yield the paths that `glob` finds, but follow links at `**` as `_folders` does: glob would not terminate."""
     head, *tail = EVERYWHERE.split(pattern, maxsplit=1)
     if not tail:
         yield from map(Path, glob.glob(pattern))
@@ -202,84 +202,85 @@ def _matching(pattern: str) -> Iterator[Path]:
 
 
 def _once(files: Iterable[Path]) -> list[Path]:
-    """Each file by the shortest of its paths, in order; links to one of the others are left out."""
-    found: dict[str, Path] = {}
+    """Return each file once by its shortest path, in order, without links to one of the others."""
+    unique: dict[str, Path] = {}
     real = functools.cache(os.path.realpath)
-    for file in sorted(files, key=lambda one: (len(one.parts), one)):
-        found.setdefault(os.path.join(real(file.parent), file.name), file)
-    return sorted(file for file in found.values() if not file.is_symlink() or os.path.realpath(file) not in found)
+    for file in sorted(files, key=lambda path: (len(path.parts), path)):
+        unique.setdefault(os.path.join(real(file.parent), file.name), file)
+    return sorted(file for file in unique.values() if not file.is_symlink() or os.path.realpath(file) not in unique)
 
 
 def _standard_library() -> tuple[Source, ...]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = (one for one in _below(root, SKIPPED_FOLDERS) if one.name.endswith(".py"))
-    found = tuple(one._replace(by_name=True) for one in files if BUILD_SETTINGS not in one.name)
-    check(bool(found), f"the standard library at {root} holds no source files: give {DATA}.", DataError)
-    return found
+    files = (each for each in _below(root, SKIPPED_FOLDERS) if each.name.endswith(".py"))
+    sources = tuple(each._replace(by_name=True) for each in files if BUILD_SETTINGS not in each.name)
+    check(bool(sources), f"the standard library at {root} holds no source files: give {DATA}.", DataError)
+    return sources
 
 
-# --- what tells that the content is the same --------------------------------------------------------------------------
+# --- size, time and hash of a source ----------------------------------------------------------------------------------
 
 
 def describe_sources(sources: Mapping[str, Source], known: Mapping[str, Entry], cache: Path) -> dict[str, Entry]:
-    """Size, time of the last change and hash of the content of each source.
+    """Return the entry of each source: size, time of the last change and hash of the content.
 
-    Files whose size and time are those of a `known` entry, or of one that was written into `cache` when they were read
+    Files with the size and time of a `known` entry, or of an entry that was written into `cache` when they were read
     last, are not read again. The others are, several at a time, and by one process for all that need them.
     """
-    found = {name: _as_known(source, known.get(name)) for name, source in sources.items()}
-    if all(found.values()):
-        return {name: entry for name, entry in found.items() if entry is not None}
+    entries = {name: _as_known(source, known.get(name)) for name, source in sources.items()}
+    if all(entries.values()):
+        return {name: entry for name, entry in entries.items() if entry is not None}
     names = json.dumps([str(_absolute(source.file)) for source in sources.values()]).encode()
     memory = cache / "sources" / f"{hashlib.blake2b(names, digest_size=16).hexdigest()}.json"
-    with StatusLine("reading the text", kept=KEPT) as waiting, locked(memory.with_suffix(".lock")):
+    with StatusLine("reading the text", remains=KEPT) as status, locked(memory.with_suffix(".lock")):
         remembered = _read_json(memory)
-        found = {
-            name: found[name] or _as_known(source, remembered.get(str(_absolute(source.file))))
+        entries = {
+            name: entries[name] or _as_known(source, remembered.get(str(_absolute(source.file))))
             for name, source in sources.items()
         }
-        left = {name: sources[name] for name, entry in found.items() if entry is None}
-        read = _describe_all(left, waiting)
-        lately = time.time_ns() - JUST_NOW
+        unknown = {name: sources[name] for name, entry in entries.items() if entry is None}
+        read = _describe_all(unknown, status)
+        recently = time.time_ns() - JUST_NOW
         for name, entry in read.items():
-            if isinstance(entry["mtime_ns"], int) and entry["mtime_ns"] < lately:
+            if isinstance(entry["mtime_ns"], int) and entry["mtime_ns"] < recently:
                 remembered[str(_absolute(sources[name].file))] = entry
         if read:
             write_atomically(memory, json.dumps(remembered).encode())
-    return {name: entry or read[name] for name, entry in found.items()}
+    return {name: entry or read[name] for name, entry in entries.items()}
 
 
-def _describe_all(sources: Mapping[str, Source], waiting: StatusLine) -> dict[str, Entry]:
+def _describe_all(sources: Mapping[str, Source], status: StatusLine) -> dict[str, Entry]:
     pool = concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, max(1, len(sources))))
     try:
-        return dict(zip(sources, pool.map(lambda one: describe(one.file, waiting), sources.values()), strict=True))
+        entries = pool.map(lambda source: describe(source.file, status), sources.values())
+        return dict(zip(sources, entries, strict=True))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def describe(file: Place, waiting: StatusLine | None = None) -> Entry:
-    """Size, time of the last change (None for what has none that can be relied on) and hash of a source.
+def describe(file: Location, status: StatusLine | None = None) -> Entry:
+    """Return the entry of a source: size, time of the last change (None where it is not reliable) and hash.
 
-    Raises DataError for what cannot be read.
+    Raises DataError for a source that cannot be read.
     """
     if isinstance(file, HubDataset):
         commit = file.with_commit()
         return {"size": None, "mtime_ns": None, "hash": _short([str(commit)]), "revision": commit.revision}
     if isinstance(file, RemoteFile):
         checksum = file.checksum
-        return {"size": file.size, "mtime_ns": None, "hash": _short([checksum]) if checksum else _hash(file, waiting)}
+        return {"size": file.size, "mtime_ns": None, "hash": _short([checksum]) if checksum else _hash(file, status)}
     try:
         size, changed = _size_and_time(file)
-        digest = _short([_hash(one, waiting) for one in saved_files(file)]) if file.is_dir() else _hash(file, waiting)
+        digest = _short([_hash(each, status) for each in saved_files(file)]) if file.is_dir() else _hash(file, status)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
     return {"size": size, "mtime_ns": changed, "hash": digest}
 
 
-def is_as_described(file: Place, digest: str, seen: tuple[int, int] | None) -> bool:
-    """Whether a source is still that of an entry with this hash, as far as that is told without reading it.
+def is_as_described(file: Location, digest: str, seen: tuple[int, int] | None) -> bool:
+    """Return whether a source still has the content of an entry, as far as that is known without reading it.
 
-    seen: the entry's size and time of the last change, where it has both.
+    digest: the entry's hash. seen: its size and time of the last change, where it has both.
     """
     if isinstance(file, RemoteFile):
         checksum = file.checksum
@@ -291,7 +292,7 @@ def is_as_described(file: Place, digest: str, seen: tuple[int, int] | None) -> b
 
 
 def _as_known(source: Source, entry: Entry | None) -> Entry | None:
-    """`entry`, if the source is still what it describes as far as that is told without reading it."""
+    """Return `entry` if the source is unchanged, as far as that is known without reading it; otherwise None."""
     if entry is None or isinstance(source.file, RemoteFile):
         return None
     if isinstance(source.file, HubDataset):  # the commit that was taken first stays
@@ -300,17 +301,17 @@ def _as_known(source: Source, entry: Entry | None) -> Entry | None:
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
-    stats = [one.stat() for one in (saved_files(file) if file.is_dir() else [file])]
-    return sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
+    stats = [each.stat() for each in (saved_files(file) if file.is_dir() else [file])]
+    return sum(each.st_size for each in stats), max((each.st_mtime_ns for each in stats), default=0)
 
 
-def _hash(file: File, waiting: StatusLine | None) -> str:
+def _hash(file: File, status: StatusLine | None) -> str:
     digest = hashlib.blake2b()
     with file.open("rb") as stream:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
-            if waiting is not None:
-                waiting.add(len(chunk))
+            if status is not None:
+                status.add(len(chunk))
     return digest.hexdigest()[:32]
 
 
@@ -318,7 +319,7 @@ def _short(parts: list[str]) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def _absolute(file: Place) -> Place:
+def _absolute(file: Location) -> Location:
     return file.absolute() if isinstance(file, Path) else file
 
 

@@ -1,4 +1,4 @@
-"""A corpus as a stream of documents, and which of them are held out."""
+"""Corpus as a stream of documents, and the rule by which some of them are held out."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,7 +11,7 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 def read_documents(
     path: Paths, *, text_field: str = "text", tokenizer: Tokenizer | None = None, flag: str = DATA
 ) -> Iterator[Document]:
-    """Every document at `path` in a fixed order, read lazily (see `find_sources` and `read_source`).
+    """Yield every document at `path` in a fixed order, read lazily (see `find_sources` and `read_source`).
 
     Raises DataError with file and line for what cannot be read.
     """
@@ -20,9 +20,9 @@ def read_documents(
 
 
 def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[Document], bool]:
-    """Which documents are held out: those whose hash draws a number below `fraction`.
+    """Return the function that says whether a document is held out: its hash draws a number below `fraction`.
 
-    Equal documents fall on the same side, so no text is in both. Where that would leave one side empty (a few
+    Equal documents are in the same split, so no text is in both. Where that would leave one split empty (a few
     documents only), the one with the smallest number is held out; a single document is never.
     """
     smallest, largest = 1.0, 0.0
@@ -31,13 +31,13 @@ def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[D
         if smallest < fraction <= largest:  # as a rule after a few documents
             break
     below, equal = held_out_draws(fraction, smallest, largest)
-    return lambda one: one.draw() < below or one.draw() == equal
+    return lambda document: document.draw() < below or document.draw() == equal
 
 
 def held_out_draws(fraction: float, smallest: float, largest: float) -> tuple[float, float | None]:
-    """Of documents whose draws are between these: held out are those that draw less than the first, or the second.
+    """Return `below` and `equal`: documents are held out that draw a number below the first, or equal to the second.
 
-    Of a fraction of 1 that is all, also of few.
+    `smallest` and `largest` are the extremes of the documents' draws. A fraction of 1 holds all of them out.
     """
     if fraction <= 0 or fraction >= 1 or smallest < fraction <= largest:
         return fraction, None

@@ -1,32 +1,17 @@
-"""How much there is of each split of a corpus: documents, tokens, targets, bytes, and what gzip makes of the text."""
+"""Counts of a corpus: documents, tokens, targets, bytes, and the gzip baseline of each split."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from eqx_decoders.data.chats import render_documents
-from eqx_decoders.data.sources.readers import read_source
-from eqx_decoders.data.store.gzip_baseline import Gzip
-from eqx_decoders.data.store.shards import Shard, separators, trained_text
-from eqx_decoders.data.store.tokenization import Recipe, ShardTask
-from eqx_decoders.io.text.tokenizer import Tokenizer
-
-
-if TYPE_CHECKING:
-    from eqx_decoders.data.store.token_store import TokenStore
 
 SPLITS = ("train", "held_out")
-COMPRESSED = 1 << 30  # bytes of sources whose held-out text gzip gets: more would tell no more
-DOCUMENTS_AT_ONCE = 1 << 20
 
 
 class CorpusStats(NamedTuple):
-    """Of one split: documents, tokens (with the separators), tokens that are targets, bytes of UTF-8 that are.
+    """Counts of one split: documents, tokens (with separators), tokens that are targets, bytes of UTF-8 in the targets.
 
-    Every token but the first of its document is a target once, or those in its spans. `bytes` is None for training text
-    that came as tokens. `gzip_nats_per_byte` is known for the held-out split: of all its text or, of a corpus above a
-    gigabyte, of that in the first gigabyte.
+    Every token but the first of its document is a target once or, where it has spans, those in its spans. `bytes` is
+    None for training text that came as tokens. `gzip_nats_per_byte` is known for the held-out split: for all its text
+    or, in a corpus above a gigabyte, for the text in its first gigabyte.
     """
 
     documents: int
@@ -34,72 +19,4 @@ class CorpusStats(NamedTuple):
     targets: int
     bytes: int | None
     gzip_nats_per_byte: float | None = None
-    gzip_bytes: int | None = None  # of the text that gzip got; None in counts of earlier versions
-
-
-def count(store: "TokenStore", jobs: Sequence[ShardTask] | None, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Of each split, the arguments of `CorpusStats`; `jobs` are those of the shards (None: gzip isn't asked)."""
-    totals = np.zeros((2, 3), np.int64)
-    sizes: list[int | None] = [0, 0]
-    gzip, read, start = Gzip(), 0, 0
-    for number in range(store.shard_count):
-        shard = store.shard(number)
-        held_out = store.is_held_out(start, start + len(shard))
-        start += len(shard)
-        totals += _of_shard(shard, held_out)
-        known, compressed = _known_bytes(shard, held_out), jobs is not None and read < COMPRESSED and held_out.any()
-        texts: Iterable[bytes] = ()
-        if jobs is not None and compressed:
-            texts = _texts(jobs[number], recipe, held_out)
-            read += jobs[number].size or shard.info.bytes or 4 * shard.info.tokens
-        elif known[1] is None:
-            texts = _decoded(shard, recipe.tokenizer, held_out)
-        length = 0
-        for text in texts:
-            length += len(text)
-            if compressed:
-                gzip.add(text)
-        known[1] = length if known[1] is None else known[1]
-        sizes = [None if one is None or more is None else one + more for one, more in zip(sizes, known, strict=True)]
-    baselines = [(None, None), (gzip.nats_per_byte(), gzip.read) if totals[1, 0] and jobs is not None else (None, None)]
-    rows = zip(SPLITS, totals.tolist(), sizes, baselines, strict=True)
-    return {
-        split: CorpusStats(documents, tokens, targets, size, *baseline)._asdict()
-        for split, (documents, tokens, targets), size, baseline in rows
-    }
-
-
-def _of_shard(shard: Shard, held_out: np.ndarray) -> np.ndarray:
-    """Documents, tokens and targets that are trained on, and those that are held out."""
-    info = shard.info
-    out = np.zeros(3, np.int64)
-    for begin in range(0, len(shard) if held_out.any() else 0, DOCUMENTS_AT_ONCE):
-        end = min(begin + DOCUMENTS_AT_ONCE, len(shard))
-        chosen = held_out[begin:end]
-        counted = (each(begin, end)[chosen].sum() for each in (shard.sizes, shard.target_counts))
-        out += np.array([chosen.sum(), *counted])
-    return np.stack([np.array([info.documents, info.tokens, info.targets]) - out, out])
-
-
-def _known_bytes(shard: Shard, held_out: np.ndarray) -> list[int | None]:
-    """Bytes that are trained on, and those that are held out; None where some document came as tokens."""
-    parts = (shard.bytes[~held_out], shard.bytes[held_out])
-    return [None if (part < 0).any() else int(part.sum()) for part in parts]
-
-
-def _texts(job: ShardTask, recipe: Recipe, held_out: np.ndarray) -> Iterator[bytes]:
-    """The held-out text, read once more: some tokenizers don't keep every letter."""
-    documents = render_documents(read_source(job.source, recipe.reading, job.part), recipe.template)
-    for document, chosen in zip(documents, held_out, strict=True):
-        if chosen:
-            text = trained_text(document)
-            yield (recipe.tokenizer.decode(np.asarray(document.tokens)) if text is None else text).encode()
-
-
-def _decoded(shard: Shard, tokenizer: Tokenizer, held_out: np.ndarray) -> Iterator[bytes]:
-    """The held-out text of documents that came as tokens, and of the others as many bytes as they have."""
-    end = separators(tokenizer)[1]
-    for document in np.flatnonzero(held_out).tolist():
-        size = int(shard.bytes[document])
-        tokens = shard[document][1 : None if end is None else -1]
-        yield tokenizer.decode(tokens).encode() if size < 0 else bytes(size)
+    gzip_bytes: int | None = None  # bytes that gzip has read; None in counts of earlier versions

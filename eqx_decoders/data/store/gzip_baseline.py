@@ -5,7 +5,7 @@ import zlib
 
 
 class Gzip:
-    """`gzip -9` of texts one after another, of which only the size is kept."""
+    """Compressor `gzip -9` of one text after another, which keeps only the size."""
 
     def __init__(self):
         self._compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
@@ -17,6 +17,6 @@ class Gzip:
         self._written += len(self._compressor.compress(content))
 
     def nats_per_byte(self) -> float | None:
-        """`8 ln 2 · compressed bytes / bytes`, None if there were no bytes; ends the stream."""
+        """End the stream and return `8 ln 2 · compressed bytes / bytes`, or None if there were no bytes."""
         self._written += len(self._compressor.flush())
         return 8 * math.log(2) * self._written / self.read if self.read else None

@@ -1,6 +1,6 @@
-"""Sizes and draws of all documents of a corpus of many shards, in one file.
+"""Length index: sizes and draws of all documents of a corpus of many shards, in one file.
 
-Rows are planned by them, thousands of documents at a time: of many small sources these would lie in as many files.
+Rows are planned from them, thousands of documents at a time, which in many small sources are in as many files.
 """
 
 import os
@@ -18,10 +18,10 @@ DOCUMENT = np.dtype([("size", "<i8"), ("draw", "<f8")])
 AT_ONCE = 1 << 16  # documents that are written together
 
 
-def open_list(file: Path, count: int, documents: Iterable[np.ndarray]) -> np.ndarray:
-    """The list of `count` documents in `file`, mapped into memory; written of `documents` if it is not there whole.
+def open_length_index(file: Path, count: int, documents: Iterable[np.ndarray]) -> np.ndarray:
+    """Map the index of `count` documents in `file` into memory, after writing it if it is missing or incomplete.
 
-    `documents` gives arrays of DOCUMENT, one behind the other, and is looked at only then.
+    `documents` yields arrays of DOCUMENT for all documents in order; it is read only to write the index.
     """
     try:
         whole = file.stat().st_size == count * DOCUMENT.itemsize
@@ -29,11 +29,11 @@ def open_list(file: Path, count: int, documents: Iterable[np.ndarray]) -> np.nda
         whole = False
     if not whole:
         partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
-        with StatusLine("listing documents", kept="the tokens are kept"), writing_to(file.parent):
+        with StatusLine("listing documents", remains="the tokens are kept"), writing_to(file.parent):
             try:
                 with partial.open("wb", buffering=AT_ONCE * DOCUMENT.itemsize) as stream:
-                    for some in documents:
-                        stream.write(some.tobytes())
+                    for entries in documents:
+                        stream.write(entries.tobytes())
                     stream.flush()
                     os.fsync(stream.fileno())
                 os.replace(partial, file)

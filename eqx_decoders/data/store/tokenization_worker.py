@@ -1,8 +1,8 @@
-"""A process that makes shards: `python -m eqx_decoders.data.store.tokenization_worker`, started by `tokenise`.
+"""Worker process that makes shards: `python -m eqx_decoders.data.store.tokenization_worker`.
 
-It reads a recipe and then one job after another from its standard input, a line of JSON each, and says on its standard
-output how far it is, what it has made and why it can't go on. It ends when its input does: when the process that
-started it has ended, too.
+`tokenization` starts it. It reads a recipe and then one task after another from its standard input, a line of JSON
+each, and reports its progress, finished shards and errors on its standard output. It exits when its input ends, and so
+with the process that started it.
 """
 
 import json
@@ -15,69 +15,79 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from eqx_decoders.data.sources.leases import beside
-from eqx_decoders.data.store.tokenization import loaded_job, loaded_recipe, make_shard
+from eqx_decoders.data.media_documents import reader_from_json
+from eqx_decoders.data.sources.leases import copy_path
+from eqx_decoders.data.store.tokenization import Recipe, make_shard, task_from_json
 from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import load_tokenizer
 
 
-TOLD = 0.25  # seconds between two words of how far it is
+INTERVAL = 0.25  # seconds between two reports of the progress
 
 
 def main() -> None:
     """Make shards until the input ends."""
-    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # what a library prints is no answer
+    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # text that a library prints is no answer
     os.dup2(2, 1)
     lines: queue.Queue[dict[str, Any]] = queue.Queue()
     partials: list[Path] = []
     threading.Thread(target=_listen, args=(lines, partials), daemon=True).start()
-    words = lines.get()
+    setup = lines.get()
     recipe = None
     while True:
-        told = lines.get()
-        partials[:] = [Path(told["partial"])]
-        job = loaded_job(told)
+        message = lines.get()
+        partials[:] = [Path(message["partial"])]
+        task = task_from_json(message)
         try:
-            recipe = recipe or loaded_recipe(words)
+            recipe = recipe or _read_recipe(setup)
             progress = _Progress(answers)
-            make_shard(Path(words["folder"]), job, recipe, partials[0], progress.add)
-            progress.tell()
+            make_shard(Path(setup["folder"]), task, recipe, partials[0], progress.add)
+            progress.report()
             _answer(answers, {"made": True})
         except EqxDecodersError as error:
             _answer(answers, {"error": [type(error).__name__, str(error)]})
         except Exception as error:
             traceback.print_exc()
-            sentence = f"{job.source.file} cannot be tokenised: {type(error).__name__}: {error}."
+            sentence = f"{task.source.file} cannot be tokenized: {type(error).__name__}: {error}."
             _answer(answers, {"error": ["DataError", sentence]})
 
 
+def _read_recipe(setup: dict[str, Any]) -> Recipe:
+    """Read the recipe that the starting process has written."""
+    template = None if setup["template"] is None else ChatTemplate(**setup["template"])
+    media = None if setup["media"] is None else reader_from_json(setup["media"])
+    return Recipe(load_tokenizer(setup["tokenizer"]), setup["text_field"], template, media)
+
+
 def _listen(lines: "queue.Queue[dict[str, Any]]", partials: list[Path]) -> None:
-    """In a thread of its own, so that the end of the input is heard in the middle of work."""
+    """Read the input in a thread of its own, so that its end is noticed in the middle of work."""
     for line in sys.stdin:
         lines.put(json.loads(line))
     for partial in partials:
-        for file in (partial, beside(partial)):
+        for file in (partial, copy_path(partial)):
             file.unlink(missing_ok=True)
     os._exit(0)
 
 
 class _Progress:
-    """Says a few times a second how many characters have been done."""
+    """Progress report, a few times a second: the number of characters that have been tokenized."""
 
     def __init__(self, answers: TextIO):
-        self._answers, self._count, self._told = answers, 0, time.monotonic()
+        self._answers, self._count, self._reported = answers, 0, time.monotonic()
 
     def add(self, characters: int) -> None:
         self._count += characters
-        if time.monotonic() - self._told > TOLD:
-            self.tell()
+        if time.monotonic() - self._reported > INTERVAL:
+            self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         _answer(self._answers, {"characters": self._count})
-        self._count, self._told = 0, time.monotonic()
+        self._count, self._reported = 0, time.monotonic()
 
 
-def _answer(answers: TextIO, words: dict[str, Any]) -> None:
-    print(json.dumps(words), file=answers, flush=True)
+def _answer(answers: TextIO, message: dict[str, Any]) -> None:
+    print(json.dumps(message), file=answers, flush=True)
 
 
 if __name__ == "__main__":

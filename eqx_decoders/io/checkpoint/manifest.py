@@ -1,4 +1,4 @@
-"""What is known of a step without its arrays: their shapes, dtypes and fingerprints, the settings, the data's state."""
+"""Manifest of a step: shapes, dtypes and fingerprints of its arrays, the settings and the state of the data."""
 
 import hashlib
 import importlib.metadata
@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 
 @jax.jit
 def fingerprint(array: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
-    """Σ bits(x_i) (2i + 1) mod 2³², i the row-major index of an element: the same on every mesh.
+    """Return Σ bits(x_i) (2i + 1) mod 2³², i the row-major index of an element: the same on every mesh.
 
     Any single flipped bit b changes it, by ±2ᵇ times an odd number, never 0 modulo 2³².
     """
@@ -29,7 +29,7 @@ def fingerprint(array: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
 
 
 def _bit_sum(array: Array) -> UInt32[Array, ""]:
-    array = to_device(array)  # where the host has it
+    array = to_device(array)  # from the host, if it is there
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -49,13 +49,13 @@ def _bit_sum(array: Array) -> UInt32[Array, ""]:
 
 
 def fingerprints(arrays: dict[str, Any]) -> dict[str, int]:
-    """The fingerprint of each array; in a run of several processes all of them must ask for the same ones."""
+    """Return the fingerprint of each array. In a run of several processes all must call it for the same arrays."""
     # Each is read before the next begins: processes of CPUs hang where two programs wait for each other at a time.
     return {name: int(fingerprint(leaf)) for name, leaf in arrays.items()}
 
 
 def make_manifest(step: int, arrays: dict[str, Any], data_state: dict, config: dict | str) -> dict[str, Any]:
-    """The manifest of a step, with a digest of itself; raises CheckpointError for what is not plain JSON."""
+    """Make the manifest of a step, with its digest. Raises CheckpointError for values that are not plain JSON."""
     sums = fingerprints(arrays)
     body = {
         "format_version": FORMAT_VERSION,
@@ -74,7 +74,7 @@ def make_manifest(step: int, arrays: dict[str, Any], data_state: dict, config: d
 
 
 def digest(body: dict[str, Any]) -> str:
-    """The SHA-256 of a manifest without its own."""
+    """Return the SHA-256 of a manifest without its digest."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

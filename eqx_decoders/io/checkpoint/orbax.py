@@ -1,4 +1,4 @@
-"""How Orbax is called here, and what its errors say."""
+"""Orbax: the context of all calls, and the causes of its errors."""
 
 import logging
 import traceback
@@ -8,9 +8,9 @@ from orbax.checkpoint import v1 as ocp
 
 
 def orbax_context(*, in_place: bool, alone: bool = False) -> ocp.Context:
-    """How Orbax works here.
+    """Return the context of calls to Orbax.
 
-    in_place: steps are not renamed, a file in them says that they are whole. alone: without the other processes.
+    in_place: steps are not renamed; a file in them marks them complete. alone: without the other processes.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_not_orbax)  # adding it twice does nothing
@@ -29,18 +29,18 @@ def orbax_context(*, in_place: bool, alone: bool = False) -> ocp.Context:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, innermost last: Orbax wraps whatever happens as a missing handler."""
+    """Return the error and its causes, innermost last: Orbax wraps every error as a missing handler."""
     return [error, *(causes(error.__cause__) if error.__cause__ is not None else ())]
 
 
 def summary(error: Exception) -> str:
-    """The first line of the innermost cause; there may be pages."""
+    """Return the first line of the innermost cause; there may be pages."""
     cause = causes(error)[-1]
     line = next(iter(str(cause).strip().splitlines()), "")
     return f"{type(cause).__name__}: {line[:300].rstrip('.')}"
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:
-    """False for Orbax's logs: pages of tracebacks of the errors that it also raises, which are reported here."""
+    """Return False for Orbax's logs: pages of tracebacks of errors that it also raises, and that are reported."""
     frames = traceback.extract_tb(record.exc_info[2] if record.exc_info else None)
     return not any("orbax" in name for name in (record.pathname, *(frame.filename for frame in frames)))

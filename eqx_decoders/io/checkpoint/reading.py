@@ -1,6 +1,7 @@
-"""Steps read back: by all processes of a run together, none of which waits in Orbax for another one.
+"""Reading of steps by all processes of a run together, none of which waits in Orbax for another one.
 
-There an error would leave it waiting: they tell each other how it went, and go on to an older step together.
+An error in one process would leave the others waiting there. So each reads alone, all exchange their results, and they
+fall back to an older step together.
 """
 
 import errno
@@ -21,12 +22,12 @@ from eqx_decoders.errors import CheckpointError, check
 from eqx_decoders.io.checkpoint.manifest import FORMAT_VERSION, digest, fingerprints
 from eqx_decoders.io.checkpoint.orbax import causes, orbax_context, summary
 from eqx_decoders.io.checkpoint.steps import Steps
-from eqx_decoders.io.coordination import from_first, gather
+from eqx_decoders.io.coordination import all_gather_json, from_first
 from eqx_decoders.sharding.axes import named_leaves, path_name
 
 
-PAUSES = (0.5, 2.0, 5.0)  # seconds before what could not be read is tried again
-# What a disk that fails, a file system of a network, TensorStore and servers of buckets say for a while.
+PAUSES = (0.5, 2.0, 5.0)  # seconds before a failed read is retried
+# Temporary errors of failing disks, network file systems, TensorStore and servers of buckets.
 TRANSIENT = ("EIO", "EAGAIN", "ESTALE", "ETIMEDOUT", "ENETUNREACH", "EHOSTDOWN", "ECONNRESET", "ECONNREFUSED")
 TRANSIENT += ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 NETWORK = {"TimeoutError", "ConnectionError", "ClientError", "HttpError", "RequestException"}  # and their subclasses
@@ -36,11 +37,11 @@ T = TypeVar("T")
 
 
 class Damaged(CheckpointError):
-    """A step that cannot be read back as it was written: an older step may be sound."""
+    """Error of a step that cannot be read back as it was written: an older step may be undamaged."""
 
 
 class Unread(Damaged):
-    """A step that could not be read this time."""
+    """Error of a step that could not be read this time."""
 
 
 def load_newest(
@@ -51,9 +52,9 @@ def load_newest(
     verify: bool,
     warn: Callable[[str], None],
 ) -> tuple[PyTree, dict[str, Any], list[int]]:
-    """The tree and the manifest of `step`, or of the newest sound one, and the newer steps, which are damaged.
+    """Load `step`, or the newest undamaged one; return its tree, its manifest, and the newer steps, which are damaged.
 
-    `template_for` makes the template for what is known of a step.
+    template_for: makes the template for a step's manifest. prefix: of the paths of the arrays to load.
     """
     candidates, damaged = None, {}
     if jax.process_index() == 0:
@@ -61,7 +62,7 @@ def load_newest(
         candidates = (newest,) if step is not None else steps.committed()[::-1]
     for candidate in from_first("candidates", candidates):
         try:
-            manifest = together(lambda candidate=candidate: read_manifest(steps, candidate))
+            manifest = read_on_all(lambda candidate=candidate: read_manifest(steps, candidate))
             template = template_for(manifest)
             arrays = _verified(steps, manifest, template, prefix, verify)
         except Damaged as error:
@@ -70,16 +71,16 @@ def load_newest(
         for reason in damaged.values():
             warn(f"{reason} Falling back to step {candidate}.")
         return _filled(template, prefix, arrays), manifest, list(damaged)
-    # Nothing is set aside here: the next start must not find an empty directory and begin from scratch.
+    # No step is set aside here: the next start must not find an empty directory and begin from scratch.
     raise CheckpointError("\n".join([f"No step in {steps.directory} can be loaded.", *damaged.values()]))
 
 
-def together(read: Callable[[], T]) -> T:
-    """What `read` returns in this process, if no process finds damage; otherwise all of them raise `Damaged`.
+def read_on_all(read: Callable[[], T]) -> T:
+    """Return `read()` of this process if no process finds damage; otherwise raise `Damaged` in all of them.
 
-    What cannot be read may be sound, on a disk or in a network that is out of order: it is read again, by all, before
-    it counts as damaged, and what looks damaged is so once more. Errors of the system that stay are no damage, and
-    raised as they are.
+    A failed read may be the fault of a disk or network: all processes retry it after pauses before it counts as
+    damaged, and damage is confirmed by a second read. Errors of the system that persist are no damage, and raised as
+    CheckpointError.
     """
     pauses, second = iter(PAUSES), iter((0.0,))
     while True:
@@ -88,11 +89,11 @@ def together(read: Callable[[], T]) -> T:
             value = read()
         except Damaged as error:
             failed = error
-        told = gather("read", [None if failed is None else str(failed), isinstance(failed, Unread)])
-        reason = next((reason for reason, _ in told if reason is not None), None)
+        results = all_gather_json("read", [None if failed is None else str(failed), isinstance(failed, Unread)])
+        reason = next((reason for reason, _ in results if reason is not None), None)
         if reason is None:
             return cast(T, value)
-        unread = any(again for _, again in told)
+        unread = any(is_unread for _, is_unread in results)
         if (pause := next(pauses if unread else second, None)) is None:
             remedy = f"It was tried {len(PAUSES) + 1} times: start again when it can be read."
             raise CheckpointError(f"{reason} {remedy}") if unread else Damaged(reason)
@@ -100,16 +101,16 @@ def together(read: Callable[[], T]) -> T:
 
 
 def _verified(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str, verify: bool) -> dict[str, Any]:
-    """The arrays of a step, compared with their fingerprints; those that differ are read a second time.
+    """Load the arrays of a step and compare their fingerprints; if any differ, all are read a second time.
 
-    All processes do so, or none: of an array that each of them has whole, one alone may have read what is not there.
+    All processes read again, or none: one alone may have misread an array of which each has a copy.
     """
     bad, sums, saved = [], {}, manifest["arrays"]
     for _ in range(2):
-        loaded = together(lambda: _load(steps, manifest, template, prefix))
+        loaded = read_on_all(lambda: _load(steps, manifest, template, prefix))
         sums = fingerprints(loaded) if verify else {}
-        own = [name for name in sums if sums[name] != saved[name]["fingerprint"]]
-        bad = list(dict.fromkeys(itertools.chain.from_iterable(gather("verified", own))))
+        differing = [name for name in sums if sums[name] != saved[name]["fingerprint"]]
+        bad = list(dict.fromkeys(itertools.chain.from_iterable(all_gather_json("verified", differing))))
         if not bad:
             return loaded
         del loaded  # there may be no room for two
@@ -118,16 +119,16 @@ def _verified(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: 
 
 
 def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
-    """What was saved of a step beside its arrays; raises CheckpointError."""
+    """Read the manifest of a step. Raises CheckpointError."""
     path = steps.path(step)
     try:
         with orbax_context(in_place=steps.in_place, alone=True):
             manifest = ocp.load_checkpointables(str(path), {"manifest": None})["manifest"]
-        own = manifest.pop("sha256")
+        expected = manifest.pop("sha256")
         version = manifest["format_version"]
     except Exception as error:
         raise _unreadable(error, f"Checkpoint {path} has no readable manifest") from error
-    if own != digest(manifest):
+    if expected != digest(manifest):
         raise Damaged(f"Checkpoint {path}: the manifest is damaged (its SHA-256 differs).")
     check(
         version <= FORMAT_VERSION,
@@ -139,7 +140,7 @@ def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
     return manifest
 
 
-# Names that parts of a block have had in checkpoints, and those that they have now.
+# Former names of parts of a block in checkpoints, and their present names.
 FORMER_PARTS = {"wiring": "residual", "before": "pre_layers", "after": "post_layers"}
 _FORMER_PART = re.compile(rf"(?<=\.)({'|'.join(FORMER_PARTS)})(?=\.)")
 
@@ -150,7 +151,7 @@ def _present_name(name: str) -> str:
 
 
 def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str) -> dict[str, Any]:
-    """The arrays of a step whose path begins with `prefix`, sharded as those of the template."""
+    """Load the arrays of a step whose path begins with `prefix`, with the template's shardings."""
     path = steps.path(manifest["step"])
     want = {prefix + name: leaf for name, leaf in arrays_of(template).items()}
     have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
@@ -179,7 +180,7 @@ def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str)
 
 
 def _filled(template: PyTree, prefix: str, loaded: dict[str, Any]) -> PyTree:
-    """The template with the arrays that were loaded; those that it has uncommitted are so."""
+    """Return the template with the loaded arrays, uncommitted where the template's are."""
     for name, leaf in arrays_of(template).items():
         if not getattr(leaf, "committed", leaf.sharding is not None):
             loaded[prefix + name] = _uncommitted(loaded[prefix + name])
@@ -187,7 +188,7 @@ def _filled(template: PyTree, prefix: str, loaded: dict[str, Any]) -> PyTree:
 
 
 def arrays_of(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree by path; what else it holds is left out."""
+    """Return the arrays of a tree by path, without its other leaves. Raises CheckpointError for NumPy arrays."""
     named = named_leaves(tree)
     clash = len(named) != len(jax.tree.leaves(tree))
     check(not clash, "Two leaves of the tree have the same dotted path: use keys without dots.", CheckpointError)
@@ -198,7 +199,7 @@ def arrays_of(tree: PyTree) -> dict[str, Any]:
 
 
 def _uncommitted(leaf: Array) -> Array:
-    """A copy, through the host, that is computed with on whatever devices the other operand is, like a `jnp.zeros`."""
+    """Copy an array through the host, so that it is uncommitted, like `jnp.zeros`, and follows other operands."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -206,15 +207,15 @@ def _uncommitted(leaf: Array) -> Array:
 
 
 def _unreadable(error: Exception, sentence: str) -> CheckpointError:
-    """Damage, unless this process lacks memory or permissions: then it could not read any other step either."""
-    found = causes(error)
-    for cause in found:
+    """Return the error for a failed read: damage, unless this process lacks memory or permissions for any step."""
+    chain = causes(error)
+    for cause in chain:
         if isinstance(cause, KeyboardInterrupt):
             raise cause
-    texts = [f"{errno.errorcode.get(getattr(cause, 'errno', None) or 0)} {cause}" for cause in found]
-    ours = any(isinstance(cause, MemoryError | PermissionError | jax.errors.JaxRuntimeError) for cause in found)
+    texts = [f"{errno.errorcode.get(getattr(cause, 'errno', None) or 0)} {cause}" for cause in chain]
+    ours = any(isinstance(cause, MemoryError | PermissionError | jax.errors.JaxRuntimeError) for cause in chain)
     ours = ours or any(word in text for word in REFUSED for text in texts)
     system = any(word in text for word in TRANSIENT for text in texts)
-    system = system or any(base.__name__ in NETWORK for cause in found for base in type(cause).__mro__)
+    system = system or any(base.__name__ in NETWORK for cause in chain for base in type(cause).__mro__)
     kind = CheckpointError if ours else Unread if system else Damaged
     return kind(f"{sentence}: {summary(error)}.")

@@ -1,9 +1,8 @@
-"""What is small of a run, copied beside checkpoints that are elsewhere than its run directory.
+"""Backup of a run's small files in its checkpoint directory, where that is not in the run directory.
 
-Where checkpoints are in a bucket, a machine that is lost takes the run directory with it. With these copies a new one
-goes on: settings, model, tokenizer, metrics and which data are trained on are brought back, tokens are made again. A
-file there names the start of the run that saves into the directory; the lock of a run directory is not seen by other
-machines.
+Where checkpoints are in a bucket, a machine that is lost takes the run directory with it. With the backup a new one
+goes on: settings, model, tokenizer, metrics and manifests of the data are restored, tokens are made again. An owner
+file names the start of the run that saves into the directory, since other machines do not see the run directory's lock.
 """
 
 import contextlib
@@ -25,12 +24,19 @@ from eqx_decoders.io.run_lock import OWNER, check_own, has_owner
 
 FOLDER = "run"  # in the directory of the checkpoints
 GROWING = ("metrics.jsonl", "trackers.json")
-COPIED = ("model.json", "source", "tokenizer", "data", *GROWING, "settings.json")  # with the last one all are there
-ONLY = {"data": "manifest.json"}  # the one kind of files that is copied of a directory
+COPIED = (
+    "model.json",
+    "source",
+    "tokenizer",
+    "data",
+    *GROWING,
+    "settings.json",
+)  # the last one marks the backup complete
+ONLY = {"data": "manifest.json"}  # the only files that are copied from a directory
 
 
 class RunBackup:
-    """The copies of a run's files in `<checkpoint_dir>/run`; without a `checkpoint_dir` there are none to be made."""
+    """Backup of a run's files in `<checkpoint_dir>/run`; without a `checkpoint_dir` all methods do nothing."""
 
     def __init__(self, run_dir: str | Path, checkpoint_dir: str | None):
         self.run = Path(run_dir)
@@ -38,39 +44,39 @@ class RunBackup:
         self._id = secrets.token_hex(8)
 
     @property
-    def there(self) -> bool:
-        """Whether there are all that a run directory needs."""
+    def is_complete(self) -> bool:
+        """True if the backup has all files that a run directory needs."""
         return self.folder is not None and COPIED[-1] in names_in(self.folder)
 
     @property
-    def taken_over(self) -> bool:
-        """Whether the run was started with another run directory since it was started with this one."""
-        if self.folder is None or not self.there:
+    def is_taken_over(self) -> bool:
+        """True if the run was started with another run directory since it was started with this one."""
+        if self.folder is None or not self.is_complete:
             return False
-        theirs, own = _owner_of(self.folder), _owner_of(epath.Path(self.run))
-        return theirs is not None and theirs != own
+        backup_owner, run_owner = _owner_of(self.folder), _owner_of(epath.Path(self.run))
+        return backup_owner is not None and backup_owner != run_owner
 
-    def bring_back(self) -> None:
-        """Copy what is there into the run directory. Raises CheckpointError where it cannot be read."""
-        if self.folder is not None and self.there:
-            with self._told("you may read there"):
-                for name in reversed(COPIED):  # the settings first: what follows is then known to be a run's
+    def restore(self) -> None:
+        """Copy the backup into the run directory. Raises CheckpointError where it cannot be read."""
+        if self.folder is not None and self.is_complete:
+            with self._as_checkpoint_errors("you may read there"):
+                for name in reversed(COPIED):  # the settings first: they show that the directory is a run's
                     _copy(self.folder / name, epath.Path(self.run / name), ONLY.get(name))
 
-    def keep(self, names: tuple[str, ...] = COPIED) -> None:
-        """Copy these from the run directory. Raises CheckpointError where they cannot be written."""
+    def save(self, names: tuple[str, ...] = COPIED) -> None:
+        """Copy files of these names from the run directory. Raises CheckpointError where they cannot be written."""
         if self.folder is not None:
-            with self._told("you may write there"):
+            with self._as_checkpoint_errors("you may write there"):
                 for name in names:
                     _copy(epath.Path(self.run / name), self.folder / name, ONLY.get(name))
 
-    def try_out(self) -> None:
-        """Raise CheckpointError if nothing can be written there: now, not after the tokens of the run were made.
+    def check_writable(self) -> None:
+        """Raise CheckpointError for a directory that cannot be written: now, not after the run's tokens were made.
 
-        ConfigError if what is there is not a run's, and would be written over.
+        Raises ConfigError for a directory whose files are not a run's, and would be overwritten.
         """
         if self.folder is not None:
-            with self._told("you may write and delete there"):
+            with self._as_checkpoint_errors("you may write and delete there"):
                 if not has_owner(self.folder):  # its copies may not be complete: the settings are the last
                     check_own(self.folder, COPIED, "checkpoint_dir", str(self.folder.parent))
                 probe = self.folder / f"probe-{self._id}"
@@ -78,7 +84,7 @@ class RunBackup:
                 probe.unlink()
 
     def claim(self) -> None:
-        """Say that from now on this start of the run saves there; an earlier one stops at its next `check_owner`."""
+        """Write the owner file of this start of the run; an earlier start stops at its next `check_owner`."""
         if self.folder is not None:
             now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
             who = {"id": self._id, "pid": os.getpid(), "host": socket.gethostname(), "since": now}
@@ -86,7 +92,7 @@ class RunBackup:
                 _write(folder / OWNER, json.dumps(who).encode() + b"\n")
 
     def check_owner(self) -> None:
-        """Raise CheckpointError if another start, on this machine or another one, has claimed the directory since."""
+        """Raise CheckpointError if another start, on any machine, has claimed the directory since."""
         if self.folder is None:
             return
         try:
@@ -98,27 +104,27 @@ class RunBackup:
         check(who["id"] == self._id, f"{rule}: give one of them another directory.", CheckpointError)
 
     @contextlib.contextmanager
-    def _told(self, rule: str) -> Iterator[None]:
+    def _as_checkpoint_errors(self, rule: str) -> Iterator[None]:
         try:
             yield
         except ConfigError:
             raise
         except Exception as error:  # the packages for buckets raise their own kinds
             where = "" if self.folder is None else str(self.folder.parent)
-            told = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            raise CheckpointError(f"checkpoint_dir={where!r} ({told}): check its name, and that {rule}.") from error
+            cause = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            raise CheckpointError(f"checkpoint_dir={where!r} ({cause}): check its name, and that {rule}.") from error
 
 
 def _owner_of(folder: epath.Path) -> str | None:
-    """Which start has claimed a directory, as far as it says; also the one whose run directory this is."""
+    """Return the id of the start that has claimed a directory; None if there is none, or it cannot be read."""
     try:
         return json.loads((folder / OWNER).read_bytes())["id"]
-    except Exception:  # there is none, or it cannot be read now
+    except Exception:
         return None
 
 
 def _copy(source: epath.Path, target: epath.Path, only: str | None = None) -> None:
-    """A file or a directory of files, or of those with the name `only`; nothing if there is none."""
+    """Copy a file, or the files of a directory (only the ones named `only`), unless it is missing."""
     if source.is_dir():
         for path in source.iterdir():
             if path != source:
@@ -129,6 +135,6 @@ def _copy(source: epath.Path, target: epath.Path, only: str | None = None) -> No
 
 def _write(path: epath.Path, content: bytes) -> None:
     if "://" in str(path):
-        path.write_bytes(content)  # an object is there whole or not at all
+        path.write_bytes(content)  # an object is written completely or not at all
     else:
         write_atomically(Path(path), content)

@@ -1,10 +1,10 @@
-"""The numbered steps in a directory: which of them are whole, and how one is written, deleted and set aside.
+"""Numbered steps in a directory: listed, written, deleted and set aside, so that a kill leaves none half complete.
 
-On a disk, or a file system that hosts share, a directory is renamed at once. A step is written under another name, and
-renamed to its number as the last act; it is renamed back before it is deleted. In a bucket nothing can be renamed. A
-step is written in its place, and a file in it (`commit_success.txt`, Orbax's) that is written last and deleted first
-says that it is whole. A marker beside it, `<step>.orbax-checkpoint-tmp`, says that it is being written or deleted: what
-a process that was killed has left is deleted by this marker alone, never because it looks unfinished.
+On a disk, or a file system that hosts share, a directory is renamed in one operation. A step is written under another
+name, and renamed to its number at the end; it is renamed back before it is deleted. In a bucket nothing can be renamed.
+A step is written in its place, and a file in it (`commit_success.txt`, Orbax's) that is written last and deleted first
+marks it complete. A marker next to it, `<step>.orbax-checkpoint-tmp`, says that it is being written or deleted: remains
+of a killed process are deleted because of this marker alone, never because they look unfinished.
 """
 
 import itertools
@@ -22,46 +22,46 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a step that is being 
 CORRUPT = ".corrupt"
 COMMITTED = "commit_success.txt"
 SET_ASIDE = "CORRUPT"  # a file in a step that cannot be renamed
-WRITTEN = "_CHECKPOINT_METADATA"  # what Orbax writes last before it commits
+WRITTEN = "_CHECKPOINT_METADATA"  # the file that Orbax writes last before it commits
 
 
 def open_path(directory: str | os.PathLike[str]) -> epath.Path:
-    """A directory on a disk, absolute, or in a bucket of Google Cloud; raises CheckpointError for other places."""
+    """Return the absolute path of a directory on a disk or in a bucket of Google Cloud. Raises CheckpointError."""
     text = os.fspath(directory)
     if not re.match(r"\w\w+:/", text):  # one letter is a drive of Windows
         return epath.Path(Path(text).expanduser().resolve())
-    good = re.fullmatch(r"gs://[\w.-]+(/[\w.=@+,-]+)+/?", text) is not None  # no patterns, which fsspec would expand
+    valid = re.fullmatch(r"gs://[\w.-]+(/[\w.=@+,-]+)+/?", text) is not None  # no patterns, which fsspec would expand
     rule = "must be a path, or gs://bucket/path without blanks and special characters"
     remedy = "Give it as a text (pathlib drops a slash). Orbax writes into no other buckets: mount those"
-    check(good, f"directory={text!r} {rule}. {remedy}.", CheckpointError)
+    check(valid, f"directory={text!r} {rule}. {remedy}.", CheckpointError)
     _remember_no_listings(text)
     return epath.Path(text.rstrip("/"))
 
 
 def can_rename(directory: epath.Path) -> bool:
-    """Whether a directory in there is renamed at once."""
+    """Return whether directories in there can be renamed, in one operation."""
     return "://" not in str(directory)
 
 
 class Steps:
-    """The steps in `directory`. Only one process may call what changes them; reading is always safe."""
+    """Steps in a directory. Only one process may call methods that change them; reading is always safe."""
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.directory = open_path(directory)
         self.in_place = not can_rename(self.directory)
 
     def path(self, step: int) -> epath.Path:
-        """Where a step is, or would be."""
+        """Return the path of a step, which may not exist."""
         return self.directory / str(step)
 
     def committed(self) -> tuple[int, ...]:
-        """The steps that are whole, oldest first. Raises CheckpointError where that cannot be found out."""
+        """Return the complete steps, oldest first. Raises CheckpointError if the directory cannot be read."""
         steps = [int(name) for name in names_in(self.directory) if name.isdecimal() and str(int(name)) == name]
-        whole = self._is_whole if self.in_place else self._is_step
-        return tuple(sorted(filter(whole, steps)))
+        is_complete = self._is_complete if self.in_place else self._is_step
+        return tuple(sorted(filter(is_complete, steps)))
 
     def existing(self, step: int | None) -> int:
-        """`step`, which must be there, or the newest one for None."""
+        """Return `step`, or the newest one for None. Raises CheckpointError if it does not exist."""
         steps = self.committed()
         check(bool(steps), f"There is no checkpoint in {self.directory}.", CheckpointError)
         step = steps[-1] if step is None else step
@@ -69,16 +69,16 @@ class Steps:
         return step
 
     def begin(self, step: int) -> None:
-        """Make the directory ready for a step to be written."""
+        """Prepare the directory for the writing of a step."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.in_place:
             marker = self._marker(step)
             marker.write_text("")
-            if names_in(self.path(step)):  # one that was set aside: it is in the way
+            if names_in(self.path(step)):  # a step that was set aside is in the way
                 _delete(self.path(step))
 
     def uncommit(self, step: int) -> None:
-        """Make a step one that is not whole, in one act; `clean` deletes it."""
+        """Mark a step as incomplete, in one operation; `clean` deletes it."""
         if not self.in_place:
             self.path(step).rename(self._marker(step))
             return
@@ -86,18 +86,18 @@ class Steps:
         (self.path(step) / COMMITTED).unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Delete what is not whole, of a process that was killed, too, while it wrote or deleted."""
+        """Delete incomplete steps, also those of a process that was killed while it wrote or deleted them."""
         for name in names_in(self.directory):
-            number, found, _ = name.partition(TEMPORARY)
-            if found and not self.in_place:
+            number, marker, _ = name.partition(TEMPORARY)
+            if marker and not self.in_place:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
-            elif found and number.isdecimal():
+            elif marker and number.isdecimal():
                 if COMMITTED not in names_in(self.directory / number):
                     _delete(self.directory / number)
                 (self.directory / name).unlink(missing_ok=True)
 
     def set_aside(self, step: int) -> None:
-        """Keep a damaged step where it is no longer listed, until the same step is written again in a bucket."""
+        """Set a damaged step aside, so that it is no longer listed; in a bucket, until the same step is saved anew."""
         path = self.path(step)
         if not self.in_place:
             names = itertools.chain([CORRUPT], (f"{CORRUPT}-{number}" for number in itertools.count(2)))
@@ -112,14 +112,14 @@ class Steps:
         return self.directory / f"{step}{TEMPORARY}"
 
     def _is_step(self, step: int) -> bool:
-        """Whether a directory that has a number for its name is one of ours, or what is left of one."""
+        """Return whether a directory with a number for its name is a step, or the remains of one."""
         return bool(names_in(self.path(step)) & {"arrays", "manifest", WRITTEN})
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         names = names_in(self.path(step))
         if COMMITTED in names or WRITTEN not in names or SET_ASIDE in names:
             return COMMITTED in names
-        # Being written or deleted; or a part of what was copied here, and leaving it out would begin the run anew.
+        # Being written or deleted; or copied here in part, and ignoring it would begin the run anew.
         busy, names = self._marker(step).name in names_in(self.directory), names_in(self.path(step))
         foreign = not busy and WRITTEN in names and COMMITTED not in names
         rule = f"{self.path(step)} is a step without {COMMITTED}, as if copied in part"
@@ -129,24 +129,24 @@ class Steps:
 
 
 def names_in(directory: epath.Path) -> set[str]:
-    """What a directory holds; nothing if there is none."""
+    """Return the names in a directory; none if it does not exist. Raises CheckpointError."""
     try:
         return {path.name for path in directory.iterdir() if path != directory}
     except (FileNotFoundError, NotADirectoryError):
         return set()
     except Exception as error:  # the packages for buckets raise their own kinds
-        told = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        cause = f"{type(error).__name__}: {str(error).strip()[:300]}"
         remedy = "look at its name, its permissions and the network, and start again"
-        raise CheckpointError(f"directory={directory} cannot be listed ({told}): {remedy}.") from error
+        raise CheckpointError(f"directory={directory} cannot be listed ({cause}): {remedy}.") from error
 
 
 def _delete(directory: epath.Path) -> None:
-    for _ in range(2):  # a file that stands for a directory may be left over by the first time
+    for _ in range(2):  # the first time may leave a file that stands for a directory
         directory.rmtree(missing_ok=True)
 
 
 def _remember_no_listings(url: str) -> None:
-    """Let fsspec ask the bucket each time: TensorStore and other hosts write there, too, and it would not notice."""
+    """Switch fsspec's cache of listings off: it would miss what TensorStore and other hosts write into the bucket."""
     from etils.epath import backend
 
     try:

@@ -1,4 +1,4 @@
-"""A directory that came from elsewhere, read as data: JSON and safetensors files inside of it, and nothing else."""
+"""Untrusted checkpoint directories, read as data: JSON and safetensors files inside of them, and nothing else."""
 
 import dataclasses
 import json
@@ -24,26 +24,26 @@ MOST_LISTED = 500  # wrong tensors in an error message
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EIGHT_BITS = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}  # the package has no NumPy types for them
 
-# Files that carry weights in a form that runs code when it is read.
+# Formats of weights that run code when they are read.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 
 
 class Directory:
-    """The files of a checkpoint. Every name must be that of a regular file inside: links that lead out are refused."""
+    """Directory of a checkpoint. Its files must be regular files inside: links that lead out are refused."""
 
     def __init__(self, path: str | Path):
         self.path = Path(expanded(path))
-        there = exists(self.path)
-        check(there, f"{str(path)[:200]} does not exist: give the directory of a checkpoint.", ConversionError)
+        is_present = exists(self.path)
+        check(is_present, f"{str(path)[:200]} does not exist: give the directory of a checkpoint.", ConversionError)
         check(self.path.is_dir(), f"{self.path} is no directory: give the one that holds config.json.", ConversionError)
         self._root = _allowed_root(self.path)
 
     def has(self, name: str) -> bool:
-        """Whether there is something of this name."""
+        """Return whether a file of this name exists."""
         return (self.path / name).exists() or (self.path / name).is_symlink()
 
     def file(self, name: str) -> Path:
-        """The path of the file `name`."""
+        """Return the path of the file `name`. Raises ConversionError."""
         plain = bool(re.fullmatch(r"[\w.+\-]+", name)) and name not in (".", "..")
         check(
             plain,
@@ -60,7 +60,7 @@ class Directory:
         return path
 
     def json(self, name: str, limit: int = CONFIG_BYTES) -> dict[str, Any]:
-        """The JSON object in the file `name`."""
+        """Read the JSON object in the file `name`. Raises ConversionError."""
         path = self.file(name)
         size = path.stat().st_size
         check(size <= limit, f"{path} has {size:,} bytes: more than {limit:,} are no settings.", ConversionError)
@@ -68,7 +68,7 @@ class Directory:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is such a file or directory; what cannot be a path is none."""
+    """Return whether a file or directory exists: False for names that cannot be paths."""
     try:
         return path.exists()
     except (OSError, ValueError):  # too long, or with a NUL
@@ -76,32 +76,32 @@ def exists(path: Path) -> bool:
 
 
 def _allowed_root(path: Path) -> Path:
-    """The directory itself or, in huggingface_hub's cache, the repository whose `blobs` its links lead to."""
+    """Return the directory or, in huggingface_hub's cache, its repository, to whose `blobs` its links lead."""
     real = path.resolve()
     in_cache = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
     return real.parents[1] if in_cache else real
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """A JSON object whose keys are all different."""
+    """Parse a JSON object whose keys are all different. Raises ConversionError."""
 
     def unique(pairs):
-        found = dict(pairs)
-        same = len(found) == len(pairs)
+        members = dict(pairs)
+        same = len(members) == len(pairs)
         check(same, f"{where}: a key stands twice in one object: keep one of them.", ConversionError)
-        return found
+        return members
 
     try:
-        found = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{where} is no JSON that can be read: {str(error)[:200]}. Download it again.") from error
-    check(isinstance(found, dict), f"{where} must hold a JSON object, not {type(found).__name__}.", ConversionError)
-    return found
+    check(isinstance(value, dict), f"{where} must hold a JSON object, not {type(value).__name__}.", ConversionError)
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is, and what its file's header says of it; `offset` is where its first byte is."""
+    """Tensor in a file, as described by the file's header; `offset` is the position of its first byte."""
 
     file: Path
     name: str
@@ -110,11 +110,11 @@ class StoredTensor:
     offset: int
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
-        """A part of the tensor, one slice for each dimension.
+        """Read a part of the tensor, one slice for each dimension.
 
-        The file is mapped for some rows at a time: what has been read stays in memory until it is closed.
+        The file is mapped for some rows at a time: its pages stay in memory until it is closed.
         """
-        if self.dtype in EIGHT_BITS:  # mapped: what is read of it is not copied
+        if self.dtype in EIGHT_BITS:  # mapped: reading copies nothing
             return np.memmap(self.file, np.uint8, "r", self.offset, self.shape)[part].view(EIGHT_BITS[self.dtype])
         if not part:
             with _opened(self.file) as file:
@@ -122,9 +122,9 @@ class StoredTensor:
         rows, whole = range(*part[0].indices(self.shape[0])), None
         step = max(1, MAPPED_BYTES // max(1, 8 * math.prod(self.shape[1:])))
         for begin in range(0, len(rows), step):
-            some = rows[begin : begin + step]
+            chunk = rows[begin : begin + step]
             with _opened(self.file) as file:
-                piece = file.get_slice(self.name)[(slice(some.start, some.stop), *part[1:])]
+                piece = file.get_slice(self.name)[(slice(chunk.start, chunk.stop), *part[1:])]
             if len(rows) <= step:
                 return piece
             whole = np.empty((len(rows), *piece.shape[1:]), piece.dtype) if whole is None else whole
@@ -134,27 +134,27 @@ class StoredTensor:
         return whole
 
     def read_all(self) -> np.ndarray:
-        """The whole tensor."""
+        """Read the whole tensor."""
         return self.read(tuple(slice(0, size) for size in self.shape))
 
     @property
     def description(self) -> str:
-        """Its dtype and shape, for messages."""
+        """Dtype and shape, for messages."""
         return f"{self.dtype} of shape {self.shape}"
 
 
 def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint by name, from the headers of `single` or of the files in `<single>.index.json`."""
-    found: dict[str, StoredTensor] = {}
+    """Find all tensors of a checkpoint by name, in the headers of `single` or the files in `<single>.index.json`."""
+    tensors: dict[str, StoredTensor] = {}
     for file, names in _shards(directory, single).items():
-        here = _read_header(directory.file(file))
-        lacking, extra = ([], []) if names is None else (sorted(names - set(here)), sorted(set(here) - names))
+        stored = _read_header(directory.file(file))
+        lacking, extra = ([], []) if names is None else (sorted(names - set(stored)), sorted(set(stored) - names))
         wrong = [f"lacks {', '.join(lacking[:5])}"] if lacking else []
         wrong += [f"also holds {', '.join(extra[:5])}"] if extra else []
         remedy = "the index says otherwise. Download the files again."
         check(not wrong, f"{directory.path / file} {' and '.join(wrong)}: {remedy}", ConversionError)
-        found |= here
-    return found
+        tensors |= stored
+    return tensors
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
@@ -163,13 +163,15 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = parse_json(file.read(length), f"{path}: the header")  # of two tensors with one name it takes the last
+        header = parse_json(
+            file.read(length), f"{path}: the header"
+        )  # the package takes the last of two tensors with one name
     begins = {name: 8 + length + header[name]["data_offsets"][0] for name in kinds}
     return {name: StoredTensor(path, name, *kinds[name], begins[name]) for name in kinds}
 
 
 def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse tensors of integers and of eight bits: they are no weights, or quantised ones."""
+    """Raise ConversionError for tensors of integers and of eight bits: they are no weights, or quantized ones."""
     for name, stored in tensors.items():
         rule = "and quantization_config says nothing of it. Load a checkpoint in float32, bfloat16 or float16"
         known = stored.dtype in FLOATS
@@ -185,13 +187,13 @@ def check_tensors(
     owner: str,
     source: str,
 ) -> None:
-    """Refuse tensors other than those with the `wanted` names and shapes, and list the differences.
+    """Raise ConversionError that lists the differences, unless tensors have just the `wanted` names and shapes.
 
     **Arguments:**
 
-    - `rule`: what the tensors must be.
-    - `owner`: what a tensor that is not wanted does not belong to.
-    - `source`: what the wanted shapes follow from.
+    - `rule`: sentence on the wanted tensors.
+    - `owner`: noun for the owner of a wanted tensor.
+    - `source`: noun for the origin of the wanted shapes.
     """
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
     wrong += [f"{name} belongs to no {owner}" for name in sorted(tensors.keys() - wanted.keys())]
@@ -217,7 +219,7 @@ def _opened(path: Path) -> Any:
 
 
 def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
-    """The files to read, each with the tensors that the index promises (None without an index)."""
+    """Return the files to read, each with its tensors by the index (None without an index)."""
     index = f"{single}.index.json"
     where, both = directory.path / index, directory.has(single) and directory.has(index)
     rule = "one of them is left over. Move the wrong one away"

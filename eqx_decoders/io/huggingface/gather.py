@@ -1,4 +1,4 @@
-"""Arrays on their way to the host of the first process: piece by piece, so that no device ever holds a whole one."""
+"""Gathering of arrays on the host of the first process, piece by piece, so that no device ever holds a whole one."""
 
 import functools
 import math
@@ -14,28 +14,30 @@ from jaxtyping import Array
 from eqx_decoders.sharding.explicit import untyped
 
 
-PIECE = 128_000_000  # bytes; a device holds up to four times as many beside its part of the array, while it gathers
-_SEEN_BY_NUMPY = ("cpu",)  # platforms whose arrays are in the host's memory
+PIECE = (
+    128_000_000  # bytes; while it gathers, a device holds up to four times as many in addition to its part of the array
+)
+_HOST_PLATFORMS = ("cpu",)  # platforms whose arrays are in the host's memory
 
 Cut = tuple[slice, ...]
 
 
 def pieces(x: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[Cut, np.ndarray]]:
-    """`x[place]` in pieces of about `PIECE` bytes at most: where each of them is in it, and what is there.
+    """Yield `x[place]` in pieces of about `PIECE` bytes at most, each with its slices in `x[place]`.
 
     **Arguments:**
 
-    - `x`: of any sharding over the devices of any processes; or an array of NumPy.
+    - `x`: of any sharding over the devices of any processes; or a NumPy array.
     - `place`: indices of its first dimensions.
 
     In a run of several processes all must take all pieces, of the same arrays in one order. Only the first process gets
-    any; what it has on its own devices does not travel. Copies of `x` are not made: neither on a device, nor by JAX on
-    the host, where `np.asarray(x)` would stay as long as `x`.
+    any; parts on its own devices are not sent. No copy of `x` is made: neither on a device, nor by JAX on the host,
+    where `np.asarray(x)` would live as long as `x`.
     """
     first = jax.process_index() == 0
     if not isinstance(x, jax.Array):
         yield from [((), np.asarray(x)[(*place, ...)])] * first
-    elif place and len(place) == x.ndim:  # a single number: of the piece that has it
+    elif place and len(place) == x.ndim:  # a single number, from the piece that has it
         for cuts, piece in pieces(x, place[:-1]):
             begin, end, _ = cuts[0].indices(x.shape[-1])
             if begin <= place[-1] < end:
@@ -47,7 +49,7 @@ def pieces(x: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[Cut, np.ndarra
 
 
 def on_first_host(x: Any) -> np.ndarray | None:
-    """A whole array in the first process, None in the others; all of them must call it."""
+    """Return a whole array in the first process, None in the others; all of them must call it."""
     whole = np.empty(x.shape, x.dtype) if jax.process_index() == 0 else None
     for cut, piece in pieces(x):
         if whole is not None:
@@ -55,51 +57,54 @@ def on_first_host(x: Any) -> np.ndarray | None:
     return whole
 
 
-@functools.lru_cache(maxsize=1024)  # asked for every tensor, of which models with experts have tens of thousands
+@functools.lru_cache(maxsize=1024)  # called for every tensor, of which models with experts have tens of thousands
 def _is_held_by_first(sharding: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether the devices of the first process have all parts of an array: the others' are copies."""
+    """Return whether the devices of the first process have all parts of an array: others only have copies."""
     held = [(device.process_index, _box(index, shape)) for device, index in sharding.devices_indices_map(shape).items()]
     return {box for process, box in held if process == 0} == {box for _, box in held}
 
 
 def _box(index: Cut, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Begin and end of a part along each dimension."""
+    """Return begin and end of a part along each dimension."""
     return tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
 
 
 def _steps(size: int, row_bytes: int) -> tuple[int, list[int]]:
-    """How many rows of so many bytes make a piece, and where the pieces begin: the last ones may overlap."""
+    """Return the number of rows of a piece, and the begins of the pieces, of which the last ones may overlap."""
     step = max(1, min(size, PIECE // max(1, row_bytes)))
     return step, [min(begin, size - step) for begin in range(0, size, step)]
 
 
 def _from_own_devices(x: jax.Array, place: tuple[int, ...]) -> Iterator[tuple[Cut, np.ndarray]]:
-    """Each part once, from one of the devices of this process that hold it."""
+    """Yield each part once, from one of the devices of this process that hold it."""
     parts = {_box(shard.index, x.shape): shard.data for shard in x.addressable_shards}
     for box, part in parts.items():
         lead, rest = box[: len(place)], box[len(place) :]
         if not all(begin <= index < end for index, (begin, end) in zip(place, lead, strict=True)):
             continue
-        own = tuple(index - begin for index, (begin, _) in zip(place, lead, strict=True))
+        local = tuple(index - begin for index, (begin, _) in zip(place, lead, strict=True))
         shape = part.shape[len(place) :]
         axis = int(np.argmax(shape))
         step, begins = _steps(shape[axis], math.prod(shape) // max(1, shape[axis]) * x.dtype.itemsize)
         for begin in begins:
             cuts = [slice(*ends) for ends in rest]
             cuts[axis] = slice(rest[axis][0] + begin, rest[axis][0] + begin + step)
-            yield tuple(cuts), _read(part, own, axis, begin, step)
+            yield tuple(cuts), _read(part, local, axis, begin, step)
 
 
 def _read(part: jax.Array, place: tuple[int, ...], axis: int, begin: int, step: int) -> np.ndarray:
-    """Some of what is at a place of a part on one device."""
-    if next(iter(part.devices())).platform in _SEEN_BY_NUMPY:
+    """Read `step` rows along an axis of `part[place]`, a part on one device."""
+    if next(iter(part.devices())).platform in _HOST_PLATFORMS:
         return np.asarray(part)[(*place, *[slice(None)] * axis, slice(begin, begin + step))]
     return np.asarray(jax.block_until_ready(_cut(part, np.asarray([*place, begin], np.int32), axis, step)))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "step"))
 def _cut(block: Array, where: Array, axis: int, step: int) -> Array:
-    """`block[*place, ..., begin : begin + step, ...]`, cut along the `axis` behind the place: `where` is both."""
+    """Return `block[*place, ..., begin : begin + step, ...]`, cut along the `axis` behind the place.
+
+    where: the place, and behind it `begin`.
+    """
     lead = len(where) - 1
     starts = [*where[:lead], *[jnp.zeros_like(where[0])] * (block.ndim - lead)]
     starts[lead + axis] = where[lead]
@@ -109,26 +114,28 @@ def _cut(block: Array, where: Array, axis: int, step: int) -> Array:
 
 
 def _from_all_devices(x: jax.Array, place: tuple[int, ...]) -> Iterator[tuple[Cut, np.ndarray]]:
-    """Rows of all parts at a time, which every device gets, one time after another."""
+    """Yield some rows of all parts at a time, which every device gathers."""
     x = untyped(x)
     axis, step, begins = gathering(x, len(place))
     size = x.sharding.shard_shape(x.shape)[len(place) + axis]
     everything = (slice(None),) * axis
     for begin in begins:
         where = np.asarray([*place, begin], np.int32)
-        # Waited for by all: others would go on and ask for the memory of many pieces.
+        # All wait: otherwise others would go on and allocate memory for many pieces.
         rows = jax.block_until_ready(gathered_rows(x, where, x.sharding, axis, step))
         if jax.process_index() > 0:
             continue
-        found = np.asarray(rows.addressable_data(0))
+        data = np.asarray(rows.addressable_data(0))
         for number in range(x.shape[len(place) + axis] // size):
-            at, here = number * size + begin, number * step
-            yield (*everything, slice(at, at + step)), found[(*everything, slice(here, here + step))]
+            target, source = number * size + begin, number * step
+            yield (*everything, slice(target, target + step)), data[(*everything, slice(source, source + step))]
 
 
 def gathering(x: jax.Array | jax.ShapeDtypeStruct, lead: int) -> tuple[int, int, list[int]]:
-    """How `x[place]`, `lead` being the length of the place, is gathered: the axis and the number of rows that make a
-    piece, and the first rows of all pieces."""
+    """Plan the gathering of `x[place]`: return the axis, the number of rows of a piece, and the begins of all pieces.
+
+    lead: length of the place.
+    """
     shape, local = x.shape[lead:], x.sharding.shard_shape(x.shape)[lead:]
     axis = int(np.argmax(local))
     row_bytes = math.prod(shape) // max(1, local[axis]) * x.dtype.itemsize
@@ -137,7 +144,7 @@ def gathering(x: jax.Array | jax.ShapeDtypeStruct, lead: int) -> tuple[int, int,
 
 @functools.partial(jax.jit, static_argnames=("sharding", "axis", "step"))
 def gathered_rows(x: Array, where: Array, sharding: NamedSharding, axis: int, step: int) -> Array:
-    """`x[place]`, and of it `step` rows of each part that `axis` is cut into, from the same row on; on every device.
+    """Gather `step` rows of each part of `x[place]` that `axis` is cut into, from the same row on, on every device.
 
     **Arguments:**
 
@@ -152,17 +159,17 @@ def gathered_rows(x: Array, where: Array, sharding: NamedSharding, axis: int, st
     holders = tuple(name for each in names for name in each)
 
     def own_rows(block: Array, where: Array) -> Array:
-        here, mine = [], jnp.bool_(True)
+        local, is_holder = [], jnp.bool_(True)
         for index, size, each in zip(where[:lead], block.shape[:lead], names, strict=True):
             index = index - size * (jax.lax.axis_index(each) if each else 0)
-            mine &= (index >= 0) & (index < size)
-            here.append(jnp.clip(index, 0, size - 1))
-        rows = _cut(block, jnp.stack([*here, where[lead]]), axis, step)
+            is_holder &= (index >= 0) & (index < size)
+            local.append(jnp.clip(index, 0, size - 1))
+        rows = _cut(block, jnp.stack([*local, where[lead]]), axis, step)
         if not holders:
             return rows
-        # One of the devices has them, and the others add 0: to the bits, as a sum would lose the sign of -0.0.
+        # One device has the rows, the others add 0 to their bits: a sum of floats would lose the sign of -0.0.
         bits = jax.lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
-        return jax.lax.bitcast_convert_type(jax.lax.psum(jnp.where(mine, bits, 0), holders), rows.dtype)
+        return jax.lax.bitcast_convert_type(jax.lax.psum(jnp.where(is_holder, bits, 0), holders), rows.dtype)
 
     cut = jax.shard_map(
         own_rows,

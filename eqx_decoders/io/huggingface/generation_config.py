@@ -1,4 +1,4 @@
-"""`generation_config.json`: the sampling settings and stop ids that were published with a model."""
+"""Generation settings that were published with a model, in `generation_config.json`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +10,10 @@ from eqx_decoders.io.huggingface.directory import Directory
 
 
 def read_generation_config(directory: str | Path) -> GenerationConfig:
-    """The settings in a directory's `generation_config.json`; without one all are None.
+    """Read the settings in a directory's `generation_config.json`; without one all are None.
 
     0 for `top_k`, and 1 for `top_p` and `repetition_penalty`, are transformers' values for "off". Other keys have no
-    effect here. Raises ConversionError for values that are no settings.
+    effect here. Raises ConversionError for invalid values.
     """
     folder, name = Directory(directory), "generation_config.json"
     content = folder.json(name) if folder.has(name) else {}
@@ -38,13 +38,13 @@ def read_generation_config(directory: str | Path) -> GenerationConfig:
 
 
 def parse_token_ids(where: str, value: Any) -> tuple[int, ...]:
-    """The ids in `eos_token_id`: none, one or a list. Negative ones, which some files have, stand for none."""
+    """Parse the ids in `eos_token_id`: null, one or a list. Negative ones, which some files have, stand for none."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     few = len(values) <= 1000
-    if not few or not all(isinstance(one, int) and not isinstance(one, bool) and one < 2**31 for one in values):
+    if not few or not all(isinstance(id_, int) and not isinstance(id_, bool) and id_ < 2**31 for id_ in values):
         shown = str(value[:5] if isinstance(value, list) else value)[:60]
         raise ConversionError(f"{where}={shown} must be a token id or a list of at most 1000 of them.")
-    return tuple(one for one in values if one >= 0)
+    return tuple(id_ for id_ in values if id_ >= 0)
 
 
 def _number(where: str, content: Mapping[str, Any], key: str, most: int = 1_000_000_000) -> float | None:

@@ -1,4 +1,4 @@
-"""Repositories on huggingface.co: the local copy of one by its name."""
+"""Repositories on huggingface.co: their local copies."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.huggingface.directory import Directory, exists
 
 
-# What a tokenizer, and a processor of images and audio, may consist of; copied into an export, never interpreted
-# here but for the .json files.
+# Files of a tokenizer, and of a processor of images and audio; copied into an export, never interpreted here but for
+# the .json files.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Directory:
-    """The directory `source`, or the local copy of the repository `"org/name"` on huggingface.co."""
+    """Return the directory `source`, or the local copy of the repository `"org/name"` on huggingface.co."""
     path = Path(expanded(source))
     repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)
     if exists(path) or not repository:

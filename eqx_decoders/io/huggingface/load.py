@@ -1,4 +1,4 @@
-"""Hugging Face directories, read: `config.json` and safetensors, without torch and without transformers.
+"""Loading of Hugging Face directories: `config.json` and safetensors, without torch and without transformers.
 
 Each device's part of each weight is filled by itself, tensor by tensor, so that the host never holds more than the
 weights that live on it and a piece of one tensor.
@@ -25,30 +25,32 @@ from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.errors import ConversionError, check, check_word
 from eqx_decoders.families import find_family
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.hf_table import Family, Section, WeightMapping
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import text_fields
+from eqx_decoders.families.weight_rows import Section, WeightMapping
 from eqx_decoders.io.huggingface.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.quantized import checkpoint_tensors, keep, read_scheme, without_empty_biases
+from eqx_decoders.io.huggingface.tensor_copy import copy_in_pieces, einops_sizes
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract
 from eqx_decoders.model.provenance import Provenance
-from eqx_decoders.numerics.matmul import Precision
+from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import Layout, device_bytes
 
 
 QuantizedName = Literal["expand", "keep"]
 
-_PIECE = 256 * 1024  # bytes of a tensor that are copied together
-_READ = 64_000_000  # bytes in float32 of a tensor that are read together
+_READ = 64_000_000  # bytes in float32 of a tensor that are read at a time
 _ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple of it without a copy
 
 
 def read_config(directory: str | Path, *, text_only: bool = False) -> tuple[DecoderConfig, Provenance]:
-    """The configuration in a directory's `config.json`, and what an export of the model needs besides."""
+    """Read the configuration in a directory's `config.json`, and the provenance that an export of the model needs."""
     config, origin, _ = _read_config(Directory(directory), text_only)
     return config, origin
 
@@ -63,7 +65,7 @@ def abstract_hf(
     quantized: QuantizedName = "expand",
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
-    """`load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings: reads no weights."""
+    """Return the model of `load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings, without reading weights."""
     target, _, _ = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
     return target
 
@@ -78,34 +80,34 @@ def load_hf(
     quantized: QuantizedName = "expand",
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
-    """The model in a Hugging Face directory, each weight created on its devices.
+    """Load the model in a Hugging Face directory, each weight created on its devices.
 
     **Arguments:**
 
     - `source`: a directory with `config.json` and safetensors files, or the name of a repository, `"org/name"`, which
         is downloaded (extra "hf").
-    - `dtype`: of weights and activations; None for that of the files.
+    - `dtype`: of weights and activations; None for the files' dtype.
     - `layout`: where the weights live; None for one device.
     - `revision`: branch, tag or commit of a repository.
     - `text_only`: whether encoders of images and audio are left out; the model is then one of its text family.
-    - `quantized`: what becomes of matrices that the files have in few bits: `"expand"`, arrays of `dtype` as all other
-        weights; `"keep"`, what they are, bit by bit (`QuantizedWeight`), where that can be (`quantized.keep`).
-    - `execution`: further fields of `Execution`, such as `remat="full"`; `precision` wins over `dtype`.
+    - `quantized`: form of matrices that the files have in few bits: `"expand"`, arrays of `dtype` as all other weights;
+        `"keep"`, the stored bits (`QuantizedWeight`), where that is possible (`quantized.keep`).
+    - `execution`: other fields of `Execution`, such as `remat="full"`; `precision` wins over `dtype`.
 
     Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
-    family, or says anything that is not understood.
+    family, or has settings that are not understood.
     """
     target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
     total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in jax.tree.leaves(shapes))
-    with StatusLine("loading weights", total=total) as waiting:
-        arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors, waiting), shapes)
+    with StatusLine("loading weights", total=total) as status:
+        arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors, status), shapes)
     return eqx.combine(arrays, static)
 
 
 def stored_weights(directory: str | Path) -> tuple[dict[str, WeightMapping], dict[str, StoredTensor]]:
-    """Which tensors make each weight of a directory, and these tensors, under their full names."""
+    """Return the mapping of each weight of a directory to tensors, and these tensors, under their full names."""
     _, mappings, tensors = _target(Directory(directory), jnp.float32, None, {})
     return mappings, {name: tensors[name] for mapping in mappings.values() for name in mapping.names}
 
@@ -118,14 +120,14 @@ def _target(
     text_only: bool = False,
     quantized: QuantizedName = "expand",
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
-    """The model's shapes, what each weight is made of, and the tensors."""
+    """Return the model of shapes, the mapping of each weight to tensors, and the tensors."""
     check_word("load_hf: quantized", quantized, get_args(QuantizedName))
     config, origin, family = _read_config(directory, text_only)
     tensors = _without_ignored(_stored(directory, text_only), family, config)
     family = family.stored_as(tensors)
     check_dtypes(tensors)
     if config.tied and family.head in tensors:
-        config = _untied(config, tensors, family)
+        config = _untie(config, tensors, family)
     if dtype is None:
         dtype = functools.reduce(jnp.promote_types, {FLOATS[stored.dtype] for stored in tensors.values()})
     precision = execution.pop("precision", None) or Precision(params=dtype, compute=dtype)
@@ -147,7 +149,7 @@ def _target(
 
 
 def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
-    """The tensors of a directory; with `text_only` those of the decoder, under their names in its own family."""
+    """Return the tensors of a directory; with `text_only` the decoder's, under their names in its family."""
     tensors = checkpoint_tensors(directory)
     family = find_family(str(directory.json("config.json").get("model_type")))
     if not text_only or family.text is None:
@@ -176,9 +178,9 @@ def _read_config(directory: Directory, text_only: bool = False) -> tuple[Decoder
 def decode_config(
     content: Mapping[str, Any], path: str, *, text_only: bool = False
 ) -> tuple[DecoderConfig, dict[str, Any], Family]:
-    """The configuration in a `config.json`, those of its settings that change nothing here, and its family.
+    """Decode the content of a `config.json`: the configuration, its settings without effect here, and its family.
 
-    With `text_only` those of the decoder alone.
+    text_only: of the decoder alone.
     """
     kind = content.get("model_type")
     check(isinstance(kind, str), f"{path}: model_type={kind!r} must name the family.", ConversionError)
@@ -194,26 +196,26 @@ def decode_config(
 def _with_stored_depths(
     config: DecoderConfig, directory: Directory, family: Family, text_only: bool = False
 ) -> DecoderConfig:
-    """With layers of multi-token prediction if they are stored; where nothing is, as config.json says.
+    """Add layers of multi-token prediction if they are stored, or remove them; without weights follow config.json.
 
     transformers leaves them out, and the setting as it is; some files have them, and no setting.
     """
-    further = config if config.mtp is not None or family.with_depth is None else family.with_depth(config)
-    if further.mtp is None or not any(map(directory.has, ("model.safetensors", "model.safetensors.index.json"))):
+    with_mtp = config if config.mtp is not None or family.with_depth is None else family.with_depth(config)
+    if with_mtp.mtp is None or not any(map(directory.has, ("model.safetensors", "model.safetensors.index.json"))):
         return config
-    tensors = _without_ignored(_stored(directory, text_only), family, further)
-    weights = family.stored_as(tensors).bind(abstract(further))
+    tensors = _without_ignored(_stored(directory, text_only), family, with_mtp)
+    weights = family.stored_as(tensors).bind(abstract(with_mtp))
     names = {name for path, mapping in weights.items() if path.startswith("mtp.") for name in mapping.names}
-    return further if names & tensors.keys() else dataclasses.replace(config, mtp=None)
+    return with_mtp if names & tensors.keys() else dataclasses.replace(config, mtp=None)
 
 
 def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Without those that hold another tensor once more; ConversionError where they do not."""
+    """Remove tensors that are copies of others. Raises ConversionError where they differ."""
     for copy, name in copies.items():
         if copy not in tensors or name not in tensors:
             continue
-        one, other = tensors[copy], tensors[name]
-        same = one.shape == other.shape and _same(one, other)
+        first, second = tensors[copy], tensors[name]
+        same = first.shape == second.shape and _are_equal(first, second)
         check(same, f"{copy} must hold the same numbers as {name}: both are one weight here.", ConversionError)
     return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
 
@@ -221,43 +223,43 @@ def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str])
 def _without_ignored(
     tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig
 ) -> dict[str, StoredTensor]:
-    """Under their full names, as the family's rows have them, without those that hold no information."""
+    """Return tensors under the full names of the family's table, without tensors that hold no information."""
     tensors = {family.stored_name(name): stored for name, stored in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
         tensors = {name if name == family.head else family.prefix + name: stored for name, stored in tensors.items()}
     return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
 
 
-def _untied(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:
-    """A head is stored beside a table that is said to be the head: it counts, unless it is the same."""
+def _untie(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:
+    """Untie the head from the table if the file has a head that differs; remove one tensor if both are equal."""
     table = next(weight.name for weight in family.weights if weight.path == "embedding.table")
     if table not in tensors:
         tensors[table] = tensors.pop(family.head)
         return config
-    one, other = tensors[table], tensors[family.head]
-    if one.shape == other.shape == (config.vocab_size, config.embed_dim) and not _same(one, other):
+    embedding, head = tensors[table], tensors[family.head]
+    if embedding.shape == head.shape == (config.vocab_size, config.embed_dim) and not _are_equal(embedding, head):
         return dataclasses.replace(config, tied=False)
-    if one.shape == other.shape:
-        del tensors[family.head]  # the same, or both of a wrong shape, of which it is enough to tell once
+    if embedding.shape == head.shape:
+        del tensors[family.head]  # equal, or both of a wrong shape, which is reported once
     return config
 
 
-def _same(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two matrices are equal, some rows at a time."""
-    rows, step = one.shape[0], max(1, 4_000_000 // one.shape[1])
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Compare two matrices, some rows at a time."""
+    rows, step = first.shape[0], max(1, 4_000_000 // first.shape[1])
     parts = (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
-    everything = slice(0, one.shape[1])
-    return all(np.array_equal(one.read((part, everything)), other.read((part, everything))) for part in parts)
+    columns = slice(0, first.shape[1])
+    return all(np.array_equal(first.read((part, columns)), second.read((part, columns))) for part in parts)
 
 
 def _load(
-    leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], waiting: StatusLine
+    leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], status: StatusLine
 ) -> jax.Array:
-    """A weight on its devices, one device's part after another."""
+    """Load a weight onto its devices, one device's part after another."""
     parts: list[jax.Array] = []
     sharding: Any = leaf.sharding
     for index, devices in _holders(leaf).items():
-        block = _block(index, leaf.dtype, mapping, tensors, waiting)
+        block = _block(index, leaf.dtype, mapping, tensors, status)
         if isinstance(sharding, SingleDeviceSharding):  # uncommitted, like those of `init`
             return jax.device_put(block)
         parts += [jax.device_put(block, device) for device in devices]
@@ -265,7 +267,7 @@ def _load(
 
 
 def _holders(leaf: jax.ShapeDtypeStruct) -> dict[tuple[range, ...], list[Any]]:
-    """The different parts of a weight on devices of this process, and which devices hold each."""
+    """Return the different parts of a weight on devices of this process, and the devices that hold each."""
     holders: dict[tuple[range, ...], list[Any]] = {}
     sharding: Any = leaf.sharding
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -279,23 +281,23 @@ def _block(
     dtype: np.dtype,
     mapping: WeightMapping,
     tensors: Mapping[str, StoredTensor],
-    waiting: StatusLine,
+    status: StatusLine,
 ) -> np.ndarray:
-    """The part `index` of a weight, from the parts of the tensors that hold it."""
+    """Read the part `index` of a weight from the tensors that hold it."""
     block = _aligned(tuple(map(len, index)), dtype)
     lead, rest = index[: len(mapping.stack)], index[len(mapping.stack) :]
-    for place in itertools.product(*lead):
-        own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
+    for layer in itertools.product(*lead):
+        local = tuple(number - cut.start for number, cut in zip(layer, lead, strict=True))
         for begin, piece in _pieces(mapping, rest):
             cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
-            target = block[(*own, ...)][(*cut, ...)]  # a view, also of a single number
-            copy_in_pieces(target, _part(tensors[mapping.name(place)], mapping, piece))
-            waiting.add(target.nbytes)
+            target = block[(*local, ...)][(*cut, ...)]  # a view, also of a single number
+            copy_in_pieces(target, _part(tensors[mapping.name(layer)], mapping, piece))
+            status.add(target.nbytes)
     return block
 
 
 def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[tuple[int, ...], tuple[range, ...]]]:
-    """The part `index` of a tensor, some rows of the file at a time: where each piece begins in it, and the piece."""
+    """Cut the part `index` of a tensor into some rows of the file each: yield each piece and, before it, its begin."""
     if not index:  # a single number
         yield (), ()
         return
@@ -303,11 +305,13 @@ def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[
     axis = mapping.words.index(word) if word in mapping.words else 0
     whole = index[axis]
     row_bytes = 4 * math.prod(map(len, index)) // max(1, len(whole))
-    if (section := mapping.section) is not None and section.blocks > 1:  # the others' rows between are read, too
+    if (
+        section := mapping.section
+    ) is not None and section.blocks > 1:  # the rows of other weights between them are read, too
         row_bytes = row_bytes * section.block_size // section.size
     step = max(1, _READ // max(1, row_bytes))
     for begin in range(0, len(whole), step):
-        first = tuple(begin if place == axis else 0 for place in range(len(index)))
+        first = tuple(begin if dimension == axis else 0 for dimension in range(len(index)))
         yield first, (*index[:axis], whole[begin : begin + step], *index[axis + 1 :])
 
 
@@ -318,23 +322,8 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[begin : begin + size].view(dtype).reshape(shape)
 
 
-def copy_in_pieces(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, in pieces that fit a cache along the axis in which the source moves slowest.
-
-    A transposed copy as a whole misses the cache with every element, and takes five times as long.
-    """
-    if source.ndim == 0:
-        target[...] = source
-        return
-    axis = int(np.argmax(source.strides))
-    step = max(1, _PIECE // max(source.strides[axis], 1))
-    for begin in range(0, source.shape[axis], step):
-        piece = (slice(None),) * axis + (slice(begin, begin + step),)
-        target[piece] = source[piece]
-
-
 def _part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]) -> np.ndarray:
-    """The part `index` of one layer's weight: what can be cut out of the file is cut there, the rest afterwards."""
+    """Read the part `index` of one layer's weight, cut in the file where that is possible, otherwise afterwards."""
     wanted = dict(zip(mapping.words, index, strict=True))
     sizes, cuts = dict(mapping.sizes), []
     for first, *rest in mapping.groups:
@@ -342,13 +331,13 @@ def _part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]
         cuts.append(slice(cut.start * inner, cut.stop * inner))
         sizes[first] = len(cut)
     x = _read(tensor, mapping.section, tuple(cuts))
-    x = rearrange(x, mapping.pattern, **given_sizes(mapping, sizes))
+    x = rearrange(x, mapping.pattern, **einops_sizes(mapping, sizes))
     rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
     return x[(*(rest.get(word, slice(None)) for word in mapping.words), ...)]
 
 
 def _read(tensor: StoredTensor, section: Section | None, cuts: tuple[slice, ...]) -> np.ndarray:
-    """What the `cuts` say of a tensor or, where there is one, of its section, as if that were all of the tensor."""
+    """Read `cuts` of a tensor or, if there is one, of its section, as if that were all of the tensor."""
     if section is None:
         return tensor.read(cuts)
     before, rows, after = cuts[: section.axis], cuts[section.axis], cuts[section.axis + 1 :]
@@ -361,8 +350,3 @@ def _read(tensor: StoredTensor, section: Section | None, cuts: tuple[slice, ...]
     x = x.reshape(*x.shape[: section.axis], -1, *x.shape[section.axis + 2 :])
     begin = rows.start - first * section.size
     return x[(*[slice(None)] * section.axis, slice(begin, begin + rows.stop - rows.start))]
-
-
-def given_sizes(mapping: WeightMapping, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that einops can't see: of the words that share a dimension."""
-    return {word: sizes[word] for group in mapping.groups if len(group) > 1 for word in group}

@@ -1,7 +1,7 @@
-"""Adapter directories of PEFT, read and written: `adapter_config.json` and `adapter_model.safetensors`, without PEFT.
+"""Adapter directories of PEFT, loaded and saved without PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT keeps a pair as two matrices beside a module's weight, `lora_A` [r, in] and `lora_B` [out, r]. Which dimensions
-are in and out, and how ours are folded into them, follows from the family's table of weights.
+PEFT adds two matrices to a module's weight, `lora_A` [r, in] and `lora_B` [out, r], here called its low-rank pair. The
+family's table of weights says which of our dimensions are folded into in and out.
 """
 
 import dataclasses
@@ -17,13 +17,16 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.hf_table import Family, WeightMapping
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
-from eqx_decoders.io.huggingface.export import export_config, exported_directory, safetensors, save_tensors
+from eqx_decoders.io.huggingface.export_config import export_config
+from eqx_decoders.io.huggingface.export_directory import exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
+from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.numerics.matmul import LowRank, low_rank_weights
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes, replaced
 
@@ -43,7 +46,7 @@ IGNORED_PEFT_KEYS: dict[str, str] = {
     "ensure_weight_tying": "about embeddings, which cannot have a pair here",
 }
 
-# Keys whose effect does not exist here, with the values that switch them off (null always does).
+# Keys whose effect is not supported, with the values that switch them off (null always does).
 UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # the others change the frozen weights
@@ -57,16 +60,16 @@ UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
 
 
 def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None = None) -> Decoder:
-    """The model with the pairs of a PEFT adapter beside its weights, each created on its devices.
+    """Add the low-rank pairs of a PEFT adapter to a model's weights, each created on its devices.
 
     **Arguments:**
 
     - `model`: the adapter's base, without pairs.
     - `directory`: with `adapter_config.json` and `adapter_model.safetensors`.
-    - `dtype`: of the pairs; None for that in which the model keeps its weights.
+    - `dtype`: of the pairs; None for the model's parameter dtype.
 
     Raises ConversionError where the adapter is of another model, is not plain LoRA, covers a stack of equal layers only
-    in part, or says anything that is not understood.
+    in part, or has settings that are not understood.
     """
     folder, present = Directory(directory), low_rank_weights(model)
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
@@ -85,10 +88,10 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
         source=f"the model and r={rank}",
     )
     check(bool(weights), f"{folder.path / TENSORS} holds no pair: there is nothing to load.", ConversionError)
-    kept = np.dtype(model.execution.precision.params if dtype is None else dtype)
+    params = np.dtype(model.execution.precision.params if dtype is None else dtype)
     leaves, nodes = whole_weights(model)[1], {}
     for path, weight in weights.items():
-        pair = {name: factor.load(tensors, kept) for name, factor in weight.factors.items()}
+        pair = {name: factor.load(tensors, params) for name, factor in weight.factors.items()}
         nodes[path] = LowRank(base=leaves[path], scale=scale, **pair)
     target = replaced(model, nodes)
     shardings = named_leaves(model.execution.layout.shardings(target))
@@ -103,12 +106,12 @@ def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") -> None:
-    """Write the pairs of a model as a directory that `PeftModel.from_pretrained` opens, and `load_peft`.
+    """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
     **Arguments:**
 
     - `model`: with pairs of one rank and one scale, of a family that Hugging Face knows.
-    - `directory`: a new or empty one; it appears whole or not at all.
+    - `directory`: a new or empty one; it appears completely or not at all.
     - `base_model`: name or directory of the base, for PEFT's automatic classes.
 
     Raises ConversionError where there is no pair, or one that PEFT has no name for. In a run of several processes all
@@ -128,9 +131,9 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
 
 
 def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_AdaptableWeight"]]:
-    """The pairs of a model (of arrays or shapes), and what PEFT can adapt of it, both by the paths of the weights.
+    """Return the pairs of a model (of arrays or shapes), and the weights that PEFT can adapt, by their paths.
 
-    Raises all that can be known before `save_peft` writes anything.
+    Raises all errors that are known before `save_peft` writes anything.
     """
     safetensors()
     nodes = low_rank_weights(model)
@@ -145,14 +148,14 @@ def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_Adapta
 
 @dataclasses.dataclass(frozen=True)
 class _Factor:
-    """One factor of a weight's pair in an adapter.
+    """Factor of a weight's pair in an adapter.
 
     **Arguments:**
 
-    - `names`: its tensor in each layer of a stacked weight; one for another.
+    - `names`: its tensors, one for each layer of a stacked weight.
     - `stacked`: whether ours has a leading `layers` axis.
     - `theirs`, `ours`: einops patterns of a tensor there and of a layer here, with `rank` among the words.
-    - `sizes`: of the other words.
+    - `sizes`: of the words other than `rank`.
     """
 
     names: tuple[str, ...]
@@ -162,7 +165,7 @@ class _Factor:
     sizes: Mapping[str, int]
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of each tensor."""
+        """Return the shape of each tensor."""
         features = math.prod(self.sizes.values())
         return (rank, features) if self.theirs.startswith("rank") else (features, rank)
 
@@ -181,7 +184,7 @@ class _Factor:
 
 @dataclasses.dataclass(frozen=True)
 class _AdaptableWeight:
-    """A weight that PEFT can adapt: its modules, its factors, and whether Hugging Face keeps it as `[in, out]`."""
+    """Weight that PEFT can adapt: its modules, its factors, and whether Hugging Face stores it as `[in, out]`."""
 
     modules: tuple[str, ...]
     inputs_first: bool
@@ -193,17 +196,17 @@ class _AdaptableWeight:
 
 
 def _module_name(family: Family, name: str) -> str:
-    """What an adapter's tensor is called by today's transformers; older ones had the names of the files."""
+    """Return the name of an adapter's tensor in present transformers; older ones used the names in the files."""
     if not name.startswith(_PREFIX):
         return name
     return _PREFIX + family.module_name(family.stored_name(name.removeprefix(_PREFIX)))
 
 
 def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
-    """By its path every weight that PEFT can adapt: a matrix of a block that is one module's weight."""
+    """Find the weights that PEFT can adapt, by their paths: matrices of blocks that are one module's weight."""
     model = plain_shapes(model)
     family, _ = export_config(model)
-    words, found = axes(model), {}
+    words, weights = axes(model), {}
     for path, mapping in family.bind(model).items():
         split = product_axes(words[path])
         whole = (
@@ -215,8 +218,8 @@ def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
             inputs, outputs = mapping.words[: len(split[0])], mapping.words[len(split[0]) :]
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):
                 modules = tuple(family.module_name(name).removesuffix(_WEIGHT) for name in mapping.names)
-                found[path] = _adaptable_weight(mapping, modules, inputs, outputs)
-    return found
+                weights[path] = _adaptable_weight(mapping, modules, inputs, outputs)
+    return weights
 
 
 def _adaptable_weight(
@@ -238,7 +241,7 @@ def _adaptable_weight(
 
 
 def _read_config(fields: Fields) -> tuple[int, float]:
-    """The rank and the scale; everything else must be off or without effect."""
+    """Read the rank and the scale. Raises ConversionError for other settings unless they are off or without effect."""
     fields.word("peft_type", {"LORA": True})
     rank, alpha = fields.integer("r"), fields.number("lora_alpha")
     stabilized = fields.flag("use_rslora", False)
@@ -251,7 +254,7 @@ def _read_config(fields: Fields) -> tuple[int, float]:
 def _config(
     nodes: Mapping[str, LowRank], weights: Mapping[str, _AdaptableWeight], modules: Sequence[str], base_model: str
 ) -> dict[str, Any]:
-    """The content of `adapter_config.json`."""
+    """Return the content of `adapter_config.json`."""
     node = next(iter(nodes.values()))
     rank, scale = node.lora_a.shape[-1], node.scale
     alpha, stabilized = _alpha(rank, scale)
@@ -271,7 +274,7 @@ def _config(
 
 
 def _alpha(rank: int, scale: float) -> tuple[int | float, bool]:
-    """A `lora_alpha`, and whether `use_rslora` is on, that give this scale: a whole number where there is one."""
+    """Return `lora_alpha` and `use_rslora` that give this scale: `lora_alpha` is a whole number if possible."""
     for root, stabilized in ((rank, False), (math.sqrt(rank), True)):
         if round(scale * root) / root == scale:
             return round(scale * root), stabilized
@@ -279,7 +282,7 @@ def _alpha(rank: int, scale: float) -> tuple[int | float, bool]:
 
 
 def _modules(model: Decoder) -> set[str]:
-    """All modules that have a weight, also those that PEFT can't adapt."""
+    """Return all modules that have a weight, also those that PEFT can't adapt."""
     base = plain_shapes(replaced(model, {path: node.base for path, node in low_rank_weights(model).items()}))
     family, _ = export_config(base)
     names = (family.module_name(name) for mapping in family.bind(base).values() for name in mapping.names)
@@ -287,7 +290,7 @@ def _modules(model: Decoder) -> set[str]:
 
 
 def _target_modules(adapted: Set[str], every: Set[str]) -> list[str]:
-    """The last part of a module's name if all modules of this name have a pair, else its full name.
+    """Return the last parts of modules' names where all modules of that name have a pair, otherwise full names.
 
     A number is no such name: layers are numbered, too.
     """

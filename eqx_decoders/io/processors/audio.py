@@ -19,11 +19,11 @@ from eqx_decoders.io.processors.images import name_of
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
-RATES = (1000, 768_000)  # in Hz; others are no audio for ears
+RATES = (1000, 768_000)  # in Hz
 BLOCK = 1 << 20  # numbers that are decoded, or transformed, at once
 LOUDEST = 1e6  # samples are -1 to 1
-UNKNOWN = 1 << 62  # libsndfile's word for a number of samples that a header does not tell
-UNTOLD = 0x7FFF_0000  # bytes; what a program writes that streams a WAV file is not less
+UNKNOWN = 1 << 62  # libsndfile's number of samples where the header has none
+STREAMED = 0x7FFF_0000  # bytes; programs that stream a WAV file write at least this length
 MOST_CHUNKS = 1000  # of a WAV file
 # Formats that are in use; libsndfile has others, whose readers are old and print to the terminal.
 KNOWN = ("WAV", "FLAC", "Ogg Vorbis", "Opus", "MP3", "AIFF", "AU", "CAF")
@@ -34,28 +34,30 @@ Samples = Float[np.ndarray, "samples"]
 
 
 def open_audio(source: Any, rate: int, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Samples:
-    """The samples of an audio clip at `rate` per second, its channels being averaged, float32.
+    """Return the samples of an audio clip at `rate` per second, its channels being averaged, float32.
 
-    Raises DataError, with the file's name, for what is no audio, and for one that is longer than `limits` allow.
+    Raises DataError, with the file's name, for files that are no audio, or longer than `limits` allow.
 
     **Arguments:**
 
     - `source`: the path of a file (WAV, FLAC, Ogg, MP3, AIFF, AU, CAF), its bytes, an array of floats at this rate, or
         a pair of an array and its rate.
-    - `where`: how errors call it.
+    - `where`: its name in errors.
     """
     where = name_of(source, "audio", 0) if where is None else where
     if isinstance(source, np.ndarray):
         source = (source, rate)
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
-        samples, own = source
-        whole = isinstance(own, int | np.integer) and not isinstance(own, bool)
-        check(whole, f"{where}: the rate {str(own)[:40]} must be a whole number of samples in a second.", DataError)
+        samples, old_rate = source
+        whole = isinstance(old_rate, int | np.integer) and not isinstance(old_rate, bool)
+        check(
+            whole, f"{where}: the rate {str(old_rate)[:40]} must be a whole number of samples in a second.", DataError
+        )
         good = samples.ndim == 1 and samples.dtype.kind == "f"
         check(good, f"{where} of shape {samples.shape}, {samples.dtype} must be one row of floats, -1 to 1.", DataError)
-        _check_length(len(samples), 1, int(own), limits, where)
+        _check_length(len(samples), 1, int(old_rate), limits, where)
         parts = (samples[begin : begin + BLOCK] for begin in range(0, len(samples), BLOCK))
-        return _resampled(parts, int(own), rate, where)
+        return _resampled(parts, int(old_rate), rate, where)
     rule = "must be a path, bytes, an array of floats, or a pair of an array and its rate"
     if not isinstance(source, str | Path | bytes):
         raise DataError(f"{where} {rule}.")
@@ -69,17 +71,17 @@ def _from_file(source: str | Path | bytes, rate: int, limits: MediaLimits, where
         import soundfile
     except ImportError as error:
         raise need_extra("soundfile", "media") from error
-    given: Any = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())  # "-" is a file
+    stream: Any = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())  # "-" is a file
     with _as_data_error(where):
         _check_whole(source, where)
-        with soundfile.SoundFile(given) as file:
-            told = file.frames < UNKNOWN  # libsndfile fails at the end of others
-            check(told, f"{where} does not tell its length: write it anew, such as with `flac`.", DataError)
+        with soundfile.SoundFile(stream) as file:
+            has_length = file.frames < UNKNOWN  # libsndfile fails at the end of others
+            check(has_length, f"{where} does not tell its length: write it anew, such as with `flac`.", DataError)
             return _resampled(_decoded(file, limits, where), file.samplerate, rate, where)
 
 
 def _decoded(file: Any, limits: MediaLimits, where: str) -> Iterator[np.ndarray]:
-    """Some samples at a time, the mean of all channels."""
+    """Yield some samples at a time, the mean of all channels."""
     _check_length(max(file.frames, 0), file.channels, file.samplerate, limits, where)
     count = 0
     while len(block := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
@@ -89,7 +91,7 @@ def _decoded(file: Any, limits: MediaLimits, where: str) -> Iterator[np.ndarray]
 
 
 def _cause(error: Exception) -> str:
-    """What libsndfile says; TypeError comes of a file whose name ends with .raw."""
+    """Return libsndfile's message; TypeError comes from a file whose name ends with .raw."""
     return getattr(error, "error_string", None) or str(error)
 
 
@@ -97,24 +99,24 @@ _as_data_error = functools.partial(as_data_error, kind="audio", formats=KNOWN, s
 
 
 def _check_whole(source: str | Path | bytes, where: str) -> None:
-    """DataError for no known format, and for a WAV file that ends before its samples do: libsndfile takes the rest."""
+    """Raise DataError for unknown formats, and for truncated WAV files, whose rest libsndfile would accept."""
     size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
     with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
-        head, place = file.read(12), 12
+        head, position = file.read(12), 12
         known = head.startswith(BEGINNINGS) or int.from_bytes(head[:2], "big") >= 0xFFE0  # MP3 without a header
         if not known:
             raise ValueError("it begins like none of them")
         if head[:4] != b"RIFF" or head[8:] != b"WAVE":
             return
         for _ in range(MOST_CHUNKS):
-            file.seek(place)
+            file.seek(position)
             name, length = file.read(4), int.from_bytes(file.read(4), "little")
-            if name == b"data" and length < UNTOLD:
-                rule = f"is cut short: its samples reach to byte {place + 8 + length:,}, and it has {size:,}"
-                check(place + 8 + length <= size, f"{where} {rule}. Copy it again.", DataError)
+            if name == b"data" and length < STREAMED:
+                rule = f"is cut short: its samples reach to byte {position + 8 + length:,}, and it has {size:,}"
+                check(position + 8 + length <= size, f"{where} {rule}. Copy it again.", DataError)
             if name in (b"", b"data"):
                 return
-            place += 8 + length + length % 2
+            position += 8 + length + length % 2
 
 
 def _check_length(samples: int, channels: int, rate: int, limits: MediaLimits, where: str) -> None:
@@ -123,27 +125,27 @@ def _check_length(samples: int, channels: int, rate: int, limits: MediaLimits, w
     rule = f"longer than MediaLimits.max_seconds={limits.max_seconds:g}. Cut it, or raise the limit"
     check(samples <= limits.max_seconds * rate, f"{where} has {samples / rate:,.1f} s: {rule}.", DataError)
     rule = f"more than MediaLimits.max_samples={limits.max_samples:,}. Cut it, or raise the limit"
-    told = f"{where} has {samples * channels:,} samples in {channels} channels"
-    check(samples * channels <= limits.max_samples, f"{told}: {rule}.", DataError)
+    message = f"{where} has {samples * channels:,} samples in {channels} channels"
+    check(samples * channels <= limits.max_samples, f"{message}: {rule}.", DataError)
 
 
 def _resampled(parts: Iterable[np.ndarray], old: int, new: int, where: str) -> Samples:
-    """The parts behind each other at another rate: what resampling all at once would give, in less memory."""
-    stream, count, made = None, 0, [np.zeros(0, np.float32)]
+    """Resample the parts of a clip as if they were one, in less memory."""
+    stream, count, pieces = None, 0, [np.zeros(0, np.float32)]
     for part in parts:
-        audio = bool(np.all(np.abs(part) <= LOUDEST))  # not of NaN
-        check(audio, f"{where} has samples that are no numbers, or infinite: they must be about -1 to 1.", DataError)
+        finite = bool(np.all(np.abs(part) <= LOUDEST))  # not of NaN
+        check(finite, f"{where} has samples that are no numbers, or infinite: they must be about -1 to 1.", DataError)
         count, part = count + len(part), np.ascontiguousarray(part, np.float32)
         if old != new:
             stream = _resampler(old, new) if stream is None else stream
             part = stream.resample_chunk(part)
-        made.append(part)
+        pieces.append(part)
     check(count > 0, f"{where} has 0 s: an audio clip must have some.", DataError)
     if stream is not None:
-        made.append(stream.resample_chunk(made[0], last=True))
+        pieces.append(stream.resample_chunk(pieces[0], last=True))
         count = math.ceil(count * new / old)
-        made.append(np.zeros(max(0, count - sum(map(len, made))), np.float32))
-    return np.concatenate(made)[:count]
+        pieces.append(np.zeros(max(0, count - sum(map(len, pieces))), np.float32))
+    return np.concatenate(pieces)[:count]
 
 
 def _resampler(old: int, new: int) -> Any:
@@ -156,13 +158,13 @@ def _resampler(old: int, new: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogMel:
-    """`max(log10(mel), largest - 8) / 4 + 1` of overlapping windows, mel being powers in bands of frequencies.
+    """Log-mel spectrum of overlapping windows: `max(log10(mel), largest - 8) / 4 + 1`, mel being powers in bands.
 
     **Arguments:**
 
     - `rate`: samples in a second.
-    - `bands`: of frequencies from 0 to 8 kHz, equally wide on Slaney's mel scale.
-    - `window`, `hop`: samples in a window, and from one to the next.
+    - `bands`: number of bands of frequencies from 0 to 8 kHz, equally wide on Slaney's mel scale.
+    - `window`, `hop`: samples in a window, and from one window to the next.
     """
 
     rate: int = 16_000
@@ -180,7 +182,7 @@ class LogMel:
 
     @classmethod
     def read(cls, fields: Fields) -> "LogMel":
-        """From what a directory says of its feature extractor."""
+        """Read the settings of a directory's feature extractor."""
         for name, allowed in (("dither", (0, 0.0)), ("padding_value", (0, 0.0)), ("do_normalize", (False,))):
             fields.allow_only(name, *allowed)
         return cls(
@@ -191,26 +193,26 @@ class LogMel:
         )
 
     def __call__(self, samples: Samples) -> Float[np.ndarray, "bands frames"]:
-        """The spectrum, float32: a frame for each whole hop. Windows at the ends see the audio reflected."""
+        """Return the spectrum, float32, a frame for each whole hop; the ends are padded by reflection."""
         reach = self.window // 2
         padded = np.pad(samples.astype(np.float64), reach, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop][: len(samples) // self.hop]
         window = np.hanning(self.window + 1)[:-1]
-        made = np.empty((self.bands, len(frames)), np.float32)
+        powers = np.empty((self.bands, len(frames)), np.float32)
         step = max(1, BLOCK // self.window)
         for begin in range(0, len(frames), step):
             spectrum = np.abs(np.fft.rfft(frames[begin : begin + step] * window)) ** 2
-            made[:, begin : begin + step] = np.log10(np.maximum(self._filters @ spectrum.T, 1e-10))
-        return (np.maximum(made, made.max() - 8) + 4) / 4
+            powers[:, begin : begin + step] = np.log10(np.maximum(self._filters @ spectrum.T, 1e-10))
+        return (np.maximum(powers, powers.max() - 8) + 4) / 4
 
     @functools.cached_property
     def _filters(self) -> np.ndarray:
         """Triangles of equal area, `[bands, frequencies]`."""
         mel = np.linspace(0, _mel(8000.0), self.bands + 2)
         edges = np.where(mel < 15, mel * 200 / 3, 1000 * np.exp((mel - 15) * math.log(6.4) / 27))
-        place = np.linspace(0, self.rate // 2, self.window // 2 + 1)
-        rising = (place - edges[:-2, None]) / np.diff(edges)[:-1, None]
-        falling = (edges[2:, None] - place) / np.diff(edges)[1:, None]
+        frequencies = np.linspace(0, self.rate // 2, self.window // 2 + 1)
+        rising = (frequencies - edges[:-2, None]) / np.diff(edges)[:-1, None]
+        falling = (edges[2:, None] - frequencies) / np.diff(edges)[1:, None]
         return np.maximum(np.minimum(rising, falling), 0) * (2 / (edges[2:] - edges[:-2]))[:, None]
 
 
@@ -220,7 +222,7 @@ def _mel(hertz: float) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenAudio:
-    """Audio of Qwen3-Omni: log-mel spectra, all as long as the longest, of which chunks become tokens.
+    """Audio of Qwen3-Omni: log-mel spectra, all as long as the longest, whose chunks become tokens.
 
     **Arguments:**
 
@@ -237,22 +239,24 @@ class QwenAudio:
 
     @classmethod
     def read(cls, settings: Settings) -> "QwenAudio":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         placeholder = settings.token("audio_token", "<|audio_pad|>")
         return cls(spectrum=LogMel.read(settings.audio), placeholder=placeholder)
 
-    def all(
+    def process_all(
         self, audio: Sequence[Any], limits: MediaLimits, names: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], list[str]]:
-        """`input_features`, `[audio, bands, frames]`, `feature_attention_mask`, and the text of each audio clip."""
+        """Return `input_features`, `[audio, bands, frames]`, `feature_attention_mask`, and the text of each clip."""
         rate, hop = self.spectrum.rate, self.spectrum.hop
         rows: list[np.ndarray] = []
         for source, name in zip(audio, names, strict=True):
             rows.append(open_audio(source, rate, limits, name))
             seconds = max(map(len, rows)) * len(rows) / rate
             rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
-            told = f"{len(rows)} audio up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
-            check(seconds <= limits.max_seconds, f"{told}. Give fewer, or raise the limit.", DataError)
+            message = (
+                f"{len(rows)} audio clips up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
+            )
+            check(seconds <= limits.max_seconds, f"{message}. Give fewer, or raise the limit.", DataError)
         longest, least = max(map(len, rows)), max(self.spectrum.window // 2 + 1, hop)
         rule = f"an audio clip must have at least {least} samples at {rate:,} Hz"
         check(longest >= least, f"{names[0]} has {longest}: {rule}.", DataError)
@@ -263,7 +267,7 @@ class QwenAudio:
         return {"input_features": values, "feature_attention_mask": mask}, texts
 
     def _tokens(self, frames: int) -> int:
-        """Three convolutions halve each chunk."""
+        """Return the number of tokens: three convolutions halve each chunk."""
         whole, rest = divmod(frames, self.chunk)
         return whole * _halved(self.chunk) + _halved(rest)
 

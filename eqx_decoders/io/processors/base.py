@@ -1,4 +1,4 @@
-"""What the rules of all families share."""
+"""Rules that all families of processors share."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,14 +13,14 @@ from eqx_decoders.io.processors.resizing import FILTERS
 from eqx_decoders.io.processors.video import Clip
 
 
-MOST_TOKENS = 1 << 20  # that stand for one image, video or audio
+MOST_TOKENS = 1 << 20  # of one image, video or audio clip
 
 
 class ProcessedFile(NamedTuple):
-    """What becomes of one image, video or audio.
+    """Arrays and text of one image, video or audio clip.
 
-    - `arrays`: arguments of `Media.create`, for this one.
-    - `text`: what stands for it in the prompt in place of its placeholder.
+    - `arrays`: arguments of `Media.create` for this file.
+    - `text`: replacement of its placeholder in the prompt.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -29,27 +29,27 @@ class ProcessedFile(NamedTuple):
 
 @runtime_checkable
 class ImageRules(Protocol):
-    """How a family makes numbers of images, and which text stands for them."""
+    """Rules by which a family converts images to arrays, and to text in the prompt."""
 
     @property
     def placeholder(self) -> str: ...
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """One image, `[height, width, 3]`."""
+    def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
+        """Process one image, `[height, width, 3]`."""
         ...
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """The arguments of `Media.create` for all images of a prompt."""
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return the arguments of `Media.create` for all images of a prompt."""
         ...
 
 
 @runtime_checkable
 class VideoRules(Protocol):
-    """The same for videos.
+    """Rules by which a family converts videos.
 
     **Attributes:**
 
-    - `template`: of conversations with videos, in place of the directory's; None for that one.
+    - `template`: chat template of conversations with videos; None for the directory's.
     """
 
     @property
@@ -58,18 +58,18 @@ class VideoRules(Protocol):
     @property
     def template(self) -> str | None: ...
 
-    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
-        """One video."""
+    def process(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
+        """Process one video."""
         ...
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """The arguments of `Media.create` for all videos of a prompt."""
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return the arguments of `Media.create` for all videos of a prompt."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a directory says about its processor, file by file."""
+    """Settings of a directory's processor, file by file."""
 
     images: Fields
     videos: Fields
@@ -78,7 +78,7 @@ class Settings:
     tokens: Mapping[str, str]
 
     def token(self, name: str, default: str) -> str:
-        """The text of a special token that the processor, else the tokenizer names."""
+        """Return the text of a special token, from the processor's settings or else the tokenizer's."""
         value = self.processor.take(name, self.tokens.get(name, default))
         good = isinstance(value, str) and 0 < len(value) <= 100
         rule = "must be a token's text"
@@ -87,29 +87,29 @@ class Settings:
 
 
 def check_tokens(where: str, count: int) -> None:
-    """DataError for a file that becomes more tokens than a model could read."""
+    """Raise DataError for a file that becomes more tokens than a model could read."""
     rule = f"more than {MOST_TOKENS:,}. Make it smaller"
     check(count <= MOST_TOKENS, f"{where} becomes {count:,} tokens: {rule}.", DataError)
 
 
-def joined(seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-    """The arrays of all, one behind the other."""
-    return {name: np.concatenate([one.arrays[name] for one in seen]) for name in seen[0].arrays} if seen else {}
+def concatenate_arrays(files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+    """Return the arrays of all files, one behind the other."""
+    return {name: np.concatenate([one.arrays[name] for one in files]) for name in files[0].arrays} if files else {}
 
 
-def together(read: Iterable[tuple[ImageRules | VideoRules, ProcessedFile]]) -> dict[str, np.ndarray]:
-    """The arguments of `Media.create` for images and videos in the order of their placeholders.
+def merge_arrays(read: Iterable[tuple[ImageRules | VideoRules, ProcessedFile]]) -> dict[str, np.ndarray]:
+    """Return the arguments of `Media.create` for images and videos in the order of their placeholders.
 
-    Those of both kinds that have the same names, as a family's videos do that are read as images, stand in that order.
+    Where a family reads videos as images, both kinds have arrays of the same names, and share that order.
     """
     groups: dict[tuple[str, ...], tuple[ImageRules | VideoRules, list[ProcessedFile]]] = {}
     for rules, one in read:
         groups.setdefault(tuple(sorted(one.arrays)), (rules, []))[1].append(one)
-    return {name: array for rules, seen in groups.values() for name, array in rules.join(seen).items()}
+    return {name: array for rules, files in groups.values() for name, array in rules.join(files).items()}
 
 
 def read_resample(fields: Fields, default: int, known: Collection[int] = FILTERS) -> int:
-    """Pillow's number of the filter."""
+    """Read Pillow's number of the filter."""
     fields.allow_only("do_resize", True)
     value = fields.integer("resample", default, least=0)
     check(value in known, f"{fields.where}: resample={value} must be one of {sorted(known)}.", ConversionError)
@@ -117,7 +117,7 @@ def read_resample(fields: Fields, default: int, known: Collection[int] = FILTERS
 
 
 def read_size(fields: Fields, key: str, default: Mapping[str, int]) -> dict[str, int]:
-    """A table of sizes: `{"height": 896, "width": 896}`, a number being both."""
+    """Read a table of sizes: `{"height": 896, "width": 896}`, or one number for both."""
     value = fields.take(key, dict(default))
     value = {"height": value, "width": value} if isinstance(value, int) else value
     rule = "must be an object of integers above 0"
@@ -128,7 +128,7 @@ def read_size(fields: Fields, key: str, default: Mapping[str, int]) -> dict[str,
 
 
 def read_square(fields: Fields, key: str, default: int) -> tuple[int, int]:
-    """Height and width."""
+    """Read height and width."""
     size = read_size(fields, key, {"height": default, "width": default})
     if not {"height", "width"} <= size.keys():
         raise fields.error(f"{key}={abbreviate(size)} must have height and width.")

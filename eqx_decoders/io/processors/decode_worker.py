@@ -1,12 +1,12 @@
-"""The process in which files of strangers are decoded: run as a script by `serving.frontend.media_files`.
+"""Process that decodes untrusted files: run as a script by `serving.frontend.media_files`.
 
-Decoders are large programs in C, and a small file may keep one busy for minutes: here it can be ended, and takes no
-more than its share of memory and processor time; what breaks it breaks nothing else. No file or socket can be opened.
+Decoders are large programs in C, and a small file may keep one busy for minutes: this process can be ended, is limited
+in memory and processor time, and breaks nothing else when it breaks. It can open no file or socket.
 
-The one argument holds a JSON object: `path` (of Python), `directory` (of the model), `limits` (of `MediaLimits`), and
-what one task may take: `seconds` of processor time, `memory` in bytes, `most_bytes` and `most_tokens` of what it
-becomes. The first line of the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, `[[kind,
-size, name], ...]`, and behind it each file in base64; its answer is a line, and behind it the numbers of all arrays:
+The one argument is a JSON object: `path` (of Python), `directory` (of the model), `limits` (of `MediaLimits`), and the
+limits of one task: `seconds` of processor time, `memory` in bytes, `most_bytes` and `most_tokens` of its results. The
+first line of the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, `[[kind, size, name],
+...]`, followed by each file in base64; its answer is a line, followed by the bytes of all arrays:
 
 - `{"error": sentence}`, with `"last": true` from a process that ends itself;
 - `{"read": [[kind, text, [[name, dtype, shape], ...]], ...]}`.
@@ -25,7 +25,7 @@ import sys
 
 
 NICE = 5  # the engine comes first
-# What decodes, and what it imports no sooner than a file needs it.
+# Decoders, and modules that they import only when a file needs them.
 PACKAGES = ("PIL", "av", "soundfile", "soxr")
 LATER = ("numpy.fft", "numpy.linalg", "encodings.utf_16", "encodings.utf_32", "encodings.cp1252")
 UNUSED = ("__main__", "report", "datasets", "Tk", "_tk", "Qt", "Grab", "Show")  # ends of names
@@ -42,17 +42,17 @@ def main() -> None:
         try:
             reader = make_reader(task)
         except Exception as error:
-            say(answers, {"error": f"{type(error).__name__}: {error}"})
+            send(answers, {"error": f"{type(error).__name__}: {error}"})
             return
         confine(task["memory"])
-        say(answers, {})
+        send(answers, {})
         while line := source.readline():
             files = [(kind, source.read(size), name) for kind, size, name in json.loads(line)]
             signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
             answer, arrays = read(reader, files, task["most_bytes"], task["most_tokens"])
             signal.setitimer(signal.ITIMER_PROF, 0)
             files.clear()
-            say(answers, answer)
+            send(answers, answer)
             for array in arrays:
                 answers.write(array)
             answers.flush()
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def make_reader(task):
-    """The rules of the model's directory; all that they import is loaded, as no file can be opened later."""
+    """Return the rules of the model's directory, with all their imports loaded: no file can be opened later."""
     from eqx_decoders.io.processors.limits import MediaLimits
     from eqx_decoders.io.processors.processor import FileReader
 
@@ -76,17 +76,17 @@ def make_reader(task):
 
 
 def modules_of(package):
-    """The names of all modules of a package; none where it is missing: the error that says so comes with a file."""
+    """Yield the names of all modules of a package; none where it is missing, which an error reports later."""
     with contextlib.suppress(ImportError):
-        found = importlib.import_module(package)
+        root = importlib.import_module(package)
         yield package
-        for module in pkgutil.walk_packages(getattr(found, "__path__", ()), f"{package}."):
+        for module in pkgutil.walk_packages(getattr(root, "__path__", ()), f"{package}."):
             if not module.name.endswith(UNUSED):
                 yield module.name
 
 
 def confine(memory: int) -> None:
-    """Limit what this process may take. A limit that the system lacks is left out."""
+    """Limit the resources of this process. A limit that the system lacks is left out."""
     with contextlib.suppress(ImportError):
         import resource
 
@@ -95,13 +95,13 @@ def confine(memory: int) -> None:
                 resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 
 
-def say(answers, value) -> None:
+def send(answers, value) -> None:
     answers.write(json.dumps(value).encode() + b"\n")
     answers.flush()
 
 
 def read(reader, files, most_bytes, most_tokens):
-    """The answer to a task, and the arrays that follow it."""
+    """Return the answer to a task, and the arrays that follow it."""
     from eqx_decoders.errors import EqxDecodersError
 
     try:
@@ -109,12 +109,12 @@ def read(reader, files, most_bytes, most_tokens):
         for kind, text, name in files:
             by_kind.setdefault(kind, []).append(decoded(text, name))
         files.clear()
-        found = reader.read(by_kind, max_tokens=most_tokens, max_bytes=most_bytes)
+        results = reader.read(by_kind, max_tokens=most_tokens, max_bytes=most_bytes)
         rows, arrays = [], []
-        for kind, seen in found.items():
-            for one in seen:
-                rows.append([kind, one.text, [[name, str(x.dtype), x.shape] for name, x in one.arrays.items()]])
-                arrays += [bytes_of(x) for x in one.arrays.values()]
+        for kind, files_of_kind in results.items():
+            for file in files_of_kind:
+                rows.append([kind, file.text, [[name, str(x.dtype), x.shape] for name, x in file.arrays.items()]])
+                arrays += [bytes_of(x) for x in file.arrays.values()]
         return {"read": rows}, arrays
     except EqxDecodersError as error:
         ended = {"last": True} if isinstance(error.__cause__, MemoryError) else {}  # what is left may not suffice
@@ -124,20 +124,20 @@ def read(reader, files, most_bytes, most_tokens):
 
 
 def decoded(text: bytes, where: str) -> bytes:
-    """What base64 stands for."""
+    """Decode base64; raise DataError for other text."""
     from eqx_decoders.errors import DataError
 
     try:
-        found = base64.b64decode(text.translate(None, b" \t\r\n\f\v"), validate=True)
+        content = base64.b64decode(text.translate(None, b" \t\r\n\f\v"), validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{where} is no base64: {error}.") from error
-    if not found:
+    if not content:
         raise DataError(f"{where} has no bytes.")
-    return found
+    return content
 
 
 def bytes_of(array):
-    """The numbers of an array, without a copy where it stands in one piece."""
+    """Return the bytes of an array, without a copy where it is contiguous."""
     import numpy as np
 
     return np.ascontiguousarray(array).data.cast("B") if array.size else b""

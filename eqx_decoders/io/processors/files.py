@@ -1,4 +1,4 @@
-"""Files from strangers: which are looked into, and what is said of those that cannot be decoded."""
+"""Untrusted files: checks of their paths, and errors for those that cannot be decoded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from eqx_decoders.errors import DataError, MissingPackage, check
 
 
 def check_file(source: str | Path, where: str) -> None:
-    """DataError unless it is a file here: nothing is fetched from a network."""
+    """Raise DataError unless it is a local file: nothing is fetched from a network."""
     remote = "://" in str(source)[:20] or str(source).startswith("data:")
     check(not remote, f"{where} is an address: download it, and give the file.", DataError)
     try:
@@ -24,15 +24,15 @@ def check_file(source: str | Path, where: str) -> None:
 def as_data_error(
     where: str, kind: str, formats: Sequence[str], *, smaller: str, cause: Callable[[Exception], str] = str
 ) -> Iterator[None]:
-    """Whatever a decoder raises, as a DataError that says what is known of it, and what to do.
+    """Convert any error of a decoder to a DataError with its cause and a remedy.
 
     **Arguments:**
 
-    - `where`: how errors call the file.
-    - `kind`: what it should be.
-    - `formats`: those that are known.
-    - `smaller`: what to do where memory does not suffice.
-    - `cause`: what one of the decoder's errors says; empty for nothing.
+    - `where`: the file's name in errors.
+    - `kind`: the expected kind of file.
+    - `formats`: the known formats.
+    - `smaller`: the remedy where memory does not suffice.
+    - `cause`: returns the message of one of the decoder's errors; empty for none.
     """
     try:
         yield
@@ -41,6 +41,6 @@ def as_data_error(
     except MemoryError as error:
         raise DataError(f"{where} takes more memory than there is: {smaller}.") from error
     except Exception as error:  # decoders raise OSError, ValueError, SyntaxError, struct.error, and others
-        told = (" ".join(cause(error).split())[:200] or type(error).__name__).rstrip(".")
-        rule = f"is no {kind} of a known format ({', '.join(formats)}): {told}"
+        reason = (" ".join(cause(error).split())[:200] or type(error).__name__).rstrip(".")
+        rule = f"is no {kind} of a known format ({', '.join(formats)}): {reason}"
         raise DataError(f"{where} {rule}. Convert it to one of these, or leave it out.") from error

@@ -7,29 +7,36 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer, check_number
-from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_square
+from eqx_decoders.io.processors.base import (
+    ProcessedFile,
+    Settings,
+    check_tokens,
+    concatenate_arrays,
+    read_resample,
+    read_square,
+)
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_colours
+from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
 from eqx_decoders.io.processors.resizing import BICUBIC, BILINEAR, SHORT, resize, resize_with_short_weights
 from eqx_decoders.io.processors.video import Clip, check_taken, clock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Images:
-    """All images have one size, whatever their shape.
+    """Images of Gemma 3, all resized to one size, whatever their shape.
 
     **Arguments:**
 
     - `size`: height and width.
-    - `pan_and_scan`: whether a long image is followed by up to `most_crops` parts of it, if it is at least
-        `least_ratio` times as long as wide and each part has sides of at least `least_crop`.
-    - `tokens`: how many tokens stand for an image.
+    - `pan_and_scan`: whether a long image is followed by up to `most_crops` crops of it, if it is at least
+        `least_ratio` times as long as wide and each crop has sides of at least `least_crop`.
+    - `tokens`: number of tokens of an image.
     - `placeholder`, `token`, `begin`, `end`: texts of the special tokens.
     """
 
     size: tuple[int, int] = (896, 896)
     resample: int = BILINEAR
-    colours: Normalization = Normalization()
+    normalization: Normalization = Normalization()
     pan_and_scan: bool = False
     least_crop: int = 256
     most_crops: int = 4
@@ -47,13 +54,13 @@ class Gemma3Images:
 
     @classmethod
     def read(cls, settings: Settings) -> "Gemma3Images":
-        """From the files of a directory. Whether to pan and scan is no setting of these in transformers either."""
+        """Read the rules from the settings of a directory. Pan and scan is no setting there in transformers either."""
         fields = settings.images
         begin = settings.token("boi_token", "<start_of_image>")
         return cls(
             size=read_square(fields, "size", 224),
             resample=read_resample(fields, BILINEAR),
-            colours=read_colours(fields, HALVES, HALVES),
+            normalization=read_normalization(fields, HALVES, HALVES),
             tokens=settings.processor.integer("image_seq_length", 256),
             placeholder=begin,
             begin=begin,
@@ -61,21 +68,21 @@ class Gemma3Images:
             end=settings.token("eoi_token", "<end_of_image>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """`pixel_values`: the image, and its parts."""
+    def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
+        """Return `pixel_values`: the image, and its crops."""
         parts = [pixels, *self._crops(pixels)]
         check_tokens(where, self.tokens * len(parts))
-        values = [self.colours(resize(part, self.size, self.resample, limits, where)) for part in parts]
-        own = f"\n\n{self.begin}{self.token * self.tokens}{self.end}\n\n"
-        text = own
+        values = [self.normalization(resize(part, self.size, self.resample, limits, where)) for part in parts]
+        image_text = f"\n\n{self.begin}{self.token * self.tokens}{self.end}\n\n"
+        text = image_text
         if len(parts) > 1:
-            crops = " ".join([own] * (len(parts) - 1))
-            text = f"Here is the original image {own} and here are some crops to help you see better {crops}"
+            crops = " ".join([image_text] * (len(parts) - 1))
+            text = f"Here is the original image {image_text} and here are some crops to help you see better {crops}"
         return ProcessedFile({"pixel_values": np.stack(values)}, text)
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[images, 3, height, width]`."""
-        return joined(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[images, 3, height, width]`."""
+        return concatenate_arrays(files)
 
     def _crops(self, pixels: np.ndarray) -> list[np.ndarray]:
         height, width = pixels.shape[:2]
@@ -93,12 +100,12 @@ class Gemma3Images:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Images:
-    """An image keeps its shape, and has at most `tokens` squares of `merge x merge` patches.
+    """Images of Gemma 4, which keep their shape, with at most `tokens` squares of `merge x merge` patches.
 
     **Arguments:**
 
-    - `size`: of a patch.
-    - `merge`: as many patches, in rows and columns, become one token.
+    - `size`: rows and columns of pixels in a patch.
+    - `merge`: rows and columns of patches that become one token.
     - `placeholder`, `token`, `begin`, `end`: texts of the special tokens.
     """
 
@@ -106,7 +113,7 @@ class Gemma4Images:
     merge: int = 3
     tokens: int = 280
     resample: int = BICUBIC
-    colours: Normalization = Normalization(mean=None, std=None)
+    normalization: Normalization = Normalization(mean=None, std=None)
     placeholder: str = "<|image|>"
     token: str = "<|image|>"
     begin: str = "<|image>"
@@ -118,40 +125,40 @@ class Gemma4Images:
 
     @classmethod
     def read(cls, settings: Settings) -> "Gemma4Images":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         fields, token = settings.images, settings.token("image_token", "<|image|>")
         return cls(
             size=fields.integer("patch_size", 16),
             merge=fields.integer("pooling_kernel_size", 3),
             tokens=fields.integer("max_soft_tokens", 280),
             resample=read_resample(fields, BICUBIC),
-            colours=read_colours(fields, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), normalised=False),
+            normalization=read_normalization(fields, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), normalize=False),
             placeholder=token,
             token=token,
             begin=settings.token("boi_token", "<|image>"),
             end=settings.token("eoi_token", "<image|>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """`pixel_values` and `image_position_ids` of the image, padded with 0 and -1."""
+    def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
+        """Return `pixel_values` and `image_position_ids` of the image, padded with 0 and -1."""
         limits.check_pixels(where, self.tokens * self.merge**2, self.size**2)
         check_tokens(where, self.tokens)
         pixels = self.resized(pixels, limits, where)
-        patches, positions, tokens = self.patches(self.colours(pixels))
+        patches, positions, tokens = self.patches(self.normalization(pixels))
         arrays = {"pixel_values": patches[None], "image_position_ids": positions[None]}
         return ProcessedFile(arrays, f"{self.begin}{self.token * tokens}{self.end}")
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[images, patches, numbers]`, `[images, patches, 2]`."""
-        return joined(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[images, patches, numbers]`, `[images, patches, 2]`."""
+        return concatenate_arrays(files)
 
     def resized(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> np.ndarray:
-        """The largest image of about the same shape that has no more patches."""
+        """Return the largest image of about the same shape that has no more patches."""
         target = self.target(pixels.shape[0], pixels.shape[1], where)
         return pixels if target == pixels.shape[:2] else resize(pixels, target, self.resample, limits, where)
 
     def target(self, height: int, width: int, where: str) -> tuple[int, int]:
-        """The height and width to which it is resized: multiples of `merge * size`."""
+        """Return the height and width of the resized image: multiples of `merge * size`."""
         side, most = self.merge * self.size, self.tokens * self.merge**2 * self.size**2
         factor = math.sqrt(most / (height * width))
         rows, columns = (math.floor(factor * length / side) for length in (height, width))
@@ -163,13 +170,13 @@ class Gemma4Images:
         return rows * side, columns * side
 
     def patches(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Patches `[most, numbers]`, where they stand (column, row), and how many tokens they become."""
+        """Return patches `[most, numbers]`, their positions (column, row), and the number of tokens."""
         rows, columns = (length // self.size for length in values.shape[1:])
         split = values.reshape(3, rows, self.size, columns, self.size).transpose(1, 3, 2, 4, 0)
-        place = np.arange(rows * columns)
+        index = np.arange(rows * columns)
         more = ((0, self.tokens * self.merge**2 - rows * columns), (0, 0))
         patches = np.pad(split.reshape(rows * columns, -1), more)
-        positions = np.stack([place % columns, place // columns], axis=1)
+        positions = np.stack([index % columns, index // columns], axis=1)
         return patches, np.pad(positions, more, constant_values=-1), rows * columns // self.merge**2
 
 
@@ -178,16 +185,18 @@ BLACK_TO_WHITE = Normalization(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), steps=
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Videos:
-    """Frames at equal distances, each an image with its time before it.
+    """Videos of Gemma 4: frames at equal distances, each an image with its time before it.
 
     **Arguments:**
 
-    - `frame`: what becomes of each of them.
-    - `choose`: whether frames are chosen; else all are taken.
-    - `count`, `fps`: how many frames are chosen of the video, or of a second; None for the other one, or all.
+    - `frame`: rules of each frame.
+    - `choose`: whether frames are sampled; else all are taken.
+    - `count`, `fps`: number of frames sampled from the video, or from a second; None for the other one, or all.
     """
 
-    frame: Gemma4Images = Gemma4Images(tokens=70, colours=BLACK_TO_WHITE, placeholder="<|video|>", token="<|video|>")
+    frame: Gemma4Images = Gemma4Images(
+        tokens=70, normalization=BLACK_TO_WHITE, placeholder="<|video|>", token="<|video|>"
+    )
     choose: bool = True
     count: int | None = 32
     fps: float | None = None
@@ -202,12 +211,12 @@ class Gemma4Videos:
 
     @property
     def template(self) -> None:
-        """That of the directory."""
+        """None: the directory's template is used."""
         return None
 
     @classmethod
     def read(cls, settings: Settings) -> "Gemma4Videos":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         fields, token = settings.videos, settings.token("video_token", "<|video|>")
         fps = fields.number("fps", None)
         return cls(
@@ -216,7 +225,7 @@ class Gemma4Videos:
                 merge=fields.integer("pooling_kernel_size", 3),
                 tokens=fields.integer("max_soft_tokens", 70),
                 resample=read_resample(fields, BICUBIC, SHORT),
-                colours=read_colours(fields, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), steps="joint"),
+                normalization=read_normalization(fields, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), steps="joint"),
                 placeholder=token,
                 token=token,
                 begin=settings.token("boi_token", "<|image>"),
@@ -229,34 +238,34 @@ class Gemma4Videos:
 
     @property
     def placeholder(self) -> str:
-        """The text of the special token, which is repeated."""
+        """Text of the special token, which is repeated."""
         return self.frame.token
 
-    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
-        """`pixel_values_videos` and `video_position_ids` of the frames, padded; `num_frames_per_video`."""
-        frame, made = self.frame, []
-        indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
+    def process(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
+        """Return `pixel_values_videos`, `video_position_ids`, both padded, and `num_frames_per_video`."""
+        frame, frames = self.frame, []
+        indices = np.arange(clip.count) if clip.chosen else self._frame_indices(clip)
         check_tokens(clip.where, frame.tokens * len(indices))
         check_taken(clip, len(indices), (frame.tokens * frame.merge**2 * frame.size, frame.size), limits)
         target = frame.target(clip.height, clip.width, clip.where)
         for pixels in clip.frames(indices.tolist()):
             small = resize_with_short_weights(pixels, target, frame.resample, limits, clip.where)
-            made.append(frame.patches(frame.colours(small)))
-        patches, positions, tokens = zip(*made, strict=True)
+            frames.append(frame.patches(frame.normalization(small)))
+        patches, positions, tokens = zip(*frames, strict=True)
         arrays = {
             "pixel_values_videos": np.stack(patches),
             "video_position_ids": np.stack(positions),
-            "num_frames_per_video": np.array([len(made)]),
+            "num_frames_per_video": np.array([len(frames)]),
         }
-        own = f"{frame.begin}{frame.token * tokens[0]}{frame.end}"
-        return ProcessedFile(arrays, " ".join(f"{clock(index / clip.fps)} {own}" for index in indices.tolist()))
+        frame_text = f"{frame.begin}{frame.token * tokens[0]}{frame.end}"
+        return ProcessedFile(arrays, " ".join(f"{clock(index / clip.fps)} {frame_text}" for index in indices.tolist()))
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[frames, patches, numbers]`, `[frames, patches, 2]`, `[videos]`."""
-        return joined(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[frames, patches, numbers]`, `[frames, patches, 2]`, `[videos]`."""
+        return concatenate_arrays(files)
 
-    def _chosen(self, clip: Clip) -> np.ndarray:
-        """The numbers of the frames to take; all, where there are fewer than wanted."""
+    def _frame_indices(self, clip: Clip) -> np.ndarray:
+        """Return the indices of the frames to take; all, where there are fewer than wanted."""
         count = self.count if self.fps is None else max(1, int(clip.count / clip.fps * self.fps))
         if not self.choose or count is None or count >= clip.count:
             return np.arange(clip.count)

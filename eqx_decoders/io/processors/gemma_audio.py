@@ -1,4 +1,4 @@
-"""Audio of Gemma 4, each by itself: logarithms of magnitudes in bands of frequencies."""
+"""Audio of Gemma 4, each clip by itself: logarithms of magnitudes in bands of frequencies."""
 
 import dataclasses
 import functools
@@ -17,26 +17,26 @@ from eqx_decoders.io.processors.limits import MediaLimits
 
 
 WHOLE = 128  # samples are padded to a multiple of it
-MOST_SAMPLES = 480_000  # what stands behind them is left out: half a minute
+MOST_SAMPLES = 480_000  # half a minute; samples behind it are dropped
 STRIDE = 4  # frames that become a token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogMagnitudes:
-    """`(log(filters |fft(window x)| + floor) - mean) / std`, a frame for each hop.
+    """Log spectrum of windows, a frame for each hop: `(log(filters |fft(window x)| + floor) - mean) / std`.
 
     **Arguments:**
 
     - `rate`: samples in a second.
-    - `bands`: of frequencies, from `lowest` to `highest` Hz, equally wide on the mel scale of HTK.
-    - `window_ms`, `hop_ms`: a window, and the way from one to the next, in thousandths of a second.
+    - `bands`: number of bands from `lowest` to `highest` Hz, equally wide on the mel scale of HTK.
+    - `window_ms`, `hop_ms`: length of a window, and from one to the next, in milliseconds.
     - `finer`: whether the transform has twice as many frequencies.
-    - `emphasis`: so much of each sample is subtracted from the next one; 0 for none.
-    - `emphasis_within`: whether a window's samples stay where they are (HTK), or are those one place behind.
+    - `emphasis`: factor of each sample that is subtracted from the next one; 0 for none.
+    - `emphasis_within`: whether a window keeps its samples (HTK), or takes those one position behind.
     - `scale`: multiplies samples.
     - `floor`: added before the logarithm.
     - `mean`, `std`: of each band; None for 0 and 1.
-    - `padded`: on which side audio are padded to a multiple of 128 samples, `"left"` or `"right"`.
+    - `padded`: side on which a clip is padded to a multiple of 128 samples, `"left"` or `"right"`.
     """
 
     rate: int = 16_000
@@ -66,17 +66,17 @@ class LogMagnitudes:
         small = self.bands <= MOST_BANDS and 0 < self.window <= MOST_WINDOW and self.hop > 0
         rule = f"must be at most {MOST_BANDS} bands, {MOST_WINDOW} samples a window and one a hop"
         check(small, f"LogMagnitudes: {self.bands} bands, {self.window} and {self.hop} samples {rule}.")
-        seen = self.padded == "right" or self.window - self.window // 2 >= WHOLE - 1
-        check(seen, f"LogMagnitudes.padded='left': windows of {self.window} samples would see nothing but padding.")
+        covered = self.padded == "right" or self.window - self.window // 2 >= WHOLE - 1
+        check(covered, f"LogMagnitudes.padded='left': windows of {self.window} samples would have nothing but padding.")
         for name in ("mean", "std"):
-            given = getattr(self, name)
+            values = getattr(self, name)
             rule = f"must have a number for each of {self.bands} bands"
-            check(given is None or len(given) == self.bands, f"LogMagnitudes.{name} {rule}.")
+            check(values is None or len(values) == self.bands, f"LogMagnitudes.{name} {rule}.")
         check(self.std is None or 0 not in self.std, "LogMagnitudes.std must not be 0: bands are divided by it.")
 
     @classmethod
     def read(cls, fields: Fields) -> "LogMagnitudes":
-        """From what a directory says of its feature extractor."""
+        """Read the settings of a directory's feature extractor."""
         for name in ("dither", "padding_value"):
             fields.allow_only(name, 0, 0.0)
         return cls(
@@ -98,23 +98,23 @@ class LogMagnitudes:
 
     @property
     def window(self) -> int:
-        """Samples in a window."""
+        """Number of samples in a window."""
         return round(self.rate * self.window_ms / 1000)
 
     @property
     def hop(self) -> int:
-        """Samples from one window to the next."""
+        """Number of samples from one window to the next."""
         return round(self.rate * self.hop_ms / 1000)
 
     @property
     def transformed(self) -> int:
-        """Samples of a window, and zeros behind it: a power of two."""
+        """Number of samples of a window and the zeros behind it: a power of two."""
         return 2 ** math.ceil(math.log2(self.window)) * (2 if self.finer else 1)
 
     def __call__(self, samples: Samples) -> tuple[Float[np.ndarray, "frames bands"], Bool[np.ndarray, "frames"]]:
-        """The spectrum, float32, and which of its frames are of the audio to their last sample; 0 where they are not.
+        """Return the spectrum, float32, and a mask of its complete frames; other frames are 0.
 
-        The first window stands half before the audio's begin.
+        The first window begins half before the clip.
         """
         samples, before = samples[:MOST_SAMPLES], self.window // 2
         more = -len(samples) % WHOLE
@@ -124,29 +124,29 @@ class LogMagnitudes:
         if len(padded) <= self.window:
             return np.zeros((0, self.bands), np.float32), np.zeros(0, bool)
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.window + 1)[:: self.hop]
-        made = np.empty((len(frames), self.bands), np.float32)
+        bands = np.empty((len(frames), self.bands), np.float32)
         step = max(1, BLOCK // self.window)
         for begin in range(0, len(frames), step):
-            made[begin : begin + step] = self._bands(frames[begin : begin + step])
+            bands[begin : begin + step] = self._bands(frames[begin : begin + step])
         last = np.arange(len(frames)) * self.hop + self.window
         real = last < first + len(samples)
-        return made * real[:, None], real
+        return bands * real[:, None], real
 
     def _bands(self, frames: np.ndarray) -> np.ndarray:
-        """Of windows, each with the sample behind it."""
+        """Return the bands of windows, each with the sample behind it."""
         shape = np.hanning(self.window + 1)[:-1].astype(np.float32)
-        spectrum = np.abs(np.fft.rfft(self._emphasised(frames) * shape, n=self.transformed, axis=-1))
-        found = np.log(spectrum @ self._filters + self.floor)
-        found = found if self.mean is None else found - np.asarray(self.mean)
-        return found if self.std is None else found / np.asarray(self.std)
+        spectrum = np.abs(np.fft.rfft(self._emphasize(frames) * shape, n=self.transformed, axis=-1))
+        bands = np.log(spectrum @ self._filters + self.floor)
+        bands = bands if self.mean is None else bands - np.asarray(self.mean)
+        return bands if self.std is None else bands / np.asarray(self.std)
 
-    def _emphasised(self, frames: np.ndarray) -> np.ndarray:
+    def _emphasize(self, frames: np.ndarray) -> np.ndarray:
         if self.emphasis == 0:
             return frames[:, :-1]
         part = np.float32(self.emphasis)
         if not self.emphasis_within:
             return frames[:, 1:] - part * frames[:, :-1]
-        # what becomes of the first sample has no weight: Hann's window begins with 0
+        # the first sample has no weight: Hann's window begins with 0
         return np.concatenate([frames[:, :1], frames[:, 1:-1] - part * frames[:, :-2]], axis=1)
 
     @functools.cached_property
@@ -154,9 +154,9 @@ class LogMagnitudes:
         """Triangles of equal height, `[frequencies, bands]`."""
         mel = np.linspace(_mel(self.lowest), _mel(self.highest), self.bands + 2)
         edges = 700 * (10 ** (mel / 2595) - 1)
-        place = np.linspace(0, self.rate // 2, self.transformed // 2 + 1)[:, None]
-        rising = (place - edges[:-2]) / np.diff(edges)[:-1]
-        falling = (edges[2:] - place) / np.diff(edges)[1:]
+        frequencies = np.linspace(0, self.rate // 2, self.transformed // 2 + 1)[:, None]
+        rising = (frequencies - edges[:-2]) / np.diff(edges)[:-1]
+        falling = (edges[2:] - frequencies) / np.diff(edges)[1:]
         return np.maximum(np.minimum(rising, falling), 0)
 
 
@@ -165,7 +165,7 @@ def _mel(hertz: float) -> float:
 
 
 def _number(fields: Fields, key: str, default: float) -> float:
-    """A finite number of at least 0."""
+    """Read a finite number of at least 0."""
     value = fields.take(key, default)
     if type(value) not in (int, float) or not 0 <= value < 1e30:
         raise fields.error(f"{key}={abbreviate(value)} must be a finite number of at least 0.")
@@ -173,7 +173,7 @@ def _number(fields: Fields, key: str, default: float) -> float:
 
 
 def _numbers(fields: Fields, key: str) -> tuple[float, ...] | None:
-    """A list of finite numbers; None where there is none."""
+    """Read a list of finite numbers; None where there is none."""
     value = fields.take(key, None)
     if value is None:
         return None
@@ -186,8 +186,8 @@ def _numbers(fields: Fields, key: str) -> tuple[float, ...] | None:
 class Gemma4Audio:
     """Audio of Gemma 4, of at most half a minute each: four frames become a token.
 
-    Each becomes what it becomes alone. transformers pads all audio of a prompt to the longest, on the side that
-    `padding_side` says; on the left that would move a shorter one's windows, and change what they see.
+    A clip's features do not depend on other clips. transformers pads all clips of a prompt to the longest, on the side
+    of `padding_side`; on the left that would move the windows of shorter clips.
 
     **Arguments:**
 
@@ -201,7 +201,7 @@ class Gemma4Audio:
 
     @classmethod
     def read(cls, settings: Settings) -> "Gemma4Audio":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         return cls(
             spectrum=LogMagnitudes.read(settings.audio),
             placeholder=settings.token("audio_token", "<|audio|>"),
@@ -209,23 +209,24 @@ class Gemma4Audio:
             end=settings.token("eoa_token", "<audio|>"),
         )
 
-    def all(
+    def process_all(
         self, audio: Sequence[Any], limits: MediaLimits, names: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], list[str]]:
-        """`input_features`, `[audio, frames, bands]`, `input_features_mask`, and the text of each audio clip."""
-        rate, made, longest = self.spectrum.rate, [], 0
+        """Return `input_features`, `[audio, frames, bands]`, `input_features_mask`, and the text of each clip."""
+        rate, spectra, longest = self.spectrum.rate, [], 0
         for source, name in zip(audio, names, strict=True):
             samples = open_audio(source, rate, limits, name)
             longest = max(longest, min(len(samples), MOST_SAMPLES))
-            seconds = longest * (len(made) + 1) / rate
+            seconds = longest * (len(spectra) + 1) / rate
             rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
-            told = f"{len(made) + 1} audio up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
-            check(seconds <= limits.max_seconds, f"{told}. Give fewer, or raise the limit.", DataError)
-            made.append(self.spectrum(samples))
+            count = len(spectra) + 1
+            message = f"{count} audio clips up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
+            check(seconds <= limits.max_seconds, f"{message}. Give fewer, or raise the limit.", DataError)
+            spectra.append(self.spectrum(samples))
             rule = f"an audio clip must have more than half a window of {self.spectrum.window} samples at {rate:,} Hz"
-            check(bool(made[-1][1].any()), f"{name} has {len(samples)} samples: {rule}.", DataError)
-        most = max(len(real) for _, real in made)
-        values = np.stack([np.pad(spectrum, ((0, most - len(spectrum)), (0, 0))) for spectrum, _ in made])
-        mask = np.stack([np.pad(real, (0, most - len(real))) for _, real in made])
-        texts = [f"{self.begin}{self.placeholder * -(-int(real.sum()) // STRIDE)}{self.end}" for _, real in made]
+            check(bool(spectra[-1][1].any()), f"{name} has {len(samples)} samples: {rule}.", DataError)
+        most = max(len(real) for _, real in spectra)
+        values = np.stack([np.pad(spectrum, ((0, most - len(spectrum)), (0, 0))) for spectrum, _ in spectra])
+        mask = np.stack([np.pad(real, (0, most - len(real))) for _, real in spectra])
+        texts = [f"{self.begin}{self.placeholder * -(-int(real.sum()) // STRIDE)}{self.end}" for _, real in spectra]
         return {"input_features": values, "input_features_mask": mask}, texts

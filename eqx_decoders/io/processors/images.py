@@ -1,8 +1,8 @@
 """Images from files: decoded with Pillow, with bounds, as arrays of red, green and blue.
 
-A file is turned upright as its EXIF data say, and then converted to RGB, which drops transparency but for that of one
-colour: as transformers does with the name of a file. A `PIL.Image`, or an array, is taken as it stands, and put on
-white where it is transparent: as transformers does with these.
+A file is turned upright by its EXIF data, and then converted to RGB, which drops transparency except that of one color,
+as transformers does with the name of a file. A `PIL.Image`, or an array, is not turned, and put on white where it is
+transparent, as transformers does with these.
 """
 
 import functools
@@ -23,28 +23,28 @@ from eqx_decoders.io.processors.limits import MediaLimits
 
 # Formats whose decoders run nothing else (EPS starts Ghostscript) and whose headers tell the size that is decoded.
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-SHOWN = 120  # characters of a name in an error message
+MOST_SHOWN = 120  # characters of a name in an error message
 
 Pixels = UInt8[np.ndarray, "height width 3"]
 
 
 def name_of(source: Any, kind: str, number: int) -> str:
-    """How errors call a file: its name, or which of the given ones it is."""
+    """Return the name of a file in errors: its path, or its number among the files."""
     named = isinstance(source, str | Path)
-    return f"{kind} {str(source)[:SHOWN]!r}" if named else f"{kind} {number + 1} ({type(source).__name__})"
+    return f"{kind} {str(source)[:MOST_SHOWN]!r}" if named else f"{kind} {number + 1} ({type(source).__name__})"
 
 
 def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Pixels:
-    """The pixels of an image, `[height, width, 3]`, 0 to 255.
+    """Return the pixels of an image, `[height, width, 3]`, 0 to 255.
 
-    Of an animated image it is the first frame. Raises DataError, with the file's name, for what is no image
-    of a known format, and for one that has more pixels than `limits` allow, before these are decoded.
+    An animated image gives its first frame. Raises DataError, with the file's name, for files that are no image of a
+    known format, or have more pixels than `limits` allow, before these are decoded.
 
     **Arguments:**
 
     - `source`: the path of a file, its bytes, a `PIL.Image`, or an array of 8-bit integers, `[height, width]` or with
         1, 3 or 4 channels (the last of four is transparency), first or last.
-    - `where`: how errors call it.
+    - `where`: its name in errors.
     """
     where = name_of(source, "image", 0) if where is None else where
     if isinstance(source, np.ndarray):
@@ -60,7 +60,7 @@ def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | No
 
 
 def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
-    """Width and height of what `open_image` takes, from its header; the errors are those of `open_image`."""
+    """Return width and height of a source of `open_image`, from its header; the errors are the same."""
     where = name_of(source, "image", 0) if where is None else where
     pillow = _pillow()
     if isinstance(source, np.ndarray):
@@ -74,7 +74,7 @@ def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | No
 
 @contextmanager
 def _opened(pillow: Any, source: Any, limits: MediaLimits, where: str) -> Iterator[Any]:
-    """An image of which the header is read, and checked."""
+    """Open an image whose header is read, and checked."""
     rule = "must be a path, bytes, a PIL.Image or an array of 8-bit integers"
     check(isinstance(source, str | Path | bytes), f"{where} {rule}.", DataError)
     if isinstance(source, str | Path):
@@ -98,7 +98,7 @@ def _pillow() -> Any:
 
 
 def _cause(error: Exception) -> str:
-    """What Pillow says."""
+    """Return Pillow's message."""
     return "it begins like none of them" if str(error).startswith("cannot identify") else str(error)
 
 

@@ -7,9 +7,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_square
+from eqx_decoders.io.processors.base import (
+    ProcessedFile,
+    Settings,
+    check_tokens,
+    concatenate_arrays,
+    read_resample,
+    read_square,
+)
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_colours
+from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
 from eqx_decoders.io.processors.resizing import BILINEAR, resize_with_short_weights
 
 
@@ -18,29 +25,29 @@ MOST_TILES = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama4Images:
-    """An image keeps its shape on a canvas of at most `tiles` tiles.
+    """Images of Llama 4, which keep their shape on a canvas of at most `tiles` tiles.
 
     **Arguments:**
 
-    - `side`: of a tile.
-    - `largest`: whether small images are made as large as canvases allow.
-    - `patch`: side of a patch, of which `shrink` become one token.
-    - `placeholder`, `token`, `begin`, `end`, `beside`, `below`: texts of the special tokens.
+    - `side`: side of a tile, in pixels.
+    - `largest`: whether small images are enlarged to the largest canvas.
+    - `patch`: side of a patch; `shrink` patches become one token.
+    - `placeholder`, `token`, `begin`, `end`, `column_separator`, `row_separator`: texts of the special tokens.
     """
 
     side: int = 336
     tiles: int = 16
     largest: bool = False
     resample: int = BILINEAR
-    colours: Normalization = Normalization(steps="bfloat16")
+    normalization: Normalization = Normalization(steps="bfloat16")
     patch: int = 14
     shrink: int = 4
     placeholder: str = "<|image|>"
     token: str = "<|patch|>"
     begin: str = "<|image_start|>"
     end: str = "<|image_end|>"
-    beside: str = "<|tile_x_separator|>"
-    below: str = "<|tile_y_separator|>"
+    column_separator: str = "<|tile_x_separator|>"
+    row_separator: str = "<|tile_y_separator|>"
 
     def __post_init__(self):
         for name in ("side", "tiles", "patch", "shrink"):
@@ -49,7 +56,7 @@ class Llama4Images:
 
     @classmethod
     def read(cls, settings: Settings) -> "Llama4Images":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         fields, processor = settings.images, settings.processor
         height, width = read_square(fields, "size", 336)
         if height != width:
@@ -61,14 +68,14 @@ class Llama4Images:
             tiles=fields.integer("max_patches", 16),
             largest=fields.flag("resize_to_max_canvas", False),
             resample=read_resample(fields, BILINEAR),
-            colours=read_colours(fields, HALVES, HALVES, steps="bfloat16"),
+            normalization=read_normalization(fields, HALVES, HALVES, steps="bfloat16"),
             patch=processor.integer("patch_size", 14),
             shrink=max(1, round(1 / ratio**2)),
             placeholder=settings.token("image_token", "<|image|>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """`pixel_values`: tiles row by row, and the whole image behind them if there are several."""
+    def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
+        """Return `pixel_values`: tiles row by row, and the whole image behind them if there are several."""
         size, side = pixels.shape[:2], self.side
         rows, columns = canvas(size, self.tiles, side, largest=self.largest)
         room = (rows * side, columns * side)
@@ -78,30 +85,30 @@ class Llama4Images:
             room = tuple(min(max(old, side), most) for old, most in zip(size, room, strict=True))
         small = resize_with_short_weights(pixels, within(size, room), self.resample, limits, where)
         more = [(0, whole * side - length) for whole, length in zip((rows, columns), small.shape, strict=False)]
-        values = self.colours(np.pad(small, (*more, (0, 0))))
+        values = self.normalization(np.pad(small, (*more, (0, 0))))
         tiles = values.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
         if len(tiles) > 1:
             whole = resize_with_short_weights(pixels, (side, side), self.resample, limits, where)
-            tiles = np.concatenate([tiles, self.colours(whole)[None]])
+            tiles = np.concatenate([tiles, self.normalization(whole)[None]])
         return ProcessedFile({"pixel_values": tiles}, self._text(rows, columns))
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[tiles, 3, side, side]`."""
-        return joined(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[tiles, 3, side, side]`."""
+        return concatenate_arrays(files)
 
     @property
     def _tokens(self) -> int:
-        """Of one tile."""
+        """Number of tokens of one tile."""
         return (self.side // self.patch) ** 2 // self.shrink
 
     def _text(self, rows: int, columns: int) -> str:
         tile = self.token * self._tokens
-        split = (self.beside.join([tile] * columns) + self.below) * rows if rows * columns > 1 else ""
+        split = (self.column_separator.join([tile] * columns) + self.row_separator) * rows if rows * columns > 1 else ""
         return f"{self.begin}{split}{self.placeholder}{tile}{self.end}"
 
 
 def canvas(size: tuple[int, int], tiles: int, side: int, *, largest: bool) -> tuple[int, int]:
-    """Rows and columns of the canvas of at most `tiles` tiles on which an image loses least, or grows least."""
+    """Return the rows and columns of the canvas of at most `tiles` tiles that changes the image's size least."""
     known = list(_canvases(tiles))
     # in float32, in which canvases that fit equally well are equal
     fits = np.array([[side * count for count in one] for one in known], np.float32) / np.array(size, np.float32)
@@ -112,7 +119,7 @@ def canvas(size: tuple[int, int], tiles: int, side: int, *, largest: bool) -> tu
 
 
 def _canvases(tiles: int) -> Iterator[tuple[int, int]]:
-    """All canvases: those of one shape together, the largest first."""
+    """Yield all canvases: those of one shape together, the largest first."""
     shapes: dict[float, list[tuple[int, int]]] = {}
     for count in range(tiles, 0, -1):
         for rows in range(1, count + 1):
@@ -123,7 +130,7 @@ def _canvases(tiles: int) -> Iterator[tuple[int, int]]:
 
 
 def within(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
-    """The largest height and width of the same shape that fit into a room, at least 1."""
+    """Return the largest height and width of the same shape that fit into a room, at least 1."""
     (height, width), (most_height, most_width) = size, room
     if most_width / width < most_height / height:
         return max(1, min(math.floor(height * (most_width / width)), most_height)), most_width

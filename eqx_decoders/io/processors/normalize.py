@@ -1,4 +1,4 @@
-"""From 8-bit colours to the numbers that an encoder reads: of each colour there are 256, so they are looked up."""
+"""Conversion of 8-bit colors to an encoder's numbers, by lookup: each color has 256 values."""
 
 import dataclasses
 import functools
@@ -21,23 +21,23 @@ CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normalization:
-    """`(x * factor - mean) / std`, x being 0 to 255.
+    """Normalization of colors: `(x * factor - mean) / std`, x being 0 to 255.
 
     **Arguments:**
 
-    - `factor`: None for 1.
+    - `factor`: scale of the colors; None for 1.
     - `mean`, `std`: of red, green and blue; None for no such step.
-    - `steps`: how numbers are rounded: `"apart"`, each step to float32; `"joint"`, as `(x - mean / factor) /
+    - `steps`: rounding of the numbers: `"separate"`, each step to float32; `"joint"`, as `(x - mean / factor) /
         (std / factor)` in float32, or `x * factor` alone; or `"bfloat16"`, each step to that.
     """
 
     factor: float | None = 1 / 255
     mean: Triple | None = HALVES
     std: Triple | None = HALVES
-    steps: Literal["apart", "joint", "bfloat16"] = "apart"
+    steps: Literal["separate", "joint", "bfloat16"] = "separate"
 
     def __call__(self, pixels: UInt8[np.ndarray, "height width 3"]) -> Float[np.ndarray, "3 height width"]:
-        """The numbers, float32, colours first."""
+        """Return the numbers, float32, colors first."""
         return np.stack([table[pixels[:, :, channel]] for channel, table in enumerate(self._tables)])
 
     @functools.cached_property
@@ -51,25 +51,27 @@ class Normalization:
             return (raw.astype(np.float32) - mean * whole) / (std * whole)
         if self.steps == "joint" and self.factor is not None and mean is None:
             return raw.astype(np.float32) * np.float32(self.factor)
-        found = raw.astype(np.float32) if self.factor is None else (raw * self.factor).astype(np.float32)
-        return found if mean is None or std is None else (found - mean) / std
+        values = raw.astype(np.float32) if self.factor is None else (raw * self.factor).astype(np.float32)
+        return values if mean is None or std is None else (values - mean) / std
 
     def _in_bfloat16(self, raw: np.ndarray) -> np.ndarray:
         def rounded(x: Any) -> np.ndarray:
             return np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float32)
 
-        found = rounded(raw) if self.factor is None else rounded(rounded(raw) * np.float32(self.factor))
+        values = rounded(raw) if self.factor is None else rounded(rounded(raw) * np.float32(self.factor))
         if self.mean is None or self.std is None:
-            return found
+            return values
         mean, std = (rounded(x)[:, None] for x in (self.mean, self.std))
-        return rounded(rounded(found - mean) / std)
+        return rounded(rounded(values - mean) / std)
 
 
-def read_colours(fields: Fields, mean: Triple, std: Triple, *, normalised: bool = True, **steps: Any) -> Normalization:
-    """What a processor's settings say; `mean`, `std` and `normalised` where they say nothing."""
+def read_normalization(
+    fields: Fields, mean: Triple, std: Triple, *, normalize: bool = True, **steps: Any
+) -> Normalization:
+    """Read the settings of a processor; `mean`, `std` and `normalize` are the defaults."""
     factor = fields.number("rescale_factor", 1 / 255) if fields.flag("do_rescale", True) else None
     mean, std = _triple(fields, "image_mean", mean), _triple(fields, "image_std", std)
-    if not fields.flag("do_normalize", normalised):
+    if not fields.flag("do_normalize", normalize):
         return Normalization(factor=factor, mean=None, std=None, **steps)
     check(all(std), f"{fields.where}: image_std={list(std)} must not be 0.", ConversionError)
     return Normalization(factor=factor, mean=mean, std=std, **steps)

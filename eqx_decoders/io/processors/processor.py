@@ -1,4 +1,4 @@
-"""From files and a prompt to what a model reads: the processors of transformers, without them."""
+"""Processors: from files and a prompt to a model's inputs, without transformers."""
 
 import dataclasses
 import functools
@@ -14,14 +14,14 @@ from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import QwenAudio
-from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings, VideoRules, together
+from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings, VideoRules, merge_arrays
 from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
 from eqx_decoders.io.processors.gemma_audio import Gemma4Audio
 from eqx_decoders.io.processors.images import image_size, name_of, open_image
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Images
 from eqx_decoders.io.processors.pixtral import PixtralImages
-from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, in_order, render
+from eqx_decoders.io.processors.prompts import ARGUMENTS, PromptFiles, check_parts, expand, in_order, render
 from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenImages, QwenVideos
 from eqx_decoders.io.processors.smolvlm import SmolVLMImages, SmolVLMVideos
 from eqx_decoders.io.processors.video import open_video
@@ -34,7 +34,7 @@ FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocesso
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessorFamily:
-    """How the settings of one of transformers' processors are read; None for what it does not take."""
+    """Readers of the settings of one of transformers' processors; None for kinds that it does not take."""
 
     images: Callable[[Settings], ImageRules] | None = None
     videos: Callable[[Settings], VideoRules] | None = None
@@ -67,13 +67,13 @@ FAMILIES: dict[str, tuple[ProcessorFamily, tuple[str, ...]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a prompt became.
+    """Inputs of a model for a prompt.
 
     **Arguments:**
 
     - `input_ids`: tokens, `[1, length]`, in which placeholders are expanded.
     - `arrays`: arguments of `Media.create` by name; empty for a prompt of text alone.
-    - `text`: what was encoded.
+    - `text`: the text with expanded placeholders.
     """
 
     input_ids: Int[np.ndarray, "1 length"]
@@ -83,12 +83,12 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileReader:
-    """Decodes files, and makes of each what a model reads: the costly half of a processor, which needs no tokenizer.
+    """Decoder and converter of files: the costly half of a processor, which needs no tokenizer.
 
     **Arguments:**
 
     - `images`, `videos`, `audio`: rules; None where a model takes none.
-    - `limits`: bounds on what is decoded.
+    - `limits`: bounds on decoded files.
     """
 
     images: ImageRules | None = None
@@ -98,7 +98,7 @@ class FileReader:
 
     @classmethod
     def load_rules(cls, directory: str | Path, *, limits: MediaLimits = MediaLimits()) -> "FileReader":
-        """Read the files of a model's directory that say how it takes files. Raises ConversionError."""
+        """Read the rules for files from a model's directory. Raises ConversionError."""
         family, settings = read_settings(Directory(directory))
         return FileReader(
             images=None if family.images is None else family.images(settings),
@@ -109,49 +109,49 @@ class FileReader:
 
     @property
     def rules(self) -> dict[str, Any]:
-        """The rules by kind of file: `"image"`, `"video"` and `"audio"`."""
+        """Rules by kind of file: `"image"`, `"video"` and `"audio"`."""
         return {"image": self.images, "video": self.videos, "audio": self.audio}
 
     def read(
         self, files: Mapping[str, Sequence[Any]], *, max_tokens: int | None = None, max_bytes: int | None = None
     ) -> dict[str, list[ProcessedFile]]:
-        """Decode files by kind; of each kind that has some, what becomes of each file.
+        """Decode and convert files by kind.
 
-        The arrays of audio, which all have one length, stand with the first of them. Raises DataError for files that
-        cannot be read, that `limits` do not allow, or that become more than `max_tokens` tokens, or `max_bytes`,
-        together.
+        The arrays of all audio clips, which are padded to one length, are those of the first clip. Raises DataError for
+        files that cannot be read, that `limits` do not allow, or that become more than `max_tokens` tokens, or
+        `max_bytes`, together.
         """
-        limits, found, left = self.limits, dict[str, list[ProcessedFile]](), _Left(max_tokens, max_bytes)
+        limits, results, budget = self.limits, dict[str, list[ProcessedFile]](), _Budget(max_tokens, max_bytes)
         for kind, rules in self.rules.items():
             self._check_files(kind, files.get(kind, ()), known=rules is not None)
         self._check_sizes(files.get("image", ()))
-        for kind, given in files.items():
-            rules, names = self.rules[kind], _names(kind, given)
-            if kind == "audio" and given:
-                arrays, texts = rules.all(given, limits, names)
-                found[kind] = [ProcessedFile({} if number else arrays, text) for number, text in enumerate(texts)]
-                left.take(found[kind], names[-1])
-            for file, where in zip(given, names, strict=True) if kind != "audio" else ():
+        for kind, sources in files.items():
+            rules, names = self.rules[kind], _names(kind, sources)
+            if kind == "audio" and sources:
+                arrays, texts = rules.process_all(sources, limits, names)
+                results[kind] = [ProcessedFile({} if number else arrays, text) for number, text in enumerate(texts)]
+                budget.take(results[kind], names[-1])
+            for file, where in zip(sources, names, strict=True) if kind != "audio" else ():
                 if kind == "image":
-                    one = rules.one(open_image(file, limits, where), limits, where)
+                    processed = rules.process(open_image(file, limits, where), limits, where)
                 else:
                     with open_video(file, limits, where) as clip:
-                        one = rules.one(clip, limits)
+                        processed = rules.process(clip, limits)
                     limits = limits.without(clip.count * clip.height * clip.width)
-                left.take([one], where)
-                found.setdefault(kind, []).append(one)
-        return found
+                budget.take([processed], where)
+                results.setdefault(kind, []).append(processed)
+        return results
 
-    def _check_files(self, kind: str, given: Any, *, known: bool) -> None:
+    def _check_files(self, kind: str, sources: Any, *, known: bool) -> None:
         name, most = ARGUMENTS[kind], self.limits.max_files
-        good = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-        check(good, f"{name}={str(given)[:60]!r} must be a list of files.", DataError)
-        check(known or len(given) == 0, f"{name} has {len(given)} files, but this model takes none.", DataError)
+        good = isinstance(sources, Sequence) and not isinstance(sources, str | bytes)
+        check(good, f"{name}={str(sources)[:60]!r} must be a list of files.", DataError)
+        check(known or len(sources) == 0, f"{name} has {len(sources)} files, but this model takes none.", DataError)
         rule = f"more than MediaLimits.max_files={most:,}"
-        check(len(given) <= most, f"{name} has {len(given):,} files: {rule}.", DataError)
+        check(len(sources) <= most, f"{name} has {len(sources):,} files: {rule}.", DataError)
 
     def _check_sizes(self, images: Sequence[Any]) -> None:
-        """DataError for images that have too many pixels together, before one of them is decoded."""
+        """Raise DataError for images that have too many pixels together, before one of them is decoded."""
         total = 0
         for file, where in zip(images, _names("image", images), strict=True) if len(images) > 1 else ():
             width, height = image_size(file, self.limits, where)
@@ -159,31 +159,31 @@ class FileReader:
             self.limits.check_together(f"images up to {where}", total)
 
 
-_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # the special tokens of all families; of what else there is, little
+_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # the special tokens of all families, and little else
 
 
-class _Left:
-    """How much further files may become."""
+class _Budget:
+    """Counter of the tokens and bytes of converted files, with limits."""
 
     def __init__(self, max_tokens: int | None, max_bytes: int | None):
         self._most = {"tokens": max_tokens, "bytes": max_bytes}
         self._count = dict.fromkeys(self._most, 0)
 
-    def take(self, seen: Sequence[ProcessedFile], where: str) -> None:
-        """DataError for too much."""
-        self._count["tokens"] += sum(len(_TOKEN.findall(one.text)) for one in seen)
-        self._count["bytes"] += sum(array.nbytes for one in seen for array in one.arrays.values())
+    def take(self, files: Sequence[ProcessedFile], where: str) -> None:
+        """Count files; raise DataError where a limit is exceeded."""
+        self._count["tokens"] += sum(len(_TOKEN.findall(one.text)) for one in files)
+        self._count["bytes"] += sum(array.nbytes for one in files for array in one.arrays.values())
         for unit, most in self._most.items():
-            told = f"{where}: the files up to it become {self._count[unit]:,} {unit}"
+            message = f"{where}: the files up to it become {self._count[unit]:,} {unit}"
             good = most is None or self._count[unit] <= most
-            check(good, f"{told}, and {most} are taken: make them smaller, or give fewer.", DataError)
+            check(good, f"{message}, and {most} are taken: make them smaller, or give fewer.", DataError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processor(FileReader):
-    """Makes of a prompt and files the tokens and arrays that a model was trained on.
+    """Converter of prompts and files to the tokens and arrays that a model was trained on.
 
-    `processor(prompt, images=[...])` gives `Prepared`, whose `arrays` are arguments of `Media.create`.
+    `processor(prompt, images=[...])` returns `Prepared`, whose `arrays` are arguments of `Media.create`.
 
     **Arguments:**
 
@@ -197,18 +197,18 @@ class Processor(FileReader):
     def load(
         cls, directory: str | Path, *, tokenizer: JsonTokenizer | None = None, limits: MediaLimits = MediaLimits()
     ) -> "Processor":
-        """The processor that the files of a model's directory describe.
+        """Load the processor that the files of a model's directory describe.
 
-        These are `processor_config.json`, `preprocessor_config.json`, `video_preprocessor_config.json`, and those of
-        the tokenizer. Raises ConversionError where they describe none that is known here.
+        The files are `processor_config.json`, `preprocessor_config.json`, `video_preprocessor_config.json`, and those
+        of the tokenizer. Raises ConversionError where they describe no known processor.
         """
         folder = Directory(directory)
         reader = cls.load_rules(directory, limits=limits)
-        found = load_tokenizer(folder.path) if tokenizer is None else tokenizer
-        if not isinstance(found, JsonTokenizer):
+        tokenizer_found = load_tokenizer(folder.path) if tokenizer is None else tokenizer
+        if not isinstance(tokenizer_found, JsonTokenizer):
             raise ConversionError(f"{folder.path} holds no tokenizer.json: prompts with placeholders need one.")
         rules = {field.name: getattr(reader, field.name) for field in dataclasses.fields(reader)}
-        return cls(tokenizer=found, template=load_chat_template(folder.path), **rules)
+        return cls(tokenizer=tokenizer_found, template=load_chat_template(folder.path), **rules)
 
     def __call__(
         self,
@@ -220,7 +220,7 @@ class Processor(FileReader):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> Prepared:
-        """The tokens of a prompt, and the arrays of its files.
+        """Return the tokens of a prompt, and the arrays of its files.
 
         **Arguments:**
 
@@ -228,8 +228,8 @@ class Processor(FileReader):
             whose contents are texts or lists of parts (see `prompts.message`).
         - `images`, `videos`, `audio`: files (see `open_image`, `open_video`, `open_audio`), in the order of their
             placeholders.
-        - `add_generation_prompt`: end messages with what begins an answer.
-        - `variables`: further ones of the chat template.
+        - `add_generation_prompt`: end messages with the beginning of an answer.
+        - `variables`: additional variables of the chat template.
 
         Raises DataError for files that cannot be read, and where there are fewer or more placeholders than files.
         """
@@ -240,13 +240,13 @@ class Processor(FileReader):
         return self.join(text, self.read(files))
 
     def join(self, text: str | Rendered, read: Mapping[str, Sequence[ProcessedFile]]) -> Prepared:
-        """The tokens of a text whose placeholders stand for files, and the arrays of these.
+        """Return the tokens of a text whose placeholders stand for files, and the arrays of these.
 
         **Arguments:**
 
-        - `text`: in which each file has its placeholder; if the chat template rendered it, it may have written the
-            token that begins a text.
-        - `read`: what `read` gave.
+        - `text`: a text with a placeholder for each file; one that the chat template rendered may begin with the token
+            that begins a text.
+        - `read`: the result of `read`.
 
         Raises DataError where there are fewer or more placeholders than files.
         """
@@ -256,69 +256,73 @@ class Processor(FileReader):
             text, literal = text.text, text.literal
         known = {kind: rules for kind, rules in self.rules.items() if rules is not None}
         kinds = [
-            Kind(kind, self.placeholder(rules, text), [one.text for one in read.get(kind, ())])
+            PromptFiles(kind, self.placeholder(rules, text), [one.text for one in read.get(kind, ())])
             for kind, rules in known.items()
         ]
-        seen = {kind: iter(found) for kind, found in read.items() if kind != "audio"}
+        left = {kind: iter(files) for kind, files in read.items() if kind != "audio"}
         order, begun = (
             in_order(hidden(text, literal), kinds),
             bool(begin) and hidden(text, literal).startswith(str(begin)),
         )
         whole, literal = expand(text, kinds, literal)
-        arrays = together((known[kind], next(seen[kind])) for kind in order if kind in seen)
+        arrays = merge_arrays((known[kind], next(left[kind])) for kind in order if kind in left)
         arrays |= {name: array for one in read.get("audio", ()) for name, array in one.arrays.items()}
         encode = functools.partial(self.tokenizer.encode, special=True) if begun else self.tokenizer.encode_prompt
         return Prepared(input_ids=encode(whole, literal=literal)[None], arrays=arrays, text=whole)
 
     def with_letters(self, literal: Sequence[str]) -> "Processor":
-        """The same, but these names of special tokens are letters in messages (see `ChatTemplate.literal`)."""
+        """Return the same with names of special tokens as letters in messages (`ChatTemplate.literal`)."""
         template = None if self.template is None else dataclasses.replace(self.template, literal=tuple(literal))
         return dataclasses.replace(self, template=template)
 
     def with_placeholders(self, text: str, *, images: int = 0, videos: int = 0, audio: int = 0) -> str:
-        """A text with so many placeholders before it, of each kind of which it has none itself."""
+        """Return a text with placeholders before it, for each kind of which it has none."""
         counts = ((self.images, images), (self.videos, videos), (self.audio, audio))
         missing = [(rules, count) for rules, count in counts if rules is not None and rules.placeholder not in text]
         return "".join(rules.placeholder * count for rules, count in missing) + text
 
     def template_for(self, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """The chat template of messages that `check_parts` has seen; DataError for none."""
+        """Return the chat template for messages that `check_parts` has checked; DataError for none."""
         if self.template is None:
             raise DataError("messages need a chat template, and this model's directory has none: give a text.")
         contents = (one.get("content") for one in messages)
         parts = [part["type"] for content in contents if isinstance(content, list) for part in content]
-        own = None if self.videos is None else self.videos.template
-        return dataclasses.replace(self.template, source=own) if "video" in parts and own is not None else self.template
+        video_template = None if self.videos is None else self.videos.template
+        return (
+            dataclasses.replace(self.template, source=video_template)
+            if "video" in parts and video_template is not None
+            else self.template
+        )
 
     def _rendered(
         self, prompt: Sequence[Any], files: Mapping[str, Sequence[Any]], variables: Mapping[str, Any], *, answer: bool
     ) -> tuple[Rendered, dict[str, Sequence[Any]]]:
-        """The text of messages, and all files."""
-        messages, carried = check_parts(prompt)
-        for kind, found in carried.items():
-            twice = len(found) > 0 and len(files.get(kind, ())) > 0
+        """Return the text of messages, and all files."""
+        messages, files_in_messages = check_parts(prompt)
+        for kind, sources in files_in_messages.items():
+            twice = len(sources) > 0 and len(files.get(kind, ())) > 0
             rule = f"and {ARGUMENTS[kind]} has files, too: give them in one place"
             check(not twice, f"parts of type {kind!r} in messages carry files, {rule}.", DataError)
         text = render(self.template_for(messages), messages, variables, answer=answer)
-        return text, {kind: found or files.get(kind, ()) for kind, found in carried.items()}
+        return text, {kind: sources or files.get(kind, ()) for kind, sources in files_in_messages.items()}
 
     def placeholder(self, rules: Any, text: str) -> str:
-        """What stands for a file: of Qwen3-VL's videos with the tokens around it, which each frame gets for itself."""
+        """Return the placeholder of a file: for Qwen3-VL's videos with the tokens around it."""
         framed = f"{rules.begin}{rules.placeholder}{rules.end}" if isinstance(rules, Qwen3Videos) else ""
         return framed if framed and framed in text else rules.placeholder
 
 
 def _names(kind: str, files: Sequence[Any]) -> list[str]:
-    """How errors call files."""
+    """Return the names of files in errors."""
     return [name_of(file, kind, number) for number, file in enumerate(files)]
 
 
 def read_settings(folder: Directory) -> tuple[ProcessorFamily, Settings]:
-    """The family of a directory's processor, and its settings."""
+    """Return the family of a directory's processor, and its settings."""
     whole, images, videos = (folder.json(name) if folder.has(name) else {} for name in FILES)
-    given = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
+    tokenizer_config = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
     config = folder.json("config.json") if folder.has("config.json") else {}
-    names = [file.get("processor_class") for file in (whole, images, videos, given)]
+    names = [file.get("processor_class") for file in (whole, images, videos, tokenizer_config)]
     name = next((one for one in names if isinstance(one, str)), None)
     if name is None:
         kinds = {model_type: one for one, (_, types) in FAMILIES.items() for model_type in types}
@@ -337,28 +341,28 @@ def read_settings(folder: Directory) -> tuple[ProcessorFamily, Settings]:
         videos=tables[1],
         audio=tables[2],
         processor=Fields(whole, str(where)),
-        tokens=_named_tokens(given),
+        tokens=_named_tokens(tokenizer_config),
     )
     return FAMILIES[name][0], settings
 
 
 def settings_content(directory: str | Path) -> dict[str, Any]:
-    """All that the files of a directory say of its processor, but for the tokenizer's own: equal for equal ones."""
+    """Return all settings of a directory's processor but the tokenizer's own, for comparison."""
     folder = Directory(directory)
-    found = {name: folder.json(name) for name in FILES if folder.has(name)}
-    given = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
+    contents = {name: folder.json(name) for name in FILES if folder.has(name)}
+    tokenizer_config = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
     config = folder.json("config.json") if folder.has("config.json") else {}
-    names = {"processor_class": given.get("processor_class"), "model_type": config.get("model_type")}
-    return found | names | {"tokens": _named_tokens(given)}
+    names = {"processor_class": tokenizer_config.get("processor_class"), "model_type": config.get("model_type")}
+    return contents | names | {"tokens": _named_tokens(tokenizer_config)}
 
 
-def _named_tokens(given: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens to which a tokenizer gives names of its own, such as `image_token`."""
-    tables = [given.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]
-    found: dict[str, str] = {}
-    for table in (*tables, given):
+def _named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a tokenizer gives names of their own, such as `image_token`."""
+    tables = [tokenizer_config.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]
+    tokens: dict[str, str] = {}
+    for table in (*tables, tokenizer_config):
         for name, token in table.items() if isinstance(table, dict) else ():
             text = token.get("content") if isinstance(token, dict) else token
             if name.endswith("_token") and isinstance(text, str) and text:
-                found[name] = text
-    return found
+                tokens[name] = text
+    return tokens

@@ -1,4 +1,4 @@
-"""Images and videos of Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5: patches, as many as an image has."""
+"""Images and videos of Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5: patches, whose number depends on the image."""
 
 import dataclasses
 import math
@@ -9,27 +9,34 @@ import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_size
+from eqx_decoders.io.processors.base import (
+    ProcessedFile,
+    Settings,
+    check_tokens,
+    concatenate_arrays,
+    read_resample,
+    read_size,
+)
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, HALVES, Normalization, Triple, read_colours
+from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, HALVES, Normalization, Triple, read_normalization
 from eqx_decoders.io.processors.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
 from eqx_decoders.io.processors.video import Clip, check_taken
 
 
 MOST_RATIO = 200
-MOST_FRAMES = 64  # of a patch
+MOST_FRAMES = 64  # in a patch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenImages:
-    """An image keeps its shape, and has between `least` and `most` pixels.
+    """Images of Qwen, which keep their shape, with between `least` and `most` pixels.
 
     **Arguments:**
 
-    - `size`: of a patch.
-    - `frames`: how often an image stands in each patch, as if it were a video.
-    - `merge`: as many patches, in rows and columns, become one token.
-    - `placeholder`: the text of the special token, which is repeated.
+    - `size`: rows and columns of pixels in a patch.
+    - `frames`: number of times that an image is repeated in each patch, as if it were a video.
+    - `merge`: rows and columns of patches that become one token.
+    - `placeholder`: text of the special token, which is repeated.
     """
 
     size: int = 14
@@ -38,7 +45,7 @@ class QwenImages:
     least: int = 56 * 56
     most: int = 28 * 28 * 1280
     resample: int = BICUBIC
-    colours: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
+    normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     placeholder: str = "<|image_pad|>"
 
     def __post_init__(self):
@@ -48,7 +55,7 @@ class QwenImages:
 
     @classmethod
     def read(cls, settings: Settings) -> "QwenImages":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         fields = settings.images
         least, most = read_pixels(fields, 56 * 56, 28 * 28 * 1280)
         return cls(
@@ -58,15 +65,15 @@ class QwenImages:
             least=least,
             most=most,
             resample=read_resample(fields, BICUBIC),
-            colours=read_colours(fields, CLIP_MEAN, CLIP_STD),
+            normalization=read_normalization(fields, CLIP_MEAN, CLIP_STD),
             placeholder=settings.token("image_token", "<|image_pad|>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """`pixel_values`: patches, `merge x merge` neighbours one behind the other; `image_grid_thw`."""
+    def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
+        """Return `pixel_values`: patches, `merge x merge` neighbors one behind the other; `image_grid_thw`."""
         height, width = pixels.shape[:2]
         target = fit(height, width, self.size * self.merge, self.least, self.most, where)
-        values = self.colours(resize(pixels, target, self.resample, limits, where))
+        values = self.normalization(resize(pixels, target, self.resample, limits, where))
         frames = np.broadcast_to(values, (self.frames, *values.shape))
         patches, grid = cut(frames, self.size, self.frames, self.merge)
         count = math.prod(grid) // self.merge**2
@@ -74,25 +81,25 @@ class QwenImages:
         text = self.placeholder * count
         return ProcessedFile({"pixel_values": patches, "image_grid_thw": np.array([grid])}, text)
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[patches, numbers]`, `[images, 3]`."""
-        return joined(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[patches, numbers]`, `[images, 3]`."""
+        return concatenate_arrays(files)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenVideos:
-    """Every frame keeps its shape, and has between `least` and `most` pixels; `frames` of them become a patch.
+    """Videos of Qwen2-VL, 2.5-VL and 3-Omni: frames of `least` to `most` pixels, `frames` of them in a patch.
 
     **Arguments:**
 
-    - `size`, `frames`, `merge`: of a patch in pixels and in frames; patches that become one token.
-    - `choose`: whether frames are chosen; else all are taken.
-    - `fps`, `count`: how many frames are chosen of a second, or of the video; None for the other one, or all.
-    - `least_frames`, `most_frames`: bounds on those of a second.
-    - `share`: at most so many tokens have all frames together; None for no such bound.
-    - `seconds`: the argument of `Media.create` that tells the time between patches; None for none.
-    - `told_fps`: by which rate that is; None for the rate of the chosen frames.
-    - `placeholder`: the text of the special token, which is repeated.
+    - `size`, `frames`, `merge`: pixels and frames of a patch; rows and columns of patches that become one token.
+    - `choose`: whether frames are sampled; else all are taken.
+    - `fps`, `count`: number of frames sampled from a second, or from the video; None for the other one, or all.
+    - `least_frames`, `most_frames`: bounds on the number of sampled frames.
+    - `share`: largest number of tokens of all frames together; None for no such bound.
+    - `seconds`: argument of `Media.create` with the time between patches; None for none.
+    - `assumed_fps`: the rate of that time; None for the rate of the sampled frames.
+    - `placeholder`: text of the special token, which is repeated.
     """
 
     size: int = 14
@@ -101,7 +108,7 @@ class QwenVideos:
     least: int = 128 * 28 * 28
     most: int = 768 * 28 * 28
     resample: int = BICUBIC
-    colours: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD, steps="joint")
+    normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD, steps="joint")
     choose: bool = False
     fps: float | None = None
     count: int | None = None
@@ -109,7 +116,7 @@ class QwenVideos:
     most_frames: int = 768
     share: int | None = None
     seconds: str | None = "second_per_grid_ts"
-    told_fps: float | None = None
+    assumed_fps: float | None = None
     placeholder: str = "<|video_pad|>"
 
     def __post_init__(self):
@@ -122,47 +129,47 @@ class QwenVideos:
 
     @property
     def template(self) -> None:
-        """That of the directory."""
+        """None: the directory's template is used."""
         return None
 
     @classmethod
     def read(cls, settings: Settings) -> "QwenVideos":
-        """From the files of a directory, for Qwen2.5-VL."""
+        """Read the rules from the settings of a directory, for Qwen2.5-VL."""
         least, most = read_pixels(settings.videos, 128 * 28 * 28, 768 * 28 * 28)
         capped = settings.videos.flag("cap_pixels_per_frame", False)
         tokens = settings.videos.integer("max_video_tokens", 128_000)
-        found = _read_videos(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
-        return cls(**found, least=least, most=most, share=tokens if capped else None)
+        sizes = _read_videos(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
+        return cls(**sizes, least=least, most=most, share=tokens if capped else None)
 
     @classmethod
     def read_untimed(cls, settings: Settings) -> "QwenVideos":
-        """The same for Qwen2-VL."""
+        """Read the rules from the settings of a directory, for Qwen2-VL."""
         return dataclasses.replace(cls.read(settings), seconds=None)
 
     @classmethod
     def read_omni(cls, settings: Settings) -> "QwenVideos":
-        """The same for Qwen3-Omni, whose processor sets the sizes and one rate."""
+        """Read the rules from the settings of a directory, for Qwen3-Omni: sizes and one rate are fixed there."""
         sizes = dict(least=128 * 32 * 32, most=768 * 32 * 32)
-        return dataclasses.replace(cls.read(settings), **sizes, seconds="video_second_per_grid", told_fps=1.0)
+        return dataclasses.replace(cls.read(settings), **sizes, seconds="video_second_per_grid", assumed_fps=1.0)
 
-    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
-        """`pixel_values_videos`, `video_grid_thw`, and the time between patches in seconds."""
-        indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
+    def process(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
+        """Return `pixel_values_videos`, `video_grid_thw`, and the time between patches in seconds."""
+        indices = np.arange(clip.count) if clip.chosen else self._frame_indices(clip)
         target = self._target(clip, len(indices))
         patches, grid = _video_patches(self, clip, indices, target, limits)
         arrays = {"pixel_values_videos": patches, "video_grid_thw": np.array([grid])}
         if self.seconds is not None:
-            rate = len(indices) / clip.count * clip.fps if self.told_fps is None else self.told_fps
+            rate = len(indices) / clip.count * clip.fps if self.assumed_fps is None else self.assumed_fps
             arrays[self.seconds] = np.array([self.frames / rate])
         check_tokens(clip.where, math.prod(grid) // self.merge**2)
         return ProcessedFile(arrays, self._text(clip, indices, grid))
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[patches, numbers]`, `[videos, 3]`, `[videos]`."""
-        return joined(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[patches, numbers]`, `[videos, 3]`, `[videos]`."""
+        return concatenate_arrays(files)
 
-    def _chosen(self, clip: Clip) -> np.ndarray:
-        """The numbers of the frames to take: a multiple of `frames`, if there are so many."""
+    def _frame_indices(self, clip: Clip) -> np.ndarray:
+        """Return the indices of the frames to take: a multiple of `frames`, if the video has enough."""
         count = self.count
         if not self.choose or (count is None and self.fps is None):
             return np.arange(clip.count)
@@ -194,7 +201,7 @@ class QwenVideos:
 class Qwen3Videos(QwenVideos):
     """Videos of Qwen3-VL and 3.5: their frames together have between `least` and `most` pixels.
 
-    Before each patch stands the time of its frames. `share` is of each frame.
+    The time of its frames stands before each patch. `share` is a bound on each frame.
 
     **Arguments:**
 
@@ -204,7 +211,7 @@ class Qwen3Videos(QwenVideos):
     size: int = 16
     least: int = 128 * 32 * 32
     most: int = 768 * 32 * 32
-    colours: Normalization = Normalization(steps="joint")
+    normalization: Normalization = Normalization(steps="joint")
     choose: bool = True
     fps: float | None = 2.0
     seconds: str | None = None
@@ -213,17 +220,17 @@ class Qwen3Videos(QwenVideos):
 
     @classmethod
     def read(cls, settings: Settings) -> "Qwen3Videos":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         fields = settings.videos
         size = read_size(fields, "size", {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
         if not {"shortest_edge", "longest_edge"} <= size.keys():
             raise fields.error(f"size={size} must have shortest_edge and longest_edge.")
-        found = _read_videos(settings, 16, HALVES, HALVES, choose=True)
-        if found["count"] is None and found["fps"] is None:
-            found["fps"] = 2.0
+        options = _read_videos(settings, 16, HALVES, HALVES, choose=True)
+        if options["count"] is None and options["fps"] is None:
+            options["fps"] = 2.0
         capped, tokens = fields.flag("cap_pixels_per_frame", False), fields.integer("max_video_tokens", 768)
         return cls(
-            **found,
+            **options,
             least=size["shortest_edge"],
             most=size["longest_edge"],
             share=tokens if capped else None,
@@ -231,7 +238,7 @@ class Qwen3Videos(QwenVideos):
             end=settings.token("vision_end_token", "<|vision_end|>"),
         )
 
-    def _chosen(self, clip: Clip) -> np.ndarray:
+    def _frame_indices(self, clip: Clip) -> np.ndarray:
         count = self.count
         if not self.choose:
             return np.arange(clip.count)
@@ -256,7 +263,9 @@ class Qwen3Videos(QwenVideos):
         times = np.pad(indices, (0, -len(indices) % self.frames), mode="edge") / clip.fps
         times = times.reshape(-1, self.frames)
         patch = self.begin + self.placeholder * (grid[1] * grid[2] // self.merge**2) + self.end
-        return "".join(f"<{(own[0] + own[-1]) / 2:.1f} seconds>{patch}" for own in times.tolist())
+        return "".join(
+            f"<{(patch_times[0] + patch_times[-1]) / 2:.1f} seconds>{patch}" for patch_times in times.tolist()
+        )
 
 
 def _read_videos(settings: Settings, size: int, mean: Triple, std: Triple, *, choose: bool) -> dict[str, Any]:
@@ -267,7 +276,7 @@ def _read_videos(settings: Settings, size: int, mean: Triple, std: Triple, *, ch
         frames=fields.integer("temporal_patch_size", 2),
         merge=fields.integer("merge_size", 2),
         resample=read_resample(fields, BICUBIC, SHORT),
-        colours=read_colours(fields, mean, std, steps="joint"),
+        normalization=read_normalization(fields, mean, std, steps="joint"),
         choose=fields.flag("do_sample_frames", choose),
         fps=fps,
         count=fields.integer("num_frames", None),
@@ -280,13 +289,13 @@ def _read_videos(settings: Settings, size: int, mean: Triple, std: Triple, *, ch
 def _video_patches(
     rules: QwenVideos, clip: Clip, indices: np.ndarray, target: tuple[int, int], limits: MediaLimits
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of a video, those of each few frames as soon as these are decoded."""
+    """Return the patches of a video, cut from each few frames as soon as these are decoded."""
     indices = np.pad(indices, (0, -len(indices) % rules.frames), mode="edge")
     check_taken(clip, len(indices), target, limits)
     parts, grid, held = [], (0, 0, 0), []
     for pixels in clip.frames(indices.tolist()):
         small = resize_with_short_weights(pixels, target, rules.resample, limits, clip.where)
-        held.append(rules.colours(small))
+        held.append(rules.normalization(small))
         if len(held) == rules.frames:
             patches, grid = cut(np.stack(held), rules.size, rules.frames, rules.merge)
             parts.append(patches)
@@ -295,7 +304,7 @@ def _video_patches(
 
 
 def read_pixels(fields: Fields, least: int, most: int) -> tuple[int, int]:
-    """Fewest and most pixels: `min_pixels` and `max_pixels`, else `size`."""
+    """Read the fewest and most pixels: `min_pixels` and `max_pixels`, else `size`."""
     size = read_size(fields, "size", {"shortest_edge": least, "longest_edge": most})
     least = fields.integer("min_pixels", size.get("shortest_edge", size.get("min_pixels", least)))
     return least, fields.integer("max_pixels", size.get("longest_edge", size.get("max_pixels", most)))
@@ -304,9 +313,9 @@ def read_pixels(fields: Fields, least: int, most: int) -> tuple[int, int]:
 def fit(
     height: int, width: int, side: int, least: int, most: int, where: str, *, frames: int = 1, counted: int = 1
 ) -> tuple[int, int]:
-    """The height and width, multiples of `side`, that come nearest to a shape within bounds of its pixels.
+    """Return the height and width, multiples of `side`, that are nearest to a shape within bounds of its pixels.
 
-    Of a video these are of all its `frames`, of which `counted` are when it is told whether they are within bounds.
+    The bounds are on all `frames` of a video; the check whether they hold counts `counted` frames.
     """
     long, short = max(height, width), min(height, width)
     rule = f"is more than {MOST_RATIO} times as long as wide: crop it"
@@ -322,7 +331,7 @@ def fit(
 
 
 def cut(values: np.ndarray, size: int, frames: int, merge: int) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Frames `[frames, 3, height, width]` as patches `[patches, numbers]`, and their grid: time, rows, columns."""
+    """Cut frames `[frames, 3, height, width]` into patches `[patches, numbers]`; return also time, rows, columns."""
     time, rows, columns = len(values) // frames, values.shape[2] // size, values.shape[3] // size
     split = values.reshape(time, frames, 3, rows // merge, merge, size, columns // merge, merge, size)
     patches = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)

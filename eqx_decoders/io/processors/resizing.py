@@ -1,4 +1,4 @@
-"""Resizing of 8-bit images: by Pillow, or as PyTorch does it, whose weights have fewer bits."""
+"""Resizing of 8-bit images: by Pillow, or as PyTorch does, whose weights have fewer bits."""
 
 import functools
 import math
@@ -15,14 +15,14 @@ Size = tuple[int, int]  # height and width
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers, which processors' settings use
 FILTERS = {0: "nearest", LANCZOS: "lanczos", BILINEAR: "bilinear", BICUBIC: "bicubic", 4: "box", 5: "hamming"}
-ROWS_AT_ONCE = 1 << 22  # numbers of the sums that are held
+ROWS_AT_ONCE = 1 << 22  # numbers in the sums of a block of rows
 
 
 Resized = UInt8[np.ndarray, "new_height new_width 3"]
 
 
 def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Resized:
-    """The image with `size = (height, width)`, by Pillow, whose number of the filter is `resample`."""
+    """Resize the image to `size = (height, width)` by Pillow, whose number of the filter is `resample`."""
     from PIL import Image
 
     limits.check_resizing(where, pixels.shape[:2], size)
@@ -30,7 +30,7 @@ def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where
 
 
 def resize_with_short_weights(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Resized:
-    """The same as PyTorch's `interpolate(..., antialias=True)` gives for 8-bit images on a CPU with AVX2.
+    """Resize as PyTorch's `interpolate(..., antialias=True)` does 8-bit images on a CPU with AVX2.
 
     Rows and then columns: `sum_k w_k x_k` in whole numbers, each weight having 16 bits, rounded to 8 bits in between.
     """
@@ -43,33 +43,33 @@ def resize_with_short_weights(pixels: Pixels, size: Size, resample: int, limits:
 
 
 def _along_rows(pixels: np.ndarray, size: int, resample: int) -> np.ndarray:
-    """Each row resized to `size` pixels; some rows at a time, since sums take four times as much memory."""
+    """Resize each row to `size` pixels; some rows at a time, since sums take four times as much memory."""
     first, weights, bits = _short_weights(pixels.shape[1], size, resample)
-    made = np.empty((pixels.shape[0], size, pixels.shape[2]), np.uint8)
+    resized = np.empty((pixels.shape[0], size, pixels.shape[2]), np.uint8)
     step = max(1, ROWS_AT_ONCE // (size * pixels.shape[2]))
     for begin in range(0, pixels.shape[0], step):
         rows = pixels[begin : begin + step]
-        total = np.full((len(rows), *made.shape[1:]), 1 << (bits - 1), np.int32)
+        total = np.full((len(rows), *resized.shape[1:]), 1 << (bits - 1), np.int32)
         for tap, weight in enumerate(weights):
-            place = np.minimum(first + tap, pixels.shape[1] - 1)  # those beyond have the weight 0
-            total += rows[:, place] * weight[:, None]
-        made[begin : begin + step] = np.clip(total >> bits, 0, 255)
-    return made
+            columns = np.minimum(first + tap, pixels.shape[1] - 1)  # those beyond have the weight 0
+            total += rows[:, columns] * weight[:, None]
+        resized[begin : begin + step] = np.clip(total >> bits, 0, 255)
+    return resized
 
 
 @functools.lru_cache(maxsize=64)
 def _short_weights(old: int, new: int, resample: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Of each new pixel the first old one, its weights `[taps, new]` as whole numbers, and their binary digits."""
+    """Return, for each new pixel, the first old one, integer weights `[taps, new]`, and their binary digits."""
     reach, kernel = _KERNELS[resample]
     scale = old / new
     support = reach * max(scale, 1.0)
-    centre = scale * (np.arange(new) + 0.5)
-    first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
-    count = np.minimum((centre + support + 0.5).astype(np.int64), old) - first
+    center = scale * (np.arange(new) + 0.5)
+    first = np.maximum((center - support + 0.5).astype(np.int64), 0)
+    count = np.minimum((center + support + 0.5).astype(np.int64), old) - first
     taps = math.ceil(support) * 2 + 1
     count = np.clip(count, 0, taps)
-    place = np.arange(taps)[:, None]
-    weights = np.where(place < count, kernel((place + first - centre + 0.5) / max(scale, 1.0)), 0.0)
+    tap = np.arange(taps)[:, None]
+    weights = np.where(tap < count, kernel((tap + first - center + 0.5) / max(scale, 1.0)), 0.0)
     weights = weights / weights.sum(axis=0)
     bits = 0
     while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:

@@ -9,9 +9,16 @@ import numpy as np
 
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_size
+from eqx_decoders.io.processors.base import (
+    ProcessedFile,
+    Settings,
+    check_tokens,
+    concatenate_arrays,
+    read_resample,
+    read_size,
+)
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_colours
+from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
 from eqx_decoders.io.processors.resizing import LANCZOS, SHORT, Size, resize, resize_with_short_weights
 from eqx_decoders.io.processors.video import Clip, check_taken, clock
 
@@ -21,11 +28,11 @@ MOST_LONGEST = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolWords:
-    """What stands in a prompt for images.
+    """Text of images in a prompt.
 
     **Arguments:**
 
-    - `tokens`: that stand for a tile.
+    - `tokens`: number of tokens of a tile.
     - `token`, `around`, `whole`: texts of the special tokens; each tile of several also has `<row_1_col_1>` and so on.
     """
 
@@ -39,7 +46,7 @@ class SmolWords:
 
     @classmethod
     def read(cls, settings: Settings) -> "SmolWords":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         return cls(
             tokens=settings.processor.integer("image_seq_len", 169),
             token=settings.token("image_token", "<image>"),
@@ -48,7 +55,7 @@ class SmolWords:
         )
 
     def image(self, rows: int = 0, columns: int = 0) -> str:
-        """The text of an image with so many tiles beside the whole."""
+        """Return the text of an image with these tiles before the whole."""
         tile = self.token * self.tokens
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
@@ -59,20 +66,20 @@ class SmolWords:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolVLMImages:
-    """An image's longer side has one length, whatever it had; it is cut into tiles, and stands behind them as a tile.
+    """Images of SmolVLM, resized to one longer side, cut into tiles, and followed by the whole as a tile.
 
     **Arguments:**
 
     - `longest`: the longer side, in pixels.
-    - `tile`: side of a tile; both sides are made multiples of it.
-    - `split`: whether there are tiles beside the whole image.
+    - `tile`: side of a tile; both sides of an image become multiples of it.
+    - `split`: whether there are tiles besides the whole image.
     """
 
     longest: int = 4 * 364
     tile: int = 364
     split: bool = True
     resample: int = LANCZOS
-    colours: Normalization = Normalization()
+    normalization: Normalization = Normalization()
     words: SmolWords = SmolWords()
 
     def __post_init__(self):
@@ -81,7 +88,7 @@ class SmolVLMImages:
 
     @classmethod
     def read(cls, settings: Settings) -> "SmolVLMImages":
-        """From the files of a directory."""
+        """Read the rules from the settings of a directory."""
         fields = settings.images
         fields.allow_only("do_pad", True)
         return cls(
@@ -89,17 +96,17 @@ class SmolVLMImages:
             tile=read_longest(fields, "max_image_size", 364),
             split=fields.flag("do_image_splitting", True),
             resample=read_resample(fields, LANCZOS),
-            colours=read_colours(fields, HALVES, HALVES),
+            normalization=read_normalization(fields, HALVES, HALVES),
             words=SmolWords.read(settings),
         )
 
     @property
     def placeholder(self) -> str:
-        """The text of the special token."""
+        """Text of the special token."""
         return self.words.token
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
-        """`pixel_values` of the tiles and the whole; `pixel_attention_mask`, 1 where they have pixels: everywhere."""
+    def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
+        """Return `pixel_values` of the tiles and the whole; `pixel_attention_mask`, 1 everywhere."""
         tile, rows, columns = self.tile, 0, 0
         target = fit_longest(pixels.shape[0], pixels.shape[1], self.longest)
         pixels = resize(pixels, target, self.resample, limits, where)
@@ -115,17 +122,17 @@ class SmolVLMImages:
         parts.append(resize(pixels, (tile, tile), self.resample, limits, where))
         check_tokens(where, self.words.tokens * len(parts))
         arrays = {
-            "pixel_values": np.stack([self.colours(part) for part in parts]),
+            "pixel_values": np.stack([self.normalization(part) for part in parts]),
             "pixel_attention_mask": np.ones((len(parts), tile, tile), np.int64),
         }
         return ProcessedFile(arrays, self.words.image(rows, columns))
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[1, tiles, 3, height, width]`, `[1, tiles, height, width]`."""
-        return joined_tiles(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[1, tiles, 3, height, width]`, `[1, tiles, height, width]`."""
+        return as_one_row(files)
 
     def _whole_tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Multiples of tiles, the longer side first."""
+        """Return multiples of tiles, the longer side first."""
         if width >= height:
             ratio = width / height
             width = math.ceil(width / self.tile) * self.tile
@@ -137,7 +144,7 @@ class SmolVLMImages:
         return height, width
 
 
-# What transformers makes of a conversation with videos, whatever template the directory has. Texts may be no parts.
+# transformers' template for conversations with videos, whatever template the directory has. Texts may be no parts.
 VIDEO_TEMPLATE = """<|im_start|>{% for message in messages %}{{ message.role | capitalize -}}
 {%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
 {{ ':' if parts and parts[0].type == 'image' else ': ' }}
@@ -147,26 +154,26 @@ VIDEO_TEMPLATE = """<|im_start|>{% for message in messages %}{{ message.role | c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolVLMVideos:
-    """Frames at equal distances, each an image that is one tile, with its time before it.
+    """Videos of SmolVLM: frames at equal distances, each an image of one tile, with its time before it.
 
-    Frames are chosen wherever `count` or `fps` say how many, as transformers does for conversations. A video's text
-    counts its own; that of transformers also those with which it pads the shorter ones of several videos.
+    Frames are sampled wherever `count` or `fps` say how many, as transformers does for conversations. A video's text
+    counts its own frames; that of transformers also counts the padding of shorter videos.
 
     **Arguments:**
 
-    - `size`: the longer side that frames get first, or their height and width.
-    - `tile`: height and width that they get then.
-    - `count`, `fps`: the most frames that are chosen of a video, and how many of a second; None for no such bound.
-    - `skip`: so many seconds of the beginning and the end are left out of a video that is long for `count` and `fps`.
-    - `words`: what stands for each frame.
-    - `placeholder`: what stands for a video in a prompt; the model does not see it.
-    - `template`: of conversations with videos.
+    - `size`: the longer side of frames after the first resizing, or their height and width.
+    - `tile`: height and width of frames after the second resizing.
+    - `count`, `fps`: the most frames sampled from a video, and the number from a second; None for no such bound.
+    - `skip`: seconds dropped at the beginning and the end of a video that is long for `count` and `fps`.
+    - `words`: text of each frame.
+    - `placeholder`: placeholder of a video in a prompt; it is no token of the model.
+    - `template`: chat template of conversations with videos.
     """
 
     size: int | Size = 4 * 364
     tile: int = 364
     resample: int = LANCZOS
-    colours: Normalization = Normalization(steps="joint")
+    normalization: Normalization = Normalization(steps="joint")
     count: int | None = None
     fps: float | None = None
     skip: float = 1.0
@@ -187,7 +194,7 @@ class SmolVLMVideos:
 
     @classmethod
     def read(cls, settings: Settings) -> "SmolVLMVideos":
-        """From the files of a directory; a `size` outside of `video_sampling` counts, as in transformers."""
+        """Read the rules from the settings of a directory; `size` has priority over `video_sampling`."""
         fields = settings.videos
         fields.allow_only("do_pad", True)
         count, fps = fields.integer("num_frames", None), fields.number("fps", None)
@@ -202,16 +209,16 @@ class SmolVLMVideos:
             size=size["longest_edge"] if "longest_edge" in size else (size["height"], size["width"]),
             tile=read_longest(fields, "max_image_size", 364),
             resample=read_resample(fields, LANCZOS, SHORT),
-            colours=read_colours(fields, HALVES, HALVES, steps="joint"),
+            normalization=read_normalization(fields, HALVES, HALVES, steps="joint"),
             count=count,
             fps=fps,
             words=SmolWords.read(settings),
             placeholder=settings.token("video_token", "<video>"),
         )
 
-    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
-        """`pixel_values` of the frames; `pixel_attention_mask`, 1 everywhere."""
-        indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
+    def process(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
+        """Return `pixel_values` of the frames; `pixel_attention_mask`, 1 everywhere."""
+        indices = np.arange(clip.count) if clip.chosen else self._frame_indices(clip)
         check_tokens(clip.where, self.words.tokens * len(indices))
         sides = (self.tile, self.tile)
         check_taken(clip, len(indices), sides, limits)
@@ -219,23 +226,23 @@ class SmolVLMVideos:
         for pixels in clip.frames(indices.tolist()):
             for wanted in (target, sides):
                 pixels = resize_with_short_weights(pixels, wanted, self.resample, limits, clip.where)
-            values.append(self.colours(pixels))
+            values.append(self.normalization(pixels))
         mask = np.ones((len(values), *sides), np.int64)
         return ProcessedFile(
             {"pixel_values": np.stack(values), "pixel_attention_mask": mask}, self._text(clip, indices)
         )
 
-    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-        """`[1, frames, 3, height, width]`, `[1, frames, height, width]`."""
-        return joined_tiles(seen)
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[1, frames, 3, height, width]`, `[1, frames, height, width]`."""
+        return as_one_row(files)
 
     def _target(self, clip: Clip) -> Size:
         if isinstance(self.size, int):
             return fit_longest(clip.height, clip.width, min(self.size, MOST_LONGEST))
         return self.size
 
-    def _chosen(self, clip: Clip) -> np.ndarray:
-        """The numbers of the frames to take, rising."""
+    def _frame_indices(self, clip: Clip) -> np.ndarray:
+        """Return the ascending indices of the frames to take."""
         if self.count is None and self.fps is None:
             return np.arange(clip.count)
         first, last = 0, clip.count - 1
@@ -245,7 +252,7 @@ class SmolVLMVideos:
             margin, long = self.skip * clip.fps, clip.seconds - 2 * self.skip > self.count * self.fps
             inner = int(margin), min(int(clip.count - margin), last)
             first, last = inner if long and inner[0] < inner[1] else (first, last)
-        # of more than there are, each would be taken once
+        # with more indices than frames, each frame is taken once
         count = min(max(count, 1), last - first + 1)
         return np.unique(np.linspace(first, last, count, dtype=np.int64))
 
@@ -258,9 +265,9 @@ class SmolVLMVideos:
         return f"{begin}{''.join(frames)}\n\n"
 
 
-def joined_tiles(seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
-    """The arrays of images and of the frames of videos one behind the other, as those of one row of a batch."""
-    return {name: array[None] for name, array in joined(seen).items()}
+def as_one_row(files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+    """Return the arrays of images, or of the frames of videos, as those of one row of a batch."""
+    return {name: array[None] for name, array in concatenate_arrays(files).items()}
 
 
 _SMALL = (
@@ -272,7 +279,7 @@ _LARGE = ((10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hun
 
 
 def in_words(number: int) -> str:
-    """A number from 0 on in English: 1234 is "one thousand, two hundred and thirty-four"."""
+    """Return a number from 0 on in English: 1234 is "one thousand, two hundred and thirty-four"."""
     if number < 20:
         return _SMALL[number]
     if number < 100:
@@ -283,7 +290,7 @@ def in_words(number: int) -> str:
 
 
 def read_longest(fields: Fields, key: str, default: int) -> int:
-    """The one size in a table."""
+    """Read the one size in a table."""
     size = read_size(fields, key, {"longest_edge": default})
     if "longest_edge" not in size:
         raise fields.error(f"{key}={size} must have longest_edge.")
@@ -291,7 +298,7 @@ def read_longest(fields: Fields, key: str, default: int) -> int:
 
 
 def fit_longest(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Height and width of the same shape whose longer side is given, the other one even; at most 4096."""
+    """Return height and width of the same shape with this longer side, the other one even; at most 4096."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)

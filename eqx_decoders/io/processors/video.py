@@ -1,4 +1,4 @@
-"""Videos from files, or from lists of frames: which frames are taken, decoded with PyAV, one by one and with bounds."""
+"""Videos from files, or from lists of frames, decoded with PyAV, frame by frame and with bounds."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ from eqx_decoders.io.processors.images import name_of, open_image
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
-# Containers that hold a video themselves: others, such as playlists, would have further files and addresses opened.
+# Containers that hold a video themselves: others, such as playlists, would open other files and addresses.
 FORMATS = "mov,matroska,avi,gif,mpeg,mpegts,flv,ogg,asf,mjpeg,apng,h264,hevc"
 KNOWN = ("MP4", "MOV", "Matroska", "WebM", "AVI", "GIF", "MPEG", "FLV", "Ogg", "ASF", "APNG", "MJPEG", "H.264", "H.265")
-FPS = 24.0  # of frames whose rate nothing tells
-THREADS, AT_ONCE = 8, 1 << 26  # that decode, and pixels which they hold together, if more than one does
+FPS = 24.0  # the rate of frames without one
+THREADS, AT_ONCE = 8, 1 << 26  # decoding threads, and the pixels that several of them hold together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Video:
-    """Frames that have been taken already: images of one size, and how many a second has.
+    """Frames that are chosen already: images of one size, and their rate.
 
     **Arguments:**
 
@@ -45,16 +45,16 @@ class Video:
 
 @dataclasses.dataclass(kw_only=True)
 class Clip:
-    """An opened video.
+    """Opened video.
 
     **Arguments:**
 
-    - `where`: how errors call it.
-    - `count`: of its frames.
+    - `where`: its name in errors.
+    - `count`: number of its frames.
     - `fps`: frames per second.
     - `height`, `width`: of its frames.
-    - `chosen`: whether its frames are those to take: there is nothing to choose.
-    - `source`: gives all frames in order, each as a function that decodes its colours.
+    - `chosen`: whether all its frames are taken, without sampling.
+    - `source`: yields all frames in order, each as a function that decodes its colors.
     """
 
     where: str
@@ -67,11 +67,11 @@ class Clip:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Duration."""
         return self.count / self.fps
 
     def frames(self, indices: Sequence[int]) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
-        """The frames of these numbers, which must not fall."""
+        """Yield the frames of these indices, which must not decrease."""
         wanted, number = iter(indices), next(iter(indices))
         next(wanted)
         for index, decode in enumerate(self.source()):
@@ -87,21 +87,19 @@ class Clip:
                 number = next(wanted, None)
             if number is None:
                 return
-        told = f"should have {self.count:,} frames, and ends before frame {number:,}"
-        raise DataError(f"{self.where} {told}: it is cut short, or damaged. Copy it again.")
+        message = f"should have {self.count:,} frames, and ends before frame {number:,}"
+        raise DataError(f"{self.where} {message}: it is cut short, or damaged. Copy it again.")
 
 
 @contextmanager
 def open_video(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Iterator[Clip]:
-    """A video, open as long as the block lasts.
+    """Open a video for as long as the block lasts.
 
-    Raises DataError, with the file's name, for what is no video, and for one that is longer or larger than `limits`
-    allow.
+    Raises DataError, with the file's name, for files that are no video, or longer or larger than `limits` allow.
 
     **Arguments:**
 
     - `source`: the path of a file, its bytes, a `Video`, a list of its frames, or these as an array of 8-bit integers.
-    - `where`: how errors call it.
     """
     where = name_of(source, "video", 0) if where is None else where
     if isinstance(source, list | tuple) or (isinstance(source, np.ndarray) and source.ndim == 4):
@@ -138,9 +136,9 @@ def _check_length(count: int, fps: float, limits: MediaLimits, where: str) -> No
 
 
 def _cause(error: Exception) -> str:
-    """What FFmpeg says."""
-    told = getattr(error, "strerror", None) or str(error)
-    return "it is of another one, or damaged" if told.startswith("Invalid ") else told
+    """Return FFmpeg's message."""
+    message = getattr(error, "strerror", None) or str(error)
+    return "it is of another one, or damaged" if message.startswith("Invalid ") else message
 
 
 _as_data_error = functools.partial(
@@ -150,16 +148,16 @@ _as_data_error = functools.partial(
 
 @contextmanager
 def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iterator[tuple[Any, Any]]:
-    """The container, and the video in it, from its beginning. Not all can be rewound: each pass opens it anew."""
+    """Open the container and its video, from the beginning: not all can be rewound, so each pass opens it anew."""
     try:
         import av
     except ImportError as error:
         raise need_extra("av", "media") from error
-    # FFmpeg looks into the first frames of each stream when it opens a file: a bound that is known only later is no use
+    # FFmpeg decodes the first frames of each stream when it opens a file: the bound must be known before
     most = 2 * limits.max_pixels + (1 << 16)  # sizes in a stream are rounded up
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "file", "max_pixels": str(most)}
     stream = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())
-    # words of a file that are no Unicode: from PyAV 19 on they are no errors, and there is no keyword for them
+    # metadata that is no Unicode: from PyAV 19 on it is no error, and there is no keyword for it
     older: Any = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
     with _as_data_error(where):
         container = av.open(stream, options=options, **older)
@@ -176,7 +174,7 @@ def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iter
 
 
 def _video_of(container: Any, where: str) -> Any:
-    """The stream of images that players show; not the cover of an audio clip."""
+    """Return the stream of images that players show; not the cover of an audio file."""
     from av.stream import Disposition
 
     best: Any = container.streams.best("video")
@@ -209,8 +207,8 @@ def _from_file(source: str | Path | bytes, limits: MediaLimits, where: str) -> C
 
 
 def _measure(source: str | Path | bytes, limits: MediaLimits, where: str) -> tuple[int, float]:
-    """How many frames there are, and how many a second has: of what is there, not of what a header claims."""
-    count, begin, end, told = 0, math.inf, -math.inf, False
+    """Count the frames, and their rate, from the content and not from a header."""
+    count, begin, end, has_durations = 0, math.inf, -math.inf, False
     with _opened(source, limits, where) as (container, video):
         rate, base = float(video.average_rate or video.guessed_rate or FPS), float(video.time_base or 0)
         listed = container.format.name.startswith("mov")  # it has an index, in which each entry is a frame
@@ -221,51 +219,51 @@ def _measure(source: str | Path | bytes, limits: MediaLimits, where: str) -> tup
             count += 1
             if entry.pts is not None:
                 begin, end = min(begin, entry.pts), max(end, entry.pts + (entry.duration or 0))
-                told = told or bool(entry.duration)
+                has_durations = has_durations or bool(entry.duration)
             _check_length(count, count / ((end - begin) * base) if end > begin and base > 0 else rate, limits, where)
             limits.check_decoded(where, count, video.width, video.height)
-        # where no frame says how long it lasts, the last one does as the others
-        spaces = count if told else count - 1
+        # without durations of frames, the last one lasts as long as the others
+        spaces = count if has_durations else count - 1
         return count, float(spaces / (int(end - begin) * video.time_base)) if end > begin and base > 0 else rate
 
 
 def _check_packets(source: str | Path | bytes, limits: MediaLimits, where: str) -> None:
-    """DataError for too many frames, before one of them is decoded: of what is there, not of what a header claims."""
+    """Raise DataError for too many frames, counted in the content, before one of them is decoded."""
     with _opened(source, limits, where) as (container, video):
         for number, _ in enumerate(_packets(container, video, where), 1):
             limits.check_decoded(where, number, video.width, video.height)
 
 
 def _check_whole(container: Any, video: Any, source: str | Path | bytes, where: str) -> None:
-    """DataError for a file that is shorter than it says of itself, as FFmpeg takes what is there."""
+    """Raise DataError for a file that is shorter than its header says: FFmpeg accepts it."""
     if container.format.name.startswith("mov"):
         reach = max((entry.pos + entry.size for entry in video.index_entries), default=0)
     else:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
-            reach = _told_size(file.read(256))
+            reach = _declared_size(file.read(256))
     rule = f"is cut short: it says that it reaches to byte {reach:,}, and has {container.size:,}. Copy it again"
     check(reach <= container.size, f"{where} {rule}.", DataError)
 
 
-def _told_size(head: bytes) -> int:
-    """How many bytes a file of Matroska or AVI has by its own words; 0 where it does not tell, as a stream does not."""
+def _declared_size(head: bytes) -> int:
+    """Return the size in bytes in the header of a Matroska or AVI file; 0 where it has none, as a stream."""
     if head[:4] == b"RIFF":
-        told = int.from_bytes(head[4:8], "little")
-        return told if told < 0x7FFF_0000 else 0
-    place = 0
+        size = int.from_bytes(head[4:8], "little")
+        return size if size < 0x7FFF_0000 else 0
+    position = 0
     for name in (b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"):  # its header, and all that follows
-        if head[place : place + 4] != name or len(head) < place + 12:
+        if head[position : position + 4] != name or len(head) < position + 12:
             return 0
-        digits = 9 - head[place + 4].bit_length()  # bytes of a length; one bit in the first of them tells how many
-        number = int.from_bytes(head[place + 4 : place + 4 + digits], "big") & ((1 << 7 * digits) - 1)
+        digits = 9 - head[position + 4].bit_length()  # bytes of a length; one bit in the first of them tells how many
+        number = int.from_bytes(head[position + 4 : position + 4 + digits], "big") & ((1 << 7 * digits) - 1)
         if digits > 8 or number == (1 << 7 * digits) - 1:
             return 0
-        place += 4 + digits + number
-    return place
+        position += 4 + digits + number
+    return position
 
 
 def _packets(container: Any, video: Any, where: str) -> Iterator[Any]:
-    """What holds the frames that are shown, without decoding them."""
+    """Yield the packets of the frames that are shown, without decoding them."""
     with _as_data_error(where):
         for packet in container.demux(video):
             if packet.size and not packet.is_discard:
@@ -280,18 +278,18 @@ def _decoded(source: str | Path | bytes, limits: MediaLimits, where: str) -> Ite
 
 
 def _turns(frame: Any) -> int:
-    """How often a frame is turned left by a quarter to stand upright."""
+    """Return the quarter turns to the left by which a frame stands upright."""
     return round(frame.rotation / 90) % 4
 
 
 def clock(seconds: float) -> str:
-    """A time as minutes and seconds: 75.9 is `01:15`."""
+    """Return a time as minutes and seconds: 75.9 is `01:15`."""
     return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
 
 
 def check_taken(clip: Clip, count: int, size: tuple[int, int], limits: MediaLimits) -> None:
-    """DataError where so many frames of this height and width are too many together."""
+    """Raise DataError if so many frames of this height and width have too many pixels together."""
     pixels = count * size[0] * size[1]
     rule = f"more than MediaLimits.max_video_pixels={limits.max_video_pixels:,}. Take fewer frames, or raise the limit"
-    told = f"{clip.where}: {count:,} frames of {size[1]} x {size[0]} have {pixels:,} pixels"
-    check(pixels <= limits.max_video_pixels, f"{told}: {rule}.", DataError)
+    message = f"{clip.where}: {count:,} frames of {size[1]} x {size[0]} have {pixels:,} pixels"
+    check(pixels <= limits.max_video_pixels, f"{message}: {rule}.", DataError)

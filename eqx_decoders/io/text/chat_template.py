@@ -1,4 +1,4 @@
-"""Chat templates: the program in a tokenizer's directory that writes a conversation as the text a model was trained on.
+"""Chat templates: programs in tokenizers' directories that write a conversation as the text a model was trained on.
 
 Templates are untrusted. They are rendered in Jinja's immutable sandbox, without a loader, in a separate process
 (`chat_template_worker.py`) with limits on processor time, memory, files and sockets.
@@ -29,7 +29,7 @@ PIECE = 1 << 16  # letters that are written as JSON at once
 SECONDS = 1.0  # of processor time for one conversation
 MORE_SECONDS = 0.1  # for each in a process that renders many, on average
 WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
-ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # of the process: no keys, no passwords
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -39,7 +39,7 @@ _TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", 
 
 
 class Conversation(NamedTuple):
-    """What is rendered: messages (see `check_messages`), further variables, and whether an answer is asked for."""
+    """Conversation to render: messages (see `check_messages`), other variables, and the request for an answer."""
 
     messages: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any] = {}
@@ -47,10 +47,11 @@ class Conversation(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A text with [start, stop) of its parts, in characters.
+    """Rendered text, with [start, stop) of its parts in characters.
 
-    - `generated`: what the template marks with `{% generation %}`; None where it has no such mark.
-    - `messages`: what each turn of the template's loops over the messages wrote, behind the number of its message.
+    - `generated`: parts that the template marks with `{% generation %}`; None where it has no such mark.
+    - `messages`: parts that each iteration of the template's loops over the messages wrote, as (number of the message,
+      start, stop).
     - `literal`: names of special tokens that come from the messages, to be encoded as letters (see
         `ChatTemplate.literal`).
     """
@@ -58,11 +59,11 @@ class Rendered(NamedTuple):
     text: str
     generated: Sequence[tuple[int, int]] | None
     messages: Sequence[tuple[int, int, int]]
-    literal: Sequence[tuple[int, int]] = ()
+    literal: Sequence[Sequence[int]] = ()
 
 
 class RenderingProcess:
-    """The process of one `render_many`. Whoever starts it ahead does not wait until Python and Jinja are loaded."""
+    """Process for one `render_many`. Started ahead, it has loaded Python and Jinja when it is needed."""
 
     def __init__(self):
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
@@ -71,26 +72,26 @@ class RenderingProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it still waits for its work."""
+        """True while the process waits for its work."""
         return self._process.poll() is None
 
     def run(self, work: bytes, seconds: float) -> tuple[int, bytes, bytes]:
-        """Its exit code, output and errors. Raises subprocess.TimeoutExpired."""
+        """Run the process on its work; return its exit code, output and errors. Raises subprocess.TimeoutExpired."""
         try:
-            found = self._process.communicate(work, seconds)
-            return self._process.returncode, *found
+            output, errors = self._process.communicate(work, seconds)
+            return self._process.returncode, output, errors
         finally:
             self.close()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         with self._process:  # which closes the pipes and waits
             self._process.kill()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
+    """Chat template: a Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
 
     `literal`: names of special tokens that are letters like others in messages, tools and documents: the template alone
     writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special token.
@@ -109,65 +110,65 @@ class ChatTemplate:
 
     @property
     def content_hash(self) -> str:
-        """Equal for equal templates, wherever they are from."""
+        """Hash of the template, independent of the file it is from."""
         literal = [sorted(self.literal)] if self.literal else []
         content = json.dumps([self.source, dict(self.variables), *literal], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a conversation, to be encoded whole: `tokenizer.encode(text, special=True)`; see `rendered`."""
+        """Render a conversation as a text, to be encoded by `tokenizer.encode(text, special=True)`; see `rendered`."""
         return self.rendered(messages, add_generation_prompt=add_generation_prompt, **variables).text
 
     def rendered(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> Rendered:
-        """A conversation as a text, to be encoded whole: `tokenizer.encode(it.text, special=True, literal=it.literal)`.
+        """Render a conversation, to be encoded by `tokenizer.encode(it.text, special=True, literal=it.literal)`.
 
         **Arguments:**
 
         - `messages`: `{"role": "user", "content": "..."}` and so on; roles are usually system, user and assistant.
         - `add_generation_prompt`: end with what begins an answer of the assistant.
-        - `variables`: further ones, as JSON values; templates document theirs, such as `tools` or `enable_thinking`.
+        - `variables`: others, as JSON values; templates document theirs, such as `tools` or `enable_thinking`.
 
         Raises DataError for messages of another form, and ConversionError with the reason where the template fails,
         refuses the conversation, or takes too much: more than a second of processor time, a gigabyte of memory or ten
         million characters.
         """
-        (found,) = self.render_many([Conversation(check_messages(messages), variables, add_generation_prompt)])
-        if isinstance(found, ConversionError):
-            raise found
-        return found
+        (result,) = self.render_many([Conversation(check_messages(messages), variables, add_generation_prompt)])
+        if isinstance(result, ConversionError):
+            raise result
+        return result
 
     def render_many(
         self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
     ) -> list[Rendered | ConversionError]:
-        """Each conversation as a text, or the error that `render` would raise for it; in one process, which may have
-        been started ahead, and in further ones where their texts have more than ten million characters together.
+        """Render each conversation; return its text, or the error that `render` would raise for it.
 
-        Those of a process share the gigabyte, and may take a tenth of a second on average. Raises ConversionError for
-        what ends a process.
+        They are rendered in one process, which may have been started ahead, and in others where their texts have more
+        than ten million characters together. Those of a process share the gigabyte, and may take a tenth of a second on
+        average. Raises ConversionError if a process is ended.
         """
         done: list[Rendered | ConversionError] = []
         while len(done) < len(conversations):
-            found, error = self._run(conversations[len(done) :], process)
+            results, error = self._run(conversations[len(done) :], process)
             if error is not None:
                 raise error
-            done += found
+            done += results
         return done
 
     def render_some(
         self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
     ) -> list[Rendered | ConversionError]:
-        """The same of as many of the first conversations as a process gets to, at least one.
+        """Render as many of the first conversations as one process manages, at least one.
 
-        What ends the process is the error of a conversation that had it for itself, and else of none: the one at which
-        it ended is the first of the next call.
+        If the process is ended at its first conversation, that is the conversation's error. Otherwise the conversation
+        at which it ended has no result: it is the first of the next call.
         """
-        found, error = self._run(conversations, process)
-        return found or ([] if error is None else [error])
+        results, error = self._run(conversations, process)
+        return results or ([] if error is None else [error])
 
     def _run(
         self, conversations: Sequence[Conversation], process: RenderingProcess | None
     ) -> tuple[list[Rendered | ConversionError], ConversionError | None]:
-        """What a process makes of the first conversations, and why it has ended before the others."""
+        """Render the first conversations in a process, and return the error with which it ended before the others."""
         if sys.platform == "win32":
             raise self._error("Windows has no limits for the process that renders untrusted templates")
         if importlib.util.find_spec("jinja2") is None:
@@ -181,28 +182,29 @@ class ChatTemplate:
         work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         most = WALL_SECONDS + len(tasks)
         try:
-            given = "".join(_json(work)).encode()
+            content = "".join(_json(work)).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
         process = process if process is not None and process.alive else RenderingProcess()
         try:
-            code, output, errors = process.run(given, most)
+            code, output, errors = process.run(content, most)
         except subprocess.TimeoutExpired as error:
             raise self._error(f"it took more than {most:g} s") from error
-        found, texts = [], []
-        for one in (json.loads(line) for line in io.BytesIO(output) if line.endswith(b"\n")):
-            if isinstance(one, str):
-                texts.append(one)
+        results, texts = [], []
+        for value in (json.loads(line) for line in io.BytesIO(output) if line.endswith(b"\n")):
+            if isinstance(value, str):
+                texts.append(value)
             else:
-                found.append(self._error(one["error"]) if "error" in one else Rendered(text="".join(texts), **one))
+                rendered = {"text": "".join(texts), **value}
+                results.append(self._error(value["error"]) if "error" in value else Rendered(**rendered))
                 texts = []
-        if code == 0 and found:
-            return found, None
+        if code == 0 and results:
+            return results, None
         for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
             if code == -number:
-                return found, self._error(f"it takes more than {each} of processor time")
+                return results, self._error(f"it takes more than {each} of processor time")
         last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        return found, self._error(f"its process ended with {code} ({last})")
+        return results, self._error(f"its process ended with {code} ({last})")
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
@@ -211,29 +213,29 @@ class ChatTemplate:
 
 
 def _json(value: Any) -> Iterator[str]:
-    """What json.dumps gives, in pieces: of megabytes one call would stop all threads."""
+    """Yield the text of `json.dumps` in pieces: one call for megabytes would block all threads."""
     if isinstance(value, str) and len(value) > PIECE:
         for begin in range(0, len(value), PIECE):
             yield ("" if begin else '"') + json.dumps(value[begin : begin + PIECE])[1:-1]
         yield '"'
     elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
         yield "{"
-        for place, (name, one) in enumerate(value.items()):
-            yield f"{', ' if place else ''}{json.dumps(name)}: "
-            yield from _json(one)
+        for index, (name, member) in enumerate(value.items()):
+            yield f"{', ' if index else ''}{json.dumps(name)}: "
+            yield from _json(member)
         yield "}"
     elif isinstance(value, list | tuple) and any(isinstance(one, str | dict | list | tuple) for one in value):
         yield "["
-        for place, one in enumerate(value):
-            yield ", " if place else ""
-            yield from _json(one)
+        for index, member in enumerate(value):
+            yield ", " if index else ""
+            yield from _json(member)
         yield "]"
     else:
         yield json.dumps(value)
 
 
 def read_chat_template(file: str | Path) -> ChatTemplate:
-    """The chat template in a file of Jinja. It knows no special tokens of a tokenizer. Raises ConfigError."""
+    """Read the chat template in a file of Jinja, without special tokens of a tokenizer. Raises ConfigError."""
     check(Path(file).is_file(), f"--chat-template (DataConfig.chat_template) {str(file)!r} is no file.")
     return ChatTemplate(source=_read(Path(file)), where=str(file))
 
@@ -241,11 +243,10 @@ def read_chat_template(file: str | Path) -> ChatTemplate:
 def load_chat_template(
     directory: str | Path, name: str = "default", *, file: str | Path | None = None
 ) -> ChatTemplate | None:
-    """The chat template of a tokenizer's directory, or that in `file` with the tokenizer's variables; None for none.
+    """Load the chat template of a tokenizer's directory, or of `file` with the tokenizer's variables; None without one.
 
-    In the directory it is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, where
-    there may be several with names. Raises ConversionError for files that are not as they should be, and for an
-    unknown name.
+    In the directory it is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, which
+    may have several with names. Raises ConversionError for malformed files, and for an unknown name.
     """
     folder = Directory(directory)
 
@@ -256,38 +257,38 @@ def load_chat_template(
     variables = {token: text for token, text in special_tokens(settings, older).items() if text is not None}
     if file is not None:
         return dataclasses.replace(read_chat_template(file), variables=variables)
-    kept, found = JINJA, None
-    if folder.has(kept):
-        found = _read(folder.file(kept))
-    if found is None:
-        kept, found = "chat_template.json", content("chat_template.json").get("chat_template")
-    if found is None:
-        kept, found = "tokenizer_config.json", settings.get("chat_template")
-    if found is None or found == []:
+    origin, templates = JINJA, None
+    if folder.has(origin):
+        templates = _read(folder.file(origin))
+    if templates is None:
+        origin, templates = "chat_template.json", content("chat_template.json").get("chat_template")
+    if templates is None:
+        origin, templates = "tokenizer_config.json", settings.get("chat_template")
+    if templates is None or templates == []:
         return None
-    rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
-    where = str(folder.path / kept)
+    rows = templates if isinstance(templates, list) else [{"name": "default", "template": templates}]
+    where = str(folder.path / origin)
     for row in rows:
-        good = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
+        valid = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
         rule = "chat_template must be a text, or a list of objects with a name and a template each"
-        check(good, f"{where}: {rule}.", ConversionError)
+        check(valid, f"{where}: {rule}.", ConversionError)
     sources = {row["name"]: row["template"] for row in rows}
     word = check_word(f"{where}: chat template", name, sources, ConversionError)
     return ChatTemplate(source=sources[word], variables=variables, where=where)
 
 
 def special_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, str | None]:
-    """`bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
+    """Read `bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
 
     As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
     null means that there is none.
     """
-    given = settings if "added_tokens_decoder" in settings else {**settings, **older}
-    found = {token: given[token] for token in _TOKENS if token in given}
-    texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in found.items()}
+    merged = settings if "added_tokens_decoder" in settings else {**settings, **older}
+    values = {token: merged[token] for token in _TOKENS if token in merged}
+    texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
     for token, text in texts.items():
         rule = "must be a text, or an object with one as its content"
-        check(text is None or isinstance(text, str), f"{token}={str(found[token])[:60]} {rule}.", ConversionError)
+        check(text is None or isinstance(text, str), f"{token}={str(values[token])[:60]} {rule}.", ConversionError)
     return texts
 
 
@@ -301,24 +302,26 @@ def _read(path: Path) -> str:
 
 
 def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dict[str, Any]]:
-    """The messages as transformers gives them to a template, or DataError.
+    """Check messages, and return them as transformers gives them to a template. Raises DataError.
 
     Keys whose value is None are left out, since templates would take it for a text; but the content of a message that
-    calls tools and says nothing stays None, as with transformers. Where a template cannot take that, or arguments of
-    calls in the form that they are given in, it gets them in another one (`chat_template_worker.forms`). What the
-    assistant thought goes by several names: it is given as `reasoning_content` and `thinking`.
+    calls tools without a text stays None, as with transformers. A template that cannot take that, or the form of the
+    calls' arguments, gets other forms (`chat_template_worker.forms`). The assistant's thoughts, which go by several
+    names, are given as `reasoning_content` and `thinking`.
     """
-    good = isinstance(messages, list | tuple) and len(messages) > 0
-    check(good, f"{where}={str(messages)[:60]} must be a list with at least one message.", DataError)
+    valid = isinstance(messages, list | tuple) and len(messages) > 0
+    check(valid, f"{where}={str(messages)[:60]} must be a list with at least one message.", DataError)
     for number, message in enumerate(messages):
-        here, mapping = f"{where}[{number}]", isinstance(message, Mapping)
-        check(mapping, f"{here}={str(message)[:60]} must be an object with role and content.", DataError)
+        path, mapping = f"{where}[{number}]", isinstance(message, Mapping)
+        check(mapping, f"{path}={str(message)[:60]} must be an object with role and content.", DataError)
         role, content = message.get("role"), message.get("content")
-        check(isinstance(role, str), f"{here}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
+        check(isinstance(role, str), f"{path}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
         text = isinstance(content, str) or (content is None and "tool_calls" in message)
-        check(text, f"{here}: content={str(content)[:60]!r} must be a text.", DataError)
-    kept = ({key: value for key, value in one.items() if value is not None or key == "content"} for one in messages)
-    return [_with_thoughts(one) for one in kept]
+        check(text, f"{path}: content={str(content)[:60]!r} must be a text.", DataError)
+    messages = [
+        {key: value for key, value in message.items() if value is not None or key == "content"} for message in messages
+    ]
+    return [_with_thoughts(message) for message in messages]
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:

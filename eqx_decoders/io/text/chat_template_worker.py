@@ -1,4 +1,4 @@
-"""The process in which a chat template is rendered: run as a script by `io.text.chat_template`, on Linux and macOS.
+"""Process in which a chat template is rendered: run as a script by `io.text.chat_template`, on Linux and macOS.
 
 Jinja's sandbox keeps an untrusted template from Python's internals, but not from endless loops or strings of 10 GB:
 the operating system limits processor time and memory. Should the sandbox have a hole, no file, socket or process can
@@ -8,7 +8,7 @@ one argument, a list, says where jinja2 is found. The output is a line with one 
 renders, as soon as it is done: `{"error": sentence}`, or, behind lines with the pieces of its text as JSON strings,
 
 - `generated`: [start, stop] of the characters within `{% generation %}`; null where the template has no such mark;
-- `messages`: [number of the message, start, stop] of what each turn of a loop over messages wrote;
+- `messages`: [number of the message, start, stop] of the text that each iteration of a loop over messages wrote;
 - `literal`: [start, stop] of names of special tokens that come from messages; left out where there is none.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 MEMORY = 1 << 30  # bytes of address space, of which Python takes some 100 MB
 CHARACTERS = 10_000_000  # of a rendered text, and of all together beyond which this process begins no other
-PIECE = 1 << 16  # characters in one line: whoever reads it does something else in between
+PIECE = 1 << 16  # characters in one line: the reader does other things in between
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 class SpecialNames:
-    """Finds names of special tokens in texts: of those that begin at one place the longest, as tokenizers do."""
+    """Names of special tokens to find in texts: the longest one that begins at a character, as in tokenizers."""
 
     def __init__(self, names):
         self.names = frozenset(names)
@@ -61,24 +61,24 @@ class SpecialNames:
         self.begins = frozenset(name[:size] for name in self.names for size in range(1, len(name)))
         self.first = re.compile("[" + "".join(sorted({re.escape(name[0]) for name in self.names})) + "]")
 
-    def places(self, text, *, begun=False):
-        """[start, stop) of each name; with `begun` that of an end as well that may be the beginning of one."""
-        place = 0
-        while found := self.first.search(text, place):
-            start = found.start()
+    def spans(self, text, *, partial=False):
+        """Yield [start, stop) of each name; with `partial` also of an end that may be the begin of a name."""
+        position = 0
+        while match := self.first.search(text, position):
+            start = match.start()
             pieces = (text[start : start + size] for size in self.sizes)
             stop = start + len(next((piece for piece in pieces if piece in self.names), ""))
-            if stop == start and begun and len(text) - start < self.sizes[0] and text[start:] in self.begins:
+            if stop == start and partial and len(text) - start < self.sizes[0] and text[start:] in self.begins:
                 stop = len(text)
             if stop > start:
                 yield start, stop
-            place = max(start + 1, stop)
+            position = max(start + 1, stop)
 
 
 class EscapedNames:
-    """Keeps names of special tokens in messages letters: a template is given a mark in place of each.
+    """Escape of names of special tokens in messages, which stay letters: a template gets a mark for each of them.
 
-    Marked is the end of a text as well that may be the beginning of a name, since something may follow it.
+    The end of a text that may be the begin of a name is marked, too, since the template may continue it.
     """
 
     fields = "messages", "tools", "documents"
@@ -87,17 +87,17 @@ class EscapedNames:
         self.names = SpecialNames(names) if names else None
 
     def marked(self, variables):
-        """The variables of a rendering with marks, and what each mark stands for."""
-        found = {name: variables[name] for name in self.fields if variables.get(name)}
+        """Return the variables of a rendering with marks, and the name for each mark."""
+        fields = {name: variables[name] for name in self.fields if variables.get(name)}
         names = self.names
-        if names is None or not any(any(names.places(one, begun=True)) for one in texts_of(found)):
+        if names is None or not any(any(names.spans(text, partial=True)) for text in texts_of(fields)):
             return variables, {}
-        letters, marks = set("".join(texts_of(found))), {}
-        free = (chr(place) for place in range(0xE000, 0xF900) if chr(place) not in letters)
+        letters, marks = set("".join(texts_of(fields))), {}
+        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in letters)
 
         def mark(text):
             pieces, done = [], 0
-            for start, stop in names.places(text, begun=True):
+            for start, stop in names.spans(text, partial=True):
                 name = text[start:stop]
                 if name not in marks:
                     marks[name] = next(free)
@@ -105,72 +105,73 @@ class EscapedNames:
                 done = stop
             return "".join(pieces) + text[done:]
 
-        return variables | changed(found, mark), {mark: name for name, mark in marks.items()}
+        return variables | changed(fields, mark), {mark: name for name, mark in marks.items()}
 
-    def restored(self, found, marks):
-        """What a template wrote, with the names in place of the marks, and where they are."""
+    def restored(self, rendered, marks):
+        """Replace the marks in a rendered text by their names, and add the spans of these."""
         if not marks:
-            return found
+            return rendered
         names = {**marks, **{json.dumps(mark)[1:-1]: name for mark, name in marks.items()}}  # in JSON of ASCII
         pieces, literal, ends, shifts, done, size = [], [], [-1], [0], 0, 0
-        for match in re.finditer("|".join(map(re.escape, names)), found["text"]):
-            pieces += found["text"][done : match.start()], names[match[0]]
+        for match in re.finditer("|".join(map(re.escape, names)), rendered["text"]):
+            pieces += rendered["text"][done : match.start()], names[match[0]]
             size, done = size + match.start() - done + len(pieces[-1]), match.end()
             literal.append((size - len(pieces[-1]), size))
             ends.append(done)
             shifts.append(size - done)
 
-        def moved(place):
-            return place + shifts[bisect.bisect_right(ends, place) - 1]
+        def moved(index):
+            return index + shifts[bisect.bisect_right(ends, index) - 1]
 
-        found["text"] = "".join(pieces) + found["text"][done:]
+        rendered["text"] = "".join(pieces) + rendered["text"][done:]
         for name in ("generated", "messages"):
-            if found[name] is not None:
-                found[name] = [(*one[:-2], moved(one[-2]), moved(one[-1])) for one in found[name]]
-        return found | ({"literal": literal} if literal else {})
+            if rendered[name] is not None:
+                rendered[name] = [(*span[:-2], moved(span[-2]), moved(span[-1])) for span in rendered[name]]
+        return rendered | ({"literal": literal} if literal else {})
 
 
 def texts_of(value):
-    """All texts in lists and objects, but for the roles of messages."""
+    """Yield all texts in lists and objects but the roles of messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
-        for one in value:
-            yield from texts_of(one)
+        for member in value:
+            yield from texts_of(member)
     elif isinstance(value, dict):
-        for key, one in value.items():
+        for key, member in value.items():
             if key != "role":
-                yield from texts_of(one)
+                yield from texts_of(member)
 
 
 def changed(value: Any, change) -> Any:
-    """Lists and objects with all their texts changed, but for the roles of messages."""
+    """Apply `change` to all texts in lists and objects but the roles of messages."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [changed(one, change) for one in value]
+        return [changed(member, change) for member in value]
     if isinstance(value, dict):
-        return {key: one if key == "role" else changed(one, change) for key, one in value.items()}
+        return {key: member if key == "role" else changed(member, change) for key, member in value.items()}
     return value
 
 
 def render(tracker, template, variables):
-    """The best rendering of a conversation, the first of `forms` as a rule: that of transformers.
+    """Return the best rendering of a conversation, usually of the first of `forms`, as in transformers.
 
-    That is the one with all the calls of tools, and without the word None where a message has no content.
+    The best one has all the calls of tools, and no word None where a message has no content.
     """
     names = [name for message in variables["messages"] for name in called(message)]
     best, error = None, None
     for contents in forms(variables["messages"]):
         for messages in contents:
             try:
-                found = tracker.render(template, {**variables, "messages": messages})
+                rendered = tracker.render(template, {**variables, "messages": messages})
             except Exception as raised:  # a template can raise anything
                 error = error or raised
                 continue
-            rank = sum(found["text"].count(name) for name in names), -found["text"].count("None")
+            text = rendered["text"]
+            rank = sum(text.count(name) for name in names), -text.count("None")
             if best is None or rank > best[0]:
-                best = rank, found
+                best = rank, rendered
         if best is not None and error is None:
             break
     if best is not None:
@@ -179,10 +180,10 @@ def render(tracker, template, variables):
 
 
 def forms(messages):
-    """The forms in which templates take calls of tools, those with arguments as they are given first.
+    """Yield the forms in which templates take calls of tools, first those with arguments as in the messages.
 
-    Some templates take arguments as objects, others as texts of JSON. Of a message that calls tools and says nothing,
-    some ask whether its content is None, others whether it has one, or they take an empty text.
+    Some templates take arguments as objects, others as texts of JSON. For a message that calls tools without a text,
+    some test whether its content is None, others whether it has one, or they take an empty text.
     """
     calling = [number for number, message in enumerate(messages) if called(message)]
     silent = [number for number in calling if messages[number].get("content") is None]
@@ -202,7 +203,7 @@ def forms(messages):
 
 
 def called(message):
-    """The names of the tools that a message calls."""
+    """Return the names of the tools that a message calls."""
     calls = message.get("tool_calls")
     functions = [one.get("function", one) for one in calls if isinstance(one, dict)] if isinstance(calls, list) else []
     return [one["name"] for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
@@ -221,7 +222,7 @@ def as_texts(arguments):
 
 
 def with_arguments(message, make):
-    """The message with the arguments of its calls in another form, if they are JSON."""
+    """Return the message with the arguments of its calls in another form, if they are JSON."""
 
     def changed(call):
         if not isinstance(call, dict):
@@ -237,10 +238,10 @@ def with_arguments(message, make):
 
 
 class RenderTracker:
-    """Where in the text that is being rendered the messages and the marked parts are.
+    """Tracker of the spans of messages and marked parts in a text while it is rendered.
 
-    A template yields its text in pieces; what is called in it thus knows how much was written before. Inside of macros
-    and `{% set %}` blocks nothing is written yet: what these loops over is not seen.
+    A template yields its text in pieces, so that calls from inside of it know the number of characters before. Macros
+    and `{% set %}` blocks write no text yet: loops inside of them are not tracked.
     """
 
     def render(self, template, variables):
@@ -267,10 +268,10 @@ class RenderTracker:
         return ""
 
     def turn(self, *items):
-        """A turn of the innermost loop begins, over `items`."""
+        """Begin an iteration of the innermost loop, over `items`."""
         self.leave()
-        found = [self.numbers[id(item)] for item in items if id(item) in self.numbers]
-        self.loops.append((found[0], self.length) if found else None)
+        numbers = [self.numbers[id(item)] for item in items if id(item) in self.numbers]
+        self.loops.append((numbers[0], self.length) if numbers else None)
         return ""
 
     def leave(self):
@@ -281,7 +282,7 @@ class RenderTracker:
 
 
 def traced(environment, source):
-    """The program of a template, with calls of the tracker around each loop and at the begin of its turns."""
+    """Return the program of a template with calls of the tracker around each loop and at each of its iterations."""
     import jinja2.nodes as nodes
 
     tracing = next(one for one in environment.extensions.values() if one.identifier.endswith("Tracing"))
@@ -311,7 +312,7 @@ def traced(environment, source):
 
 
 def make_environment(tracker):
-    """Jinja with the settings, filters and functions that transformers gives to chat templates."""
+    """Make Jinja's environment with the settings, filters and functions of transformers' chat templates."""
     import pprint  # noqa: F401 - which Jinja imports while it renders, when no file can be opened any more
     import textwrap  # noqa: F401
 
@@ -322,7 +323,7 @@ def make_environment(tracker):
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Tracing(jinja2.ext.Extension):
-        """Calls the tracker. `{% generation %} … {% endgeneration %}` marks what the assistant wrote."""
+        """Extension that calls the tracker. `{% generation %} … {% endgeneration %}` marks the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -356,7 +357,7 @@ def make_environment(tracker):
 
 
 def confine(seconds: int) -> None:
-    """Limit what this process may take. A limit that the system lacks (macOS: memory) is left out."""
+    """Limit the resources of this process. A limit that the system lacks (macOS: memory) is left out."""
     import resource  # which Windows lacks
 
     limits = {"AS": MEMORY, "CPU": seconds, "FSIZE": 0, "NOFILE": 0, "NPROC": 0, "CORE": 0}

@@ -1,4 +1,4 @@
-"""Which token ids an Engram takes for the same: those whose texts differ only in case, accents and white space."""
+"""Token classes of an Engram: ids whose texts differ only in case, accents and white space are one class."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from eqx_decoders.layers.embedding.engram import TokenClasses
 
 
 def token_classes(tokenizer: JsonTokenizer) -> TokenClasses:
-    """Equal classes for ids whose decoded texts are equal once normalised, in the order in which they come first.
+    """Return classes of ids whose decoded texts are equal once normalized, numbered in the order of first occurrence.
 
-    An id that is no whole text, such as a part of a character, counts by its name in the vocabulary.
+    An id that is no complete text, such as a part of a character, is classed by its name in the vocabulary.
     """
-    normalise = _normaliser().normalize_str
+    normalize = _normalizer().normalize_str
     known: dict[str, int] = {}
 
     def key(index: int) -> str:
         text = tokenizer.decode([index], special=True)
-        return (tokenizer.name_of(index) or text) if "\ufffd" in text else normalise(text) or text
+        return (tokenizer.name_of(index) or text) if "\ufffd" in text else normalize(text) or text
 
     return TokenClasses.of([known.setdefault(key(index), len(known)) for index in range(tokenizer.vocab_size)])
 
 
-def _normaliser() -> Any:
+def _normalizer() -> Any:
     try:
         from tokenizers import Regex, normalizers
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes, any `tokenizer.json`, or a byte-pair encoding trained on the run's own text.
+"""Tokenizers: bytes, any `tokenizer.json`, or a byte-pair encoding trained on the run's own text.
 
-A tokenizer never adds special tokens by itself: where a document begins and ends is the business of the token store.
-Text is data: the letters `<|endoftext|>` within a document are encoded as letters, not as the end of the document.
+A tokenizer never adds special tokens by itself: the token store marks the begin and end of documents. Text is data: the
+letters `<|endoftext|>` within a document are encoded as letters, not as the end of the document.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
 from eqx_decoders.io.text.chat_template import ChatTemplate, special_tokens
 from eqx_decoders.io.text.chat_template_worker import SpecialNames
-from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, find, read as read_other
+from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, find_tokenizer_file, read_tokenizer_file
 
 
 Ids = Sequence[int] | np.ndarray | Array
-Span = tuple[int, int]  # of characters, [start, stop)
+Span = Sequence[int]  # of characters, [start, stop)
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_BYTES = 200_000_000  # the largest published tokenizer.json has some 35 MB
 
-# What the best-known tokenizers call them, for a tokenizer.json whose directory does not say.
+# Common names of bos and eos, for a tokenizer.json whose directory does not name them.
 BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", END_OF_TEXT)
 EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "<|im_end|>", "<｜end▁of▁sentence｜>")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What training and generation need of a tokenizer. Ids are below `vocab_size`; `content_hash` covers all of it."""
+    """Tokenizer interface for training and generation. Ids are below `vocab_size`; `content_hash` covers everything."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8 as ids 0..255, then bos = 256, eos = 257 and pad = 258. Needs no package."""
+    """Tokenizer of the 256 bytes of UTF-8 as ids 0..255, then bos = 256, eos = 257 and pad = 258. Needs no package."""
 
     vocab_size: int = 259
     bos_id: int | None = 256
@@ -65,26 +65,26 @@ class ByteTokenizer:
     content_hash: str = "bytes-1"
 
     def encode(self, text: str) -> Int[np.ndarray, "length"]:
-        """One id for each byte of the UTF-8 of `text`."""
+        """Encode `text` as one id for each byte of its UTF-8."""
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text."""
+        """Encode each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Ids) -> str:
-        """The text of `ids`: special ids are left out, bytes that are no UTF-8 become U+FFFD."""
+        """Decode `ids`: special ids are left out, bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in np.asarray(ids).tolist() if 0 <= i < 256).decode("utf-8", "replace")
 
     def save(self, directory: str | Path) -> None:
-        """Write what `load_tokenizer(directory)` reads."""
+        """Write the files that `load_tokenizer(directory)` reads."""
         write_json(Path(directory) / "tokenizer_config.json", {"tokenizer_class": "ByteTokenizer"})
 
 
 class JsonTokenizer:
-    """A fast tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`.
+    """Fast tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`.
 
-    Ids are below `vocab_size`, those of pieces of plain text below `plain_size`: added tokens may follow.
+    Ids are below `vocab_size`, and ids of pieces of plain text below `plain_size`: added tokens may follow.
     """
 
     def __init__(self, inner: Any, *, bos: str | None = None, eos: str | None = None):
@@ -104,32 +104,32 @@ class JsonTokenizer:
     def _id(self, token: str | None) -> int | None:
         if token is None:
             return None
-        found = self._inner.token_to_id(token)
-        check(found is not None, f"special token {token!r} is not in the vocabulary of tokenizer.json.", DataError)
-        return found
+        index = self._inner.token_to_id(token)
+        check(index is not None, f"special token {token!r} is not in the vocabulary of tokenizer.json.", DataError)
+        return index
 
     @functools.cached_property
     def special_names(self) -> tuple[str, ...]:
-        """The names of the special tokens, which `encode(text, special=True)` makes of these letters."""
+        """Names of the special tokens, whose letters `encode(text, special=True)` encodes as these tokens."""
         added = self._inner.get_added_tokens_decoder().values()
         return tuple(sorted(token.content for token in added if token.special and token.content))
 
     @functools.cached_property
     def renamed(self) -> "RenamedTokens":
-        """What encodes texts in which some names of special tokens are letters; it is made when it is asked for."""
+        """Tokenizer for texts in which some names of special tokens are letters; made on first use."""
         return RenamedTokens(self._inner.to_str(), self.special_names)
 
     def encode(self, text: str, *, special: bool = False, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
-        """The ids of `text`. With `special`, names of special tokens within it (a chat template's) become these.
+        """Encode `text`. With `special`, names of special tokens, as chat templates write them, become these tokens.
 
-        Those in the spans `literal`, [start, stop) in characters, are letters all the same.
+        Names in the spans `literal`, [start, stop) in characters, stay letters.
         """
         return self._encode(text, literal, special=special, add=False)
 
     def encode_prompt(self, text: str, *, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
-        """What transformers' `tokenizer(text)` gives: names of special tokens become these, and the file adds its own.
+        """Encode a prompt like transformers' `tokenizer(text)`: names of special tokens become these tokens.
 
-        Whether a text begins with bos is told by the post-processor in tokenizer.json. `literal` as in `encode`.
+        The post-processor in tokenizer.json adds others, such as bos at the begin. `literal` as in `encode`.
         """
         return self._encode(text, literal, special=True, add=True)
 
@@ -137,20 +137,20 @@ class JsonTokenizer:
         _utf8(text)
         if special and len(literal) > 0:
             renamed = self.renamed
-            (found,) = renamed.inner.encode_batch_fast([renamed.text(text, literal)], add_special_tokens=add)
-            return np.asarray(found.ids, np.int32)
+            (encoding,) = renamed.inner.encode_batch_fast([renamed.text(text, literal)], add_special_tokens=add)
+            return np.asarray(encoding.ids, np.int32)
         self._inner.encode_special_tokens = not special
         try:
             # unlike `encode`, it lets other threads run
-            (found,) = self._inner.encode_batch_fast([text], add_special_tokens=add)
-            return np.asarray(found.ids, np.int32)
+            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add)
+            return np.asarray(encoding.ids, np.int32)
         finally:
             self._inner.encode_special_tokens = True
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores."""
-        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(one.ids, np.int32) for one in found]
+        """Encode each text, on all cores."""
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_spans(
         self,
@@ -158,32 +158,33 @@ class JsonTokenizer:
         spans: Sequence[Sequence[Span]],
         literal: Sequence[Sequence[Span]] | None = None,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`encode(text, special=True)` of each text, and which tokens have characters in its spans, on all cores.
+        """Encode each text with `special=True`; return its ids, and which have characters in its spans. Uses all cores.
 
-        Tokens and characters belong together as transformers has it for its masks of the assistant's tokens. `literal`
-        has the spans of each text in which names of special tokens are letters.
+        Tokens are matched with characters as in transformers' masks of the assistant's tokens. `literal` has the spans
+        of each text in which names of special tokens are letters.
         """
         letters = [()] * len(texts) if literal is None else literal
         self._inner.encode_special_tokens = False
         try:
-            found = self._inner.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
-        for number, (text, some) in enumerate(zip(texts, letters, strict=True)):
-            if len(some) > 0:
-                found[number] = self.renamed.inner.encode(self.renamed.text(text, some), add_special_tokens=False)
-        return [(np.asarray(one.ids, np.int32), _inside(one, many)) for one, many in zip(found, spans, strict=True)]
+        for number, (text, names) in enumerate(zip(texts, letters, strict=True)):
+            if len(names) > 0:
+                encodings[number] = self.renamed.inner.encode(self.renamed.text(text, names), add_special_tokens=False)
+        pairs = zip(encodings, spans, strict=True)
+        return [(np.asarray(encoding.ids, np.int32), _inside(encoding, each)) for encoding, each in pairs]
 
     def decode(self, ids: Ids, *, special: bool = False) -> str:
-        """The text of `ids`; special tokens are left out, or with `special` stand as their names."""
+        """Decode `ids`; special tokens are left out, or with `special` written as their names."""
         return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
 
     def name_of(self, index: int) -> str | None:
-        """What the vocabulary calls one id; None for an id that has no name."""
+        """Return the name of an id in the vocabulary; None for an id without one."""
         return self._inner.id_to_token(index)
 
     def to_json(self) -> str:
-        """What stands in a `tokenizer.json`."""
+        """Return the content of a `tokenizer.json`."""
         return self._inner.to_str()
 
     def save(self, directory: str | Path) -> None:
@@ -194,16 +195,16 @@ class JsonTokenizer:
 
 
 def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """A chat template for which the names of the tokenizer's special tokens are letters in messages."""
+    """Return the chat template with the names of the tokenizer's special tokens as letters in messages."""
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return template
     return dataclasses.replace(template, literal=tokenizer.special_names)
 
 
 class RenamedTokens:
-    """A tokenizer with the same ids, whose special tokens have names of as many characters that nobody can guess.
+    """Tokenizer with the same ids, whose special tokens have random names of the same lengths.
 
-    Letters that are the name of a special token are letters to it, wherever they stand.
+    The original names of special tokens are letters to it wherever they occur.
     """
 
     def __init__(self, source: str, names: Sequence[str]):
@@ -217,7 +218,7 @@ class RenamedTokens:
             if token["special"]:
                 token["content"] = self._renamed[token["content"]]
         model = content["model"]
-        vocab = model["vocab"]  # in which special tokens may stand, too: Unigram would find them there
+        vocab = model["vocab"]  # it may have special tokens, too, which Unigram would find there
         if isinstance(vocab, dict):
             model["vocab"] = {self._renamed.get(piece, piece): index for piece, index in vocab.items()}
         else:
@@ -229,17 +230,17 @@ class RenamedTokens:
         self.inner.no_padding()
 
     def text(self, text: str, literal: Sequence[Span]) -> str:
-        """A text for this tokenizer: as long as `text`, which is letters in the spans `literal`."""
-        return _replaced(text, self._names.places(hidden(text, literal)), self._renamed.__getitem__)
+        """Rename the special tokens in a text but for those in the spans `literal`; its length does not change."""
+        return _replaced(text, self._names.spans(hidden(text, literal)), self._renamed.__getitem__)
 
 
 def hidden(text: str, spans: Iterable[Span]) -> str:
-    """A text with as many NULs in place of its spans: nothing is found there."""
+    """Replace each span of a text by as many NULs, in which no name is found."""
     return _replaced(text, spans, lambda letters: "\0" * len(letters))
 
 
 def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> str:
-    """A text with something else in its spans, which follow each other."""
+    """Replace the spans of a text, which are in ascending order, by what `make` returns for them."""
     pieces, done = [], 0
     for start, stop in spans:
         pieces += text[done:start], make(text[start:stop])
@@ -247,12 +248,12 @@ def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> s
     return "".join([*pieces, text[done:]])
 
 
-def _inside(encoding: Any, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def _inside(encoding: Any, spans: Sequence[Span]) -> np.ndarray:
     mask = np.zeros(len(encoding.ids), bool)
     for start, stop in spans:
-        tokens = (encoding.char_to_token(place) for place in range(start, stop))
+        tokens = (encoding.char_to_token(index) for index in range(start, stop))
         first = next((token for token in tokens if token is not None), None)  # some characters have none
-        tokens = (encoding.char_to_token(place) for place in reversed(range(start, stop)))
+        tokens = (encoding.char_to_token(index) for index in reversed(range(start, stop)))
         if first is not None:
             mask[first : next(token for token in tokens if token is not None) + 1] = True
     return mask
@@ -267,8 +268,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
     **Arguments:**
 
     - `texts`: the training documents (leave the held-out ones out).
-    - `vocab_size`: number of ids, at least 257; less text than that takes gives fewer.
-    - `min_frequency`: occurrences that a pair must have to become a token.
+    - `vocab_size`: number of ids, at least 257; a short text gives fewer.
+    - `min_frequency`: occurrences that a pair needs to become a token.
     """
     check_integer("vocab_size", vocab_size, 257)
     try:
@@ -294,7 +295,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
     A `tekken.json`, a `.tiktoken` and a `tokenizer.model` (of SentencePiece: extra "sentencepiece") are read as well.
 
-    Raises DataError for files that are not as they should be, ConversionError for links that lead out of the directory.
+    Raises DataError for malformed files, ConversionError for links that lead out of the directory.
     """
     if str(spec) == "bytes":
         return ByteTokenizer()
@@ -306,7 +307,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.is_dir():
         if settings.get("tokenizer_class") == "ByteTokenizer":
             return ByteTokenizer()
-        name = "tokenizer.json" if folder.has("tokenizer.json") else find(folder.path)
+        name = "tokenizer.json" if folder.has("tokenizer.json") else find_tokenizer_file(folder.path)
         others = f"none of {', '.join(FILES)} and *.tiktoken: download one of them, or choose another tokenizer"
         check(name is not None, f"tokenizer={str(spec)!r} holds no tokenizer.json, and {others}.", DataError)
         path = folder.file(name or "")
@@ -324,8 +325,8 @@ def _load_json_tokenizer(path: Path, named: Mapping[str, str | None], settings: 
         if path.suffix == ".json" and path.name != TEKKEN:
             inner = Inner.from_str(path.read_text("utf-8"))
         else:
-            inner = read_other(path, settings)
-        inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails here only
+            inner = read_tokenizer_file(path, settings)
+        inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails only here
     return JsonTokenizer(
         inner,
         bos=_special(named, "bos_token", BOS_NAMES, inner.token_to_id),
@@ -350,7 +351,7 @@ def _as_data_error(path: Path) -> Iterator[None]:
 def _special(
     named: Mapping[str, str | None], field: str, names: Sequence[str], find: Callable[[str], int | None]
 ) -> str | None:
-    """The token that the files beside tokenizer.json name (None means none), or else the first common name."""
+    """Return the token that files next to tokenizer.json name (None means none), or else the first common name."""
     if field in named:
         return named[field]
     return next((name for name in names if find(name) is not None), None)

@@ -1,7 +1,7 @@
-"""Tokenizers as others publish them, made into those of the `tokenizers` package: tekken, tiktoken, SentencePiece.
+"""Other formats of tokenizers, converted to the `tokenizers` package: tekken, tiktoken, SentencePiece.
 
 All three are data: JSON, lines of base64 with a rank, and a protocol buffer, which the package sentencepiece reads (the
-extra of that name). What comes of them gives the very ids of mistral-common, tiktoken and sentencepiece.
+extra of that name). The converted tokenizers give the same ids as mistral-common, tiktoken and sentencepiece.
 """
 
 import base64
@@ -27,7 +27,7 @@ _QWEN = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
 
 
 def _cased(more: str) -> str:
-    """Words of capital letters, then small ones, with their endings; `more` narrows the letters."""
+    """Return the pattern of words of capital letters, then small ones, with endings; `more` narrows the letters."""
     first = rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]*{_SMALL}{more}]+{_ENDINGS}?"
     return rf"{first}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]+{_SMALL}{more}]*{_ENDINGS}?|\p{{N}}{{1,3}}"
 
@@ -38,7 +38,7 @@ _FIM = tuple(f"<|fim_{name}|>" for name in ("prefix", "middle", "suffix"))
 
 
 class Words(NamedTuple):
-    """What a file of ranks does not say: the pattern that cuts a text into words, and special tokens by name."""
+    """Settings that files of ranks lack: the pattern that cuts a text into words, and special tokens by name."""
 
     pattern: str
     special: Mapping[str, int] = {}
@@ -69,16 +69,16 @@ _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/
            "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]")  # fmt: skip
 
 
-def find(folder: Path) -> str | None:
-    """The name of the file of such a tokenizer in a directory."""
-    names = [*FILES, *sorted(one.name for one in folder.glob("*.tiktoken"))]
+def find_tokenizer_file(folder: Path) -> str | None:
+    """Return the name of a tokenizer's file of these formats in a directory; None if it has none."""
+    names = [*FILES, *sorted(file.name for file in folder.glob("*.tiktoken"))]
     return next((name for name in names if (folder / name).exists()), None)
 
 
-def read(path: Path, settings: Mapping[str, Any]) -> Any:
-    """The tokenizer of a file of tekken, tiktoken or SentencePiece; `settings` are those of tokenizer_config.json.
+def read_tokenizer_file(path: Path, settings: Mapping[str, Any]) -> Any:
+    """Read a tokenizer of tekken, tiktoken or SentencePiece; `settings` is the content of tokenizer_config.json.
 
-    Raises DataError for a file of none of these kinds, and MissingPackage where the extra sentencepiece is needed.
+    Raises DataError for a file in none of these formats, MissingPackage where the extra sentencepiece is needed.
     """
     content = path.read_bytes()
     try:
@@ -94,9 +94,9 @@ def read(path: Path, settings: Mapping[str, Any]) -> Any:
     if first is not None and settings.get("add_bos_token", True):
         from tokenizers import processors
 
-        one = (first, inner.token_to_id(first))
+        token = (first, inner.token_to_id(first))
         inner.post_processor = processors.TemplateProcessing(
-            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[one]
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[token]
         )
     return inner
 
@@ -106,8 +106,8 @@ def _tekken(content: Any) -> Any:
     count, version = int(config["default_num_special_tokens"]), str(config["version"])
     rows = content["vocab"][: int(config["default_vocab_size"]) - count]
     ranks = {base64.b64decode(row["token_bytes"]): number for number, row in enumerate(rows)}
-    given = content.get("special_tokens")
-    names = _TEKKEN if given is None else [row["token_str"] for row in sorted(given, key=lambda row: row["rank"])]
+    special = content.get("special_tokens")
+    names = _TEKKEN if special is None else [row["token_str"] for row in sorted(special, key=lambda row: row["rank"])]
     names = [*names, *(f"<SPECIAL_{number}>" for number in range(len(names), count))]
     check(len(ranks) == len(rows), f"tekken.json of version {version} has the same bytes twice.", DataError)
     return _from_ranks(ranks, Words(config["pattern"], _behind(0, names)), shift=count)
@@ -120,15 +120,15 @@ def _tiktoken(path: Path, content: bytes, settings: Mapping[str, Any]) -> Any:
     words = next((KNOWN[key] for key in keys if key in KNOWN), None)
     if words is None:
         names = ", ".join(f"{key}.tiktoken" for key in KNOWN if isinstance(key, str) and key.islower())
-        told = f"tokenizer={str(path)!r} has ranks alone, and not how a text is cut into words"
-        raise DataError(f"{told}. Known are {names}, and the files of Llama 3 and Kimi: give a tokenizer.json.")
+        message = f"tokenizer={str(path)!r} has ranks alone, and not how a text is cut into words"
+        raise DataError(f"{message}. Known are {names}, and the files of Llama 3 and Kimi: give a tokenizer.json.")
     added = settings.get("added_tokens_decoder") or {}
-    given = {row["content"]: int(number) for number, row in added.items()}
-    return _from_ranks(ranks, words._replace(special={**words.special, **given}))
+    special = {**words.special, **{row["content"]: int(number) for number, row in added.items()}}
+    return _from_ranks(ranks, words._replace(special=special))
 
 
 def _from_ranks(ranks: Mapping[bytes, int], words: Words, shift: int = 0) -> Any:
-    """A byte-level BPE whose pairs are merged in the order of the ranks of what they make."""
+    """Make a byte-level BPE that merges pairs in the order of the ranks of the merged pieces."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = byte_letters()
@@ -151,7 +151,7 @@ def _from_ranks(ranks: Mapping[bytes, int], words: Words, shift: int = 0) -> Any
 
 
 def byte_letters() -> list[str]:
-    """The letter by which GPT-2's byte-level BPE writes each byte."""
+    """Return the letter by which GPT-2's byte-level BPE writes each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
@@ -167,10 +167,10 @@ SPACE = "▁"
 def _sentencepiece(content: bytes) -> Any:
     try:
         from google.protobuf.message import DecodeError
-        from sentencepiece import sentencepiece_model_pb2 as found
+        from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise need_extra("sentencepiece", "sentencepiece") from error
-    formats: Any = found  # made when it is imported, which type checkers do not see
+    formats: Any = sentencepiece_model_pb2  # made when it is imported, which type checkers do not see
     model = formats.ModelProto()
     try:
         model.ParseFromString(content)
@@ -190,19 +190,19 @@ def _sentencepiece(content: bytes) -> Any:
 def _from_pieces(model: Any, is_bpe: bool) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    pieces, bytes_too = model.pieces, model.trainer_spec.byte_fallback
+    pieces, has_bytes = model.pieces, model.trainer_spec.byte_fallback
     unknown = next(number for number, one in enumerate(pieces) if one.type == UNKNOWN)
     if is_bpe:
         vocab = {one.piece: number for number, one in enumerate(pieces)}
         check(len(vocab) == len(pieces), "a SentencePiece model has the same piece twice.", DataError)
-        made = models.BPE(
-            vocab, _merges(pieces), unk_token=pieces[unknown].piece, fuse_unk=True, byte_fallback=bytes_too
+        bpe_or_unigram = models.BPE(
+            vocab, _merges(pieces), unk_token=pieces[unknown].piece, fuse_unk=True, byte_fallback=has_bytes
         )
     else:
-        low = min(one.score for one in pieces) - 1e6  # what no text is cut into
+        low = min(one.score for one in pieces) - 1e6  # no text is cut into such pieces
         scores = [(one.piece, low if one.type in (UNKNOWN, CONTROL, BYTE) else one.score) for one in pieces]
-        made = models.Unigram(scores, unknown, bytes_too)
-    inner: Any = Tokenizer(made)
+        bpe_or_unigram = models.Unigram(scores, unknown, has_bytes)
+    inner: Any = Tokenizer(bpe_or_unigram)
     spec = model.normalizer_spec
     inner.normalizer = _normalizer(spec)
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -215,7 +215,7 @@ def _from_pieces(model: Any, is_bpe: bool) -> Any:
 
 
 def _normalizer(spec: Any) -> Any:
-    """Blanks become letters; one is put before a text, and behind special tokens within it, as transformers does."""
+    """Make the normalizer: blanks become letters, one more before a text and behind special tokens (transformers)."""
     from tokenizers import Regex, normalizers
 
     steps: list[Any] = []
@@ -226,12 +226,12 @@ def _normalizer(spec: Any) -> Any:
 
 
 def _merges(pieces: Sequence[Any]) -> list[tuple[str, str]]:
-    """The pairs that make each piece, in the order of their scores."""
+    """Return the pairs that make each piece, in the order of their scores."""
     scores = {one.piece: one.score for one in pieces if one.type not in (UNKNOWN, CONTROL)}
-    places = {one.piece: number for number, one in enumerate(pieces)}
-    found = []
+    numbers = {one.piece: number for number, one in enumerate(pieces)}
+    merges = []
     for piece, score in scores.items():
         cuts = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         pairs = [pair for pair in cuts if pair[0] in scores and pair[1] in scores]
-        found += [(-score, places[piece], places[left], places[right], left, right) for left, right in pairs]
-    return [(left, right) for *_, left, right in sorted(found)]
+        merges += [(-score, numbers[piece], numbers[left], numbers[right], left, right) for left, right in pairs]
+    return [(left, right) for *_, left, right in sorted(merges)]

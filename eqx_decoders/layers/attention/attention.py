@@ -12,17 +12,18 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
+from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.attention.moba import BlockSelection, CachedBlocks
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.engine_owned import ExternalCachedKV, ExternalWrite
 from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, KVShape, NewKV, kv_shape
 from eqx_decoders.layers.cache.paged import PagedCachedKV
-from eqx_decoders.layers.mask import Causal, Mask, seen_keys
-from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
@@ -31,11 +32,11 @@ AnyPast = CachedKV | CachedKVRows | PagedCachedKV | ExternalCachedKV
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QKNorm:
-    """Normalisation of queries and keys.
+    """Normalization of queries and keys.
 
     **Arguments:**
 
-    - `norm`: which.
+    - `norm`: its configuration.
     - `over`: `"head"`, each head by itself with a shared scale, or `"heads"`, all heads together (OLMo).
     - `when`: `"before_rope"` or `"after_rope"` (Llama 4).
     """
@@ -51,7 +52,9 @@ class QKNorm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryTemperature:
-    """Queries at position p are multiplied by `1 + scale ln(1 + floor((p + 1) / length))` (Nakanishi 2025; Llama 4).
+    """Temperature of queries: at position p they are multiplied by `1 + scale ln(1 + floor((p + 1) / length))`.
+
+    As in Nakanishi 2025 and Llama 4.
 
     **Arguments:**
 
@@ -69,7 +72,7 @@ class QueryTemperature:
     def __call__(
         self, query: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length"]
     ) -> Float[Array, "batch length heads head_dim"]:
-        """The queries at these positions; padding, below 0, keeps its own."""
+        """Scale the queries by their positions; padding, below 0, is unchanged."""
         steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.length)
         factor = 1.0 + self.scale * jnp.log1p(jnp.maximum(steps, 0.0))
         return (query.astype(jnp.float32) * factor[:, :, None, None]).astype(query.dtype)
@@ -77,29 +80,29 @@ class QueryTemperature:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """`softmax(scale * q k^T + mask) v`, projected out.
+    """Configuration of `softmax(scale * q k^T + mask) v`, projected out.
 
     **Arguments:**
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
-    - `selection`: of the keys that it sees each query head takes those in a few blocks (MoBA); None takes all.
-    - `spans`: whether the tokens of a span (an image, say) see those of it that come later, too; what comes before is
-        the mask's.
+    - `selection`: each query head takes only the keys of a few blocks (MoBA); None takes all that the mask allows.
+    - `spans`: whether the tokens of a span (an image, say) also see its later tokens; earlier tokens are up to the
+        mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
     - `temperature`: lets queries grow with their position; None for none.
     - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
     - `sinks`: one learned logit per head that joins the softmax and takes no value (GPT-OSS).
-    - `qk_norm`: normalisation of queries and keys; None for none.
+    - `qk_norm`: normalization of queries and keys; None for none.
     - `qkv_bias`, `out_bias`: biases of the projections.
     - `fused_qkv`: one product for queries, keys and values.
     - `shared_kv`: values are the raw key projection; there is no value projection.
-    - `value_norm`: normalisation of each head's values; None for none.
-    - `kv_shared_from`: keys and values are those of an earlier layer, the latest whose `BlockConfig.shares_kv_as` is
-        this word (Gemma 4); the layer has no projections for them and remembers nothing. None: its own.
+    - `value_norm`: normalization of each head's values; None for none.
+    - `kv_shared_from`: reuses the keys and values of an earlier layer, the latest whose `BlockConfig.shares_kv_as` is
+        this word (Gemma 4); the layer has no projections for them and no cache. None: it computes them.
     - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
-    - `out_dim`: features of the output; None for those of the input. Another number needs a chained block.
+    - `out_dim`: features of the output; None for those of the input. Another number needs a block without residual.
     """
 
     num_heads: int
@@ -152,14 +155,14 @@ class AttentionConfig:
         if self.rope is not None:
             self.rope.rotated(self.head_dim)
 
-    def memory(self, max_length: int) -> KVShape | None:
-        """A ring of `size` slots for a window or chunk, else a slot for each position."""
+    def cache_shape(self, max_length: int) -> KVShape | None:
+        """Return the shape of the cache: a ring of `size` slots for a window or chunk, else a slot for each token."""
         if self.kv_shared_from is not None:
             return None
         return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def token_products(self, length: int) -> int:
-        """Multiplications per token beside those of the weights: scores and mixtures."""
+        """Count multiplications per token of scores and of their products with values."""
         keys = seen_keys(self.mask, length)
         if self.selection is not None:
             keys = min(keys, self.selection.size * self.selection.top_k)
@@ -175,24 +178,24 @@ class AttentionConfig:
         def zeros(count, wanted=True):
             return jnp.zeros((count, head_dim)) if self.qkv_bias and wanted else None
 
-        split, own = not self.fused_qkv, self.kv_shared_from is None
-        own_key, own_value = split and own, split and own and not self.shared_kv
+        split, has_kv = not self.fused_qkv, self.kv_shared_from is None
+        has_key, has_value = split and has_kv, split and has_kv and not self.shared_kv
         norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
         out_dim = self.out_dim or embed_dim
         return (Attention if self.out_dim is None else NarrowAttention)(
             query=into(keys[0], heads, split),
-            key=into(keys[1], kv_heads, own_key),
-            value=into(keys[2], kv_heads, own_value),
+            key=into(keys[1], kv_heads, has_key),
+            value=into(keys[2], kv_heads, has_value),
             qkv=into(keys[0], heads + 2 * kv_heads, self.fused_qkv),
             gate=into(keys[3], heads, self.output_gate),
             out=fan_in(keys[4], (heads, head_dim, out_dim), jnp.float32, heads * head_dim, "normal"),
             query_bias=zeros(heads, split),
-            key_bias=zeros(kv_heads, own_key),
-            value_bias=zeros(kv_heads, own_value),
+            key_bias=zeros(kv_heads, has_key),
+            value_bias=zeros(kv_heads, has_value),
             qkv_bias=zeros(heads + 2 * kv_heads, self.fused_qkv),
             out_bias=jnp.zeros((out_dim,)) if self.out_bias else None,
             query_norm=norm.norm.build(heads * head_dim if group else head_dim) if norm else None,
-            key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm and own else None,
+            key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm and has_kv else None,
             value_norm=self.value_norm.build(head_dim) if self.value_norm else None,
             sink=jnp.zeros((heads,)) if self.sinks else None,
             config=self,
@@ -200,7 +203,7 @@ class AttentionConfig:
 
 
 class Attention(eqx.Module):
-    """`softmax(scale * q k^T + mask) v`, projected out."""
+    """Attention `softmax(scale * q k^T + mask) v`, projected out."""
 
     query: Float[Array, "embed heads head_dim"] | None
     key: Float[Array, "embed kv_heads head_dim"] | None
@@ -222,41 +225,41 @@ class Attention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
     ) -> tuple[Float[Array, "batch length embed"], NewKV | ExternalWrite | None]:
-        """The layer's output, and the keys and values that it proposes for a cache."""
+        """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
     def branch(self, x: Array, ctx: Context, past: AnyPast | None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _attend_heads(self, x: Array, ctx: Context, past: AnyPast | None) -> tuple[Array, NewKV | ExternalWrite | None]:
-        """What the heads found, before the output projection."""
+        """Compute the output of all heads, before the output projection, and the new keys and values."""
         query, proposed = self._normalize_and_rotate(*self._project(x, ctx), ctx)
-        own: NewKV | ExternalWrite | None = proposed
+        new_kv: NewKV | ExternalWrite | None = proposed
         entries: Any = proposed
         if proposed is None:
-            past, entries = self._borrowed(ctx)
+            past, entries = self._shared_kv(ctx)
         if isinstance(past, ExternalCachedKV):
-            out, handed = self._ask(query, entries, past)
-            own = None if own is None else handed
+            out, written = self._attend_externally(query, entries, past)
+            new_kv = None if new_kv is None else written
         else:
             out = self._attend(query, entries, past, ctx)
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         if self.gate is not None:
             gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
             out = out * jax.nn.sigmoid(gate)
-        return out, own
+        return out, new_kv
 
-    def _borrowed(self, ctx: Context) -> tuple[AnyPast | None, Any]:
-        """What the mixer of an earlier layer remembers and proposes."""
+    def _shared_kv(self, ctx: Context) -> tuple[AnyPast | None, Any]:
+        """Return the cached and the new keys and values of the earlier layer that shares them."""
         name = self.config.kv_shared_from or ""
         past, entries = ctx.shared[check_word("AttentionConfig.kv_shared_from", name, ctx.shared)]
         return None if past is None else past["mixer"], entries["mixer"]
 
     def _project(self, x: Array, ctx: Context) -> tuple[Array, Array | None, Array | None]:
-        """Queries, keys and values; no keys and values where they are borrowed."""
+        """Project to queries, keys and values; keys and values are None where an earlier layer's are used."""
         config = self.config
         if self.qkv is not None:
             pattern = "batch length embed, embed qkv_heads head_dim -> batch length qkv_heads head_dim"
@@ -275,27 +278,29 @@ class Attention(eqx.Module):
     def _normalize_and_rotate(
         self, query: Array, key: Array | None, value: Array | None, ctx: Context
     ) -> tuple[Array, NewKV | ExternalWrite | None]:
-        """Queries, ready for the kernel, and keys and values, if they are the layer's own."""
+        """Return queries ready for the kernel, and the layer's own keys and values, if it has any."""
         config = self.config
-        query = self._turned(query, self.query_norm, ctx)
+        query = self._norm_and_rope(query, self.query_norm, ctx)
         query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
         if config.temperature is not None:
             query = config.temperature(query, ctx.positions)
         query = save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
         if key is None or value is None:
             return query, None
-        key = save(ctx.constrain(self._turned(key, self.key_norm, ctx), "batch length kv_heads head_dim"), "key_proj")
+        key = save(
+            ctx.constrain(self._norm_and_rope(key, self.key_norm, ctx), "batch length kv_heads head_dim"), "key_proj"
+        )
         value = value if self.value_norm is None else self.value_norm(value)
         value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
         return query, NewKV(key=key, value=value)
 
-    def _turned(self, x: Array, norm: Norm | None, ctx: Context) -> Array:
-        """Queries or keys, normalised and rotated."""
-        late = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
-        x = x if late else self._normalize(x, norm)
+    def _norm_and_rope(self, x: Array, norm: Norm | None, ctx: Context) -> Array:
+        """Normalize and rotate queries or keys."""
+        after_rope = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
+        x = x if after_rope else self._normalize(x, norm)
         rope = self.config.rope
         x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope)
-        return self._normalize(x, norm) if late else x
+        return self._normalize(x, norm) if after_rope else x
 
     def _normalize(self, x: Array, norm: Norm | None) -> Array:
         if norm is None:
@@ -307,29 +312,32 @@ class Attention(eqx.Module):
     def _attend(
         self, query: Array, entries: NewKV, past: CachedKV | CachedKVRows | PagedCachedKV | None, ctx: Context
     ) -> Array:
-        """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
-        common: dict[str, Any] = dict(
-            execution=ctx.execution,
-            mask=self.config.mask,
-            query_positions=ctx.positions,
-            query_spans=ctx.spans if self.config.spans else None,
-            soft_cap=self.config.soft_cap,
+        """Attend to the tokens of this call and to the cached ones, merged by their log-sum-exp."""
+        assert entries.value is not None
+        config, execution = self.config, ctx.execution
+        spans, aligned = ctx.spans if config.spans else None, execution.context_order == "plain"
+        chosen = self._choose_blocks(query, entries.key, past, ctx)
+        positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids, spans)
+        inputs = AttentionInputs(query, entries.key, entries.value, positions, chosen.present)
+        options = AttentionOptions(
+            mask=config.mask,
+            soft_cap=config.soft_cap,
+            aligned=aligned,
+            dense_positions=ctx.dense_positions and aligned,
             needs_lse=past is not None or self.sink is not None,
         )
-        segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
-        assert entries.value is not None
-        chosen = self._choose_blocks(query, entries.key, past, ctx)
-        own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, **segments)
-        own["aligned"] = ctx.execution.context_order == "plain"
-        own |= dict(dense_positions=ctx.dense_positions and own["aligned"], contiguous=ctx.contiguous)
-        parts = [attend_on_mesh(query, entries.key, entries.value, **own, **common)]
+        parts = [attend_on_mesh(inputs, options, execution, contiguous=ctx.contiguous)]
         if past is not None:
-            parts.append(attend_past(query, past, selected=chosen.past, **common))
+            masked: dict[str, Any] = dict(mask=config.mask, soft_cap=config.soft_cap)
+            queries: dict[str, Any] = dict(query_positions=ctx.positions, query_spans=spans)
+            parts.append(attend_past(query, past, execution=execution, selected=chosen.past, **queries, **masked))
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return out if self.sink is None else with_sink(out, lse, self.sink)
 
-    def _ask(self, query: Array, entries: NewKV | ExternalWrite, past: ExternalCachedKV) -> tuple[Array, ExternalWrite]:
-        """What queries find in an engine's cache, which takes the keys and values first."""
+    def _attend_externally(
+        self, query: Array, entries: NewKV | ExternalWrite, past: ExternalCachedKV
+    ) -> tuple[Array, ExternalWrite]:
+        """Attend by an external engine, which stores the keys and values first."""
         config = self.config
         plain, rule = config.selection is None and not config.spans, "which engines with caches of their own don't know"
         check(plain, f"layer {past.layer} selects blocks or sees spans, {rule}.")
@@ -340,7 +348,7 @@ class Attention(eqx.Module):
     def _choose_blocks(
         self, query: Array, key: Array, past: CachedKV | CachedKVRows | PagedCachedKV | None, ctx: Context
     ) -> CachedBlocks:
-        """Which tokens of this call and of the past are in the blocks that each query takes."""
+        """Select the tokens of this call and of the cache that are in each query's blocks."""
         blocks = self.config.selection
         if blocks is None:
             return CachedBlocks(None, None)
@@ -351,7 +359,7 @@ class Attention(eqx.Module):
 
 
 class NarrowAttention(Attention):
-    """Attention whose output has `out_dim` features, not those of its input."""
+    """Attention whose output has `out_dim` features instead of the input's."""
 
     out: Float[Array, "heads head_dim latent"]
     out_bias: Float[Array, "latent"] | None
@@ -359,7 +367,7 @@ class NarrowAttention(Attention):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
     ) -> tuple[Float[Array, "batch length latent"], NewKV | ExternalWrite | None]:
-        """The layer's output, and the keys and values that it proposes for a cache."""
+        """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length latent"), "out_proj"), entries

@@ -12,7 +12,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.embedding.embedding import sinusoids
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
@@ -23,13 +23,13 @@ _MASKED = -1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalAttentionConfig:
-    """`out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j that are near i.
+    """Configuration of `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j near i.
 
         q = softplus(scale) query x / (ln 2 sqrt(head_dim)),  k = log2(1 + e) key x
         r_d = relative_key sinusoids(d + s)
 
-    A token sees itself, the `left - 2` tokens before it and the `right - 1` behind it. The shift of distances is
-    `s = (chunk + left - 1 + right) // 2 - (left - 1)`; what is so far behind that `d + s` is below 0 has no r.
+    A token sees itself, the `left - 2` tokens before it and the `right - 1` after it. The shift of distances is
+    `s = (chunk + left - 1 + right) // 2 - (left - 1)`; a distance with `d + s` below 0 has no r.
 
     **Arguments:**
 
@@ -53,21 +53,21 @@ class LocalAttentionConfig:
 
     @property
     def before(self) -> int:
-        """Tokens before its own that a token sees."""
+        """Number of earlier tokens that a token sees."""
         return self.left - 2
 
     @property
     def behind(self) -> int:
-        """Tokens behind its own that a token sees."""
+        """Number of later tokens that a token sees."""
         return max(self.right - 1, 0)
 
     @property
     def shift(self) -> int:
-        """What is added to a distance."""
+        """Number that is added to a distance."""
         return (self.chunk + self.left - 1 + self.right) // 2 - (self.left - 1)
 
     def token_products(self, length: int) -> int:
-        """Multiplications per token beside those of the weights: scores of contents and distances, and mixtures."""
+        """Count multiplications per token of scores, of contents and distances, and of their products with values."""
         return self.num_heads * self.head_dim * 3 * min(length, self.before + 1 + self.behind)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LocalAttention":
@@ -87,9 +87,9 @@ class LocalAttentionConfig:
 
 
 class LocalAttention(eqx.Module):
-    """`out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j that are near i.
+    """Attention `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j near i.
 
-    The tokens of a document must stand side by side: distances are counted along the row.
+    The tokens of a document must follow one another: distances are counted along the row.
     """
 
     query: Float[Array, "embed heads head_dim"]
@@ -101,7 +101,7 @@ class LocalAttention(eqx.Module):
     config: LocalAttentionConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
-        """The layer's output; that of padding means nothing."""
+        """Return the layer's output; at padding it is meaningless."""
         config, pattern = self.config, "batch length embed, embed heads head_dim -> batch length heads head_dim"
         names = {"query": "query_proj", "key": "key_proj", "value": "value_proj"}
         query, key, value = (
@@ -109,7 +109,7 @@ class LocalAttention(eqx.Module):
             for part, name in names.items()
         )
         factor = jax.nn.softplus(self.scale.astype(jnp.float32)) / (math.log(2) * math.sqrt(config.head_dim))
-        found = near_mixture(
+        mixed = attend_locally(
             query.astype(jnp.float32) * factor[None, None, None],
             key.astype(jnp.float32) * _KEY_SCALE,
             value.astype(jnp.float32),
@@ -117,25 +117,27 @@ class LocalAttention(eqx.Module):
             visible_keys(config, ctx),
             config,
         )
-        found = save(ctx.constrain(found.astype(x.dtype), "batch length heads head_dim"), "attention_out")
-        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", found, self.out)
+        mixed = save(ctx.constrain(mixed.astype(x.dtype), "batch length heads head_dim"), "attention_out")
+        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", mixed, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(self(x, ctx))
 
     def _relative(self, dtype: jnp.dtype, ctx: Context) -> Float32[Array, "places heads head_dim"]:
-        """`r` of each distance that is seen, the farthest before first; zeros where there is none."""
+        """Compute `r` of each visible distance, the farthest before first; zeros where there is none."""
         config = self.config
-        places = config.shift + jnp.arange(config.before, -config.behind - 1, -1)
-        signal = sinusoids(places, self.relative_key.shape[0], _LONGEST).astype(dtype)
-        found = ctx.einsum("places signal, signal heads head_dim -> places heads head_dim", signal, self.relative_key)
-        return jnp.where((places >= 0)[:, None, None], found.astype(jnp.float32), 0.0)
+        distances = config.shift + jnp.arange(config.before, -config.behind - 1, -1)
+        signal = sinusoids(distances, self.relative_key.shape[0], _LONGEST).astype(dtype)
+        relative = ctx.einsum(
+            "places signal, signal heads head_dim -> places heads head_dim", signal, self.relative_key
+        )
+        return jnp.where((distances >= 0)[:, None, None], relative.astype(jnp.float32), 0.0)
 
 
 def visible_keys(config: LocalAttentionConfig, ctx: Context) -> Bool[Array, "batch chunks queries keys"]:
-    """Which keys of its chunk's each query sees: near ones of its own document that are no padding."""
+    """Return which keys of its chunk each query sees: near ones of its own document, without padding."""
     segments = jnp.ones_like(ctx.positions) if ctx.segment_ids is None else ctx.segment_ids
     documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0 is also what fills the last chunk
     query = _chunks(documents, config.chunk, 0, 0)
@@ -145,7 +147,7 @@ def visible_keys(config: LocalAttentionConfig, ctx: Context) -> Bool[Array, "bat
     return (query == key) & near[None, None]
 
 
-def near_mixture(
+def attend_locally(
     query: Float32[Array, "batch length heads head_dim"],
     key: Float32[Array, "batch length heads head_dim"],
     value: Float32[Array, "batch length heads head_dim"],
@@ -153,7 +155,7 @@ def near_mixture(
     visible: Bool[Array, "batch chunks queries keys"],
     config: LocalAttentionConfig,
 ) -> Float32[Array, "batch length heads head_dim"]:
-    """The values that each query sees, weighted by its scores."""
+    """Attend to the visible keys: return the values, weighted by the softmax of scores."""
     length = query.shape[1]
     query = _chunks(query, config.chunk, 0, 0)
     key, value = (_chunks(each, config.chunk, config.before, config.behind) for each in (key, value))
@@ -161,23 +163,23 @@ def near_mixture(
     scores = scores + _by_key(jnp.einsum("bcqhd,phd->bchqp", query, relative), key.shape[2])
     scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
     scores = jnp.where(visible[:, :, None], scores, _MASKED)
-    found = jnp.einsum("bchqk,bckhd->bcqhd", jax.nn.softmax(scores, axis=-1), value)
-    return found.reshape(found.shape[0], -1, *found.shape[3:])[:, :length]
+    mixed = jnp.einsum("bchqk,bckhd->bcqhd", jax.nn.softmax(scores, axis=-1), value)
+    return mixed.reshape(mixed.shape[0], -1, *mixed.shape[3:])[:, :length]
 
 
 def _chunks(x: Array, size: int, before: int, behind: int) -> Array:
-    """`[batch, chunks, size + before + behind, ...]`: each chunk with so many more on both sides, or zeros."""
+    """Split into `[batch, chunks, size + before + behind, ...]`: each chunk with its neighbors, or zeros."""
     count = -(-x.shape[1] // size)
-    width, further = before + size + behind, ((0, 0),) * (x.ndim - 2)
+    width, unpadded = before + size + behind, ((0, 0),) * (x.ndim - 2)
     pieces = -(-width // size)  # a chunk and what is around it, in pieces of a chunk's length
-    x = jnp.pad(x, ((0, 0), (before, (count + pieces) * size - x.shape[1] - before), *further))
+    x = jnp.pad(x, ((0, 0), (before, (count + pieces) * size - x.shape[1] - before), *unpadded))
     shifted = (x[:, index * size : (index + count) * size] for index in range(pieces))
     parts = [each.reshape(x.shape[0], count, size, *x.shape[2:]) for each in shifted]
     return jnp.concatenate(parts, axis=2)[:, :, :width]
 
 
 def _by_key(scores: Array, keys: int) -> Array:
-    """`[..., queries, distances]` as `[..., queries, keys]`: query i's first distance is that of key i."""
+    """Shift `[..., queries, distances]` to `[..., queries, keys]`: query i's first distance is key i."""
     *outer, queries, distances = scores.shape
     scores = jnp.pad(scores, ((0, 0),) * (scores.ndim - 1) + ((0, keys + 1 - distances),))
     return scores.reshape(*outer, -1)[..., : queries * keys].reshape(*outer, queries, keys)

@@ -1,11 +1,11 @@
-"""Attention on a mesh: each device attends with its own queries, by its own heads, to the keys of all.
+"""Attention on a mesh: each device attends with its own queries and heads to the keys of all devices.
 
-Queries stay split over batch, length and heads. Of keys and values a device gathers the length, and computes blocks
-that its queries may see: positions say which, so rows may stand in any order. Gradients of keys and values are added
-and scattered over the devices among which they were gathered. Or queries, keys and values are exchanged, so that a
-device has all of a row and fewer heads (DeepSpeed-Ulysses; Jacobs et al., 2023), and results are exchanged back. Or
-keys and values go round (`ring_attention`). Or both: devices side by side exchange heads, and keys go round among such
-groups (Fang & Zhao, 2024).
+Queries stay split over batch, length and heads. A device gathers keys and values along the length, and computes the
+blocks that its queries may see: positions say which, so rows may stand in any order. Gradients of keys and values are
+added and scattered over the devices among which they were gathered. Or queries, keys and values are exchanged, so
+that a device has all of a row and fewer heads (DeepSpeed-Ulysses; Jacobs et al., 2023), and results are exchanged
+back. Or keys and values travel in a ring (`ring`). Or both: neighboring devices exchange heads, and keys travel
+among such groups (Fang & Zhao, 2024).
 
 The slots of a cache stay where they are: each device attends to its own, with the queries of all, and results are
 merged by their log-sum-exp (flash decoding across devices; Dao et al., 2023).
@@ -20,106 +20,79 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array
 
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import check
-from eqx_decoders.layers.attention.kernels.common import Result, Scales
-from eqx_decoders.layers.attention.kernels.registry import attend
+from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
+from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.attention.kernels.registry import run_kernel
 from eqx_decoders.layers.attention.ring import Ring, attend_in_ring
-from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, lookback
+from eqx_decoders.layers.mask import AttentionPositions, Mask, lookback
+from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.rules import names_of
 
 
 def attend_on_mesh(
-    query: Float[Array, "batch length heads head_dim"],
-    key: Num[Array, "batch kv_length kv_heads head_dim"],
-    value: Num[Array, "batch kv_length kv_heads value_dim"],
-    *,
+    inputs: AttentionInputs,
+    options: AttentionOptions,
     execution: Execution,
-    mask: Mask,
-    query_positions: Int[Array, "batch length"],
-    key_positions: Int[Array, "batch kv_length"],
-    query_segments: Int[Array, "batch length"] | None = None,
-    key_segments: Int[Array, "batch kv_length"] | None = None,
-    query_spans: Spans | None = None,
-    selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
-    soft_cap: float | None = None,
-    aligned: bool = False,
-    dense_positions: bool = False,
-    contiguous: bool = False,
-    needs_lse: bool = True,
+    *,
     key_axis: Literal["length", "slots"] = "length",
-    scales: Scales | None = None,
+    contiguous: bool = False,
 ) -> Result:
-    """`attend`, by the kernel and on the mesh that `execution` says.
+    """Attend by the kernel and on the mesh of `execution`, which also sets `local` and `platform` of the options.
 
     `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered;
-    only these have `scales`. `contiguous` promises what `Context.contiguous` says: else keys go round whole rings,
+    only these have scales. `contiguous` promises what `Context.contiguous` says: else keys go round whole rings,
     however small the window.
     """
-    layout = execution.layout
-    options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
-    promises: dict[str, Any] = dict(aligned=aligned, dense_positions=dense_positions, needs_lse=needs_lse, local=True)
-    of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
-    of_keys = dict(key_positions=key_positions, key_segments=key_segments)
+    layout, kernel = execution.layout, execution.attention
+    options = dataclasses.replace(options, platform=layout.platform, local=True)
     if layout.single:
-        places = of_queries | of_keys
-        return attend(query, key, value, selected=selected, scales=scales, **places, **options, **promises)
-    plan = _make_plan(execution, query.shape, key.shape, key_axis)
+        return run_kernel(inputs, options, kernel)
+    plan, kv_length = _make_plan(execution, inputs.query.shape, inputs.key.shape, key_axis), inputs.key.shape[1]
+    in_order = options.aligned and plan.uses_ring and not plan.zigzag_order
+    bounded = in_order and contiguous and inputs.positions.query_spans is None
     whole = plan.exchanges or not plan.shared
-    promises |= dict(
-        aligned=aligned and whole, dense_positions=dense_positions and whole, needs_lse=needs_lse or plan.merges
+    of_pieces = dataclasses.replace(options, aligned=in_order, dense_positions=False, needs_lse=True)
+    of_rows = dataclasses.replace(
+        options,
+        aligned=options.aligned and whole,
+        dense_positions=options.dense_positions and whole,
+        needs_lse=options.needs_lse or plan.merges,
     )
-    in_order = aligned and plan.goes_round and not plan.turned
-    bounded = in_order and contiguous and query_spans is None
-    pieces = _pieces_seen(plan.pieces, mask, key.shape[1] // plan.pieces, bounded)
 
-    def run(query, key, value, selected, scales, of_queries, of_keys):
-        scales = jax.tree.map(lambda x: plan.needed_keys(x) if x.shape[2] == key.shape[2] else x, scales)
-        query, key, value = plan.needed_queries(query), plan.needed_keys(key), plan.needed_keys(value)
-        key, value = (plan.in_order(x) for x in (key, value))
-        selected = None if selected is None else plan.in_order(plan.needed_selection(selected), 3, plan.pieces)
-        of_keys = jax.tree.map(lambda x: plan.in_order(x, 1, plan.pieces), of_keys)
-        if plan.goes_round:
-            places = AttentionPositions(**jax.tree.map(plan.own_places, of_queries), **of_keys)
-            ring = plan.ring(pieces=pieces, aligned=in_order, **options)
-            results = attend_in_ring(ring, query, key, value, places, selected)
+    def run(inputs: AttentionInputs) -> Result:
+        inputs = plan.exchanged_inputs(inputs)
+        if plan.uses_ring:
+            pieces = _pieces_seen(plan.pieces, options.mask, kv_length // plan.pieces, bounded)
+            results = attend_in_ring(plan.ring(pieces, kernel, of_pieces), inputs)
         else:
-            places = of_queries | of_keys
-            results = attend(query, key, value, selected=selected, scales=scales, **places, **options, **promises)
+            results = run_kernel(inputs, of_rows, kernel)
         if plan.merges:
             return _merge_over(plan.shared, *results)
         return jax.tree.map(plan.own_results, results)
 
-    rows, length, heads = plan.rows, plan.length, plan.heads
-    own, keys = PartitionSpec(rows, length, heads), PartitionSpec(rows, plan.shared, plan.kv_heads)
-    slots = plan.shared if plan.merges else ()
-    chosen = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length, slots)
-    of_query = PartitionSpec(rows, () if plan.exchanges else length)
-    each = scales is not None and scales.key.shape[2] == key.shape[2]
-    of_scales = PartitionSpec(rows, plan.shared, plan.kv_heads if each else ())
-    specs = (own, keys, keys, chosen, of_scales, of_query, PartitionSpec(rows, slots))
-    mapped = layout.shard_map(run, specs, (own, own))
-    return mapped(query, key, value, selected, scales, of_queries, of_keys)
+    query_spec = PartitionSpec(plan.rows, plan.length, plan.heads)
+    return layout.shard_map(run, (plan.specs(inputs),), (query_spec, query_spec))(inputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ContextPlan:
-    """How attention runs on a mesh; names are those of mesh axes.
+    """Placement of attention on a mesh; names are mesh axes.
 
     **Arguments:**
 
-    - `rows`, `length`, `heads`: what splits queries.
-    - `kv_heads`: what splits the heads of keys and values: the first ones of `heads`.
-    - `shared`: what splits their length, which a device needs whole unless results are merged.
-    - `parts`: over how many devices it is split.
-    - `own_heads`, `groups`: how many query heads a device has, and how many of them share a head of keys.
-    - `exchanging`: how many devices side by side exchange tokens for heads; 1: none.
-    - `goes_round`: whether keys travel in a ring, else a device has all of the row.
+    - `rows`, `length`, `heads`: axes that split queries.
+    - `kv_heads`: axes that split the heads of keys and values: the first ones of `heads`.
+    - `shared`: axes that split the length of keys, which a device needs whole unless results are merged.
+    - `parts`: number of devices along `shared`.
+    - `own_heads`, `groups`: query heads of a device, and query heads that share a key head.
+    - `exchanging`: number of neighboring devices that exchange tokens for heads; 1: none.
+    - `uses_ring`: whether keys travel in a ring; else a device has all of the row.
     - `merges`: whether each device attends to its own keys alone, and results are merged.
-    - `turned`: whether tokens stand in zig-zag.
+    - `zigzag_order`: whether tokens stand in zigzag order.
     """
 
     rows: tuple[str, ...]
@@ -131,23 +104,56 @@ class _ContextPlan:
     own_heads: int
     groups: int
     exchanging: int
-    goes_round: bool
+    uses_ring: bool
     merges: bool
-    turned: bool
+    zigzag_order: bool
 
     @property
     def exchanges(self) -> bool:
-        """Whether a device gets more tokens of fewer heads."""
+        """True if a device gets more tokens of fewer heads."""
         return self.exchanging > 1
 
     @property
     def pieces(self) -> int:
-        """In how many pieces a row's keys are, of which a device has one at a time."""
-        return self.parts // self.exchanging if self.goes_round else 1
+        """Number of pieces of a row's keys, of which a device has one at a time."""
+        return self.parts // self.exchanging if self.uses_ring else 1
 
-    def ring(self, **options: Any) -> Ring:
-        """The ring in which keys travel."""
-        return Ring(axes=self.shared, devices=self.parts, group=self.exchanging, **options)
+    def ring(self, pieces: int, kernel: str, options: AttentionOptions) -> Ring:
+        """Return the ring in which keys travel."""
+        sizes = dict(devices=self.parts, group=self.exchanging, pieces=pieces)
+        return Ring(axes=self.shared, kernel=kernel, options=options, **sizes)
+
+    def specs(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the `PartitionSpec` of each array, in `jax.shard_map`."""
+        rows, length, heads = self.rows, self.length, self.heads
+        slots = self.shared if self.merges else ()
+        queries: Any = PartitionSpec(rows, length, heads)
+        keys: Any = PartitionSpec(rows, self.shared, self.kv_heads)
+        of_query: Any = PartitionSpec(rows, () if self.exchanges else length)
+        of_key: Any = PartitionSpec(rows, slots)
+        selected, scales = inputs.selected, inputs.scales
+        chosen: Any = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length, slots)
+        by_head = scales is not None and scales.key.shape[2] == inputs.key.shape[2]
+        of_scales: Any = PartitionSpec(rows, self.shared, self.kv_heads if by_head else ())
+        positions = AttentionPositions(of_query, of_key, of_query, of_key, of_query)
+        return AttentionInputs(queries, keys, keys, positions, chosen, of_scales)
+
+    def exchanged_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Gather or exchange a device's arrays: return all that it attends with."""
+        query, key, value, positions, selected, scales = inputs
+        heads = key.shape[2]
+        scales = jax.tree.map(lambda x: self.needed_keys(x) if x.shape[2] == heads else x, scales)
+        query, key, value = self.needed_queries(query), self.needed_keys(key), self.needed_keys(value)
+        key, value = (self.in_order(x) for x in (key, value))
+        selected = None if selected is None else self.in_order(self.needed_selection(selected), 3, self.pieces)
+        of_keys = positions.key_positions, positions.key_segments
+        key_positions, key_segments = jax.tree.map(lambda x: self.in_order(x, 1, self.pieces), of_keys)
+        of_queries: Any = positions.query_positions, positions.query_segments, positions.query_spans
+        if self.uses_ring:
+            of_queries = jax.tree.map(self.own_positions, of_queries)
+        query_positions, segments, spans = of_queries
+        positions = AttentionPositions(query_positions, key_positions, segments, key_segments, spans)
+        return AttentionInputs(query, key, value, positions, selected, scales)
 
     def needed_queries(self, query: Array) -> Array:
         return self._exchange(query, 2, 1) if self.exchanges else query
@@ -156,56 +162,56 @@ class _ContextPlan:
         return self._exchange(result, 1, 2) if self.exchanges else result
 
     def needed_keys(self, key: Array) -> Array:
-        """Keys or values of all tokens, and of the heads that a device's query heads use."""
+        """Return keys or values of all tokens that a device needs, for the heads that its query heads use."""
         others = self.heads[len(self.kv_heads) :]  # over these every device has the same heads
         if others:
             key = used_heads(key, others, self.own_heads, self.groups)
         if self.exchanges:
             return self._exchange(key, 2, 1)
-        gathers = self.shared and not self.goes_round and not self.merges
+        gathers = self.shared and not self.uses_ring and not self.merges
         return lax.all_gather(key, self.shared, axis=1, tiled=True) if gathers else key
 
     def needed_selection(self, selected: Array) -> Array:
-        """What is selected for the queries that a device has then, of all keys."""
+        """Return the selection of all keys for the queries that a device has after the exchange."""
         if not self.exchanges:
             return selected
         if selected.shape[1] > 1:
             return self._exchange(selected, 1, 2)
         return lax.all_gather(selected, self.shared, axis=2, tiled=True, axis_index_groups=self._exchanging)
 
-    def own_places(self, x: Array) -> Array:
-        """Where the queries of a device stand, which has those of several."""
+    def own_positions(self, x: Array) -> Array:
+        """Return the positions of a device's queries, given the positions of its whole group."""
         if not self.exchanges:
             return x
         size = x.shape[1] // self.pieces
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.shared) // self.exchanging * size, size, 1)
 
     def in_order(self, x: Array, axis: int = 1, pieces: int = 1) -> Array:
-        """Keys, each where it belongs in its piece: the blocks that a query sees then follow one another."""
+        """Reorder keys from zigzag to their order in the piece: the blocks that a query sees are then neighbors."""
         parts = self.parts // self.pieces
-        if not self.turned or parts == 1:
+        if not self.zigzag_order or parts == 1:
             return x
         order = np.argsort(zigzag(2 * parts, parts)) + 2 * parts * np.arange(pieces)[:, None]
         chunks = jnp.split(x, order.size, axis)
         return jnp.concatenate([chunks[index] for index in order.reshape(-1)], axis)
 
     def _exchange(self, x: Array, split: int, joined: int) -> Array:
-        """All of one axis for a part of another: each device gets its part from all, and gives them theirs."""
+        """Exchange all of one axis for a part of another among the devices of a group (all-to-all)."""
         groups = self._exchanging
         return lax.all_to_all(x, self.shared, split, joined, tiled=True, axis_index_groups=groups)
 
     @property
     def _exchanging(self) -> list[list[int]] | None:
-        """Which devices exchange with one another; None: all."""
+        """Groups of devices that exchange with one another; None: all."""
         if self.exchanging == self.parts:
             return None
         return np.arange(self.parts).reshape(-1, self.exchanging).tolist()
 
 
 def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, groups: int) -> Array:
-    """Of the heads of keys that all devices of some mesh axes have, those that a device's `own_heads` use.
+    """Select the key heads that a device's `own_heads` use, out of heads that all devices of some mesh axes have.
 
-    `groups` heads that follow one another share a head of keys.
+    `groups` consecutive query heads share a key head.
     """
     size = math.gcd(own_heads, groups)  # so many of them surely share one
     first = lax.axis_index(axes) * own_heads
@@ -227,7 +233,7 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
     alike = bool(shared) and shared == length
     needed = own_heads // math.gcd(own_heads, groups)  # heads of keys that a device's query heads use
     exchanging = math.gcd(needed, parts) if alike and "all_to_all" in execution.context_form else 1
-    goes_round = alike and "ring" in execution.context_form and exchanging < parts
+    uses_ring = alike and "ring" in execution.context_form and exchanging < parts
     if execution.context_form == "all_to_all" and exchanging < parts:
         exchanging = 1
     return _ContextPlan(
@@ -241,24 +247,24 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
         own_heads=own_heads,
         groups=groups,
         exchanging=exchanging,
-        goes_round=goes_round,
+        uses_ring=uses_ring,
         merges=merges,
-        turned=execution.context_order == "zigzag" and bool(shared) and not merges and keys[1] % (2 * parts) == 0,
+        zigzag_order=execution.context_order == "zigzag" and bool(shared) and not merges and keys[1] % (2 * parts) == 0,
     )
 
 
 def _pieces_seen(pieces: int, mask: Mask, size: int, bounded: bool) -> int:
-    """How many of a row's pieces of `size` tokens a query may see: its own and some before it.
+    """Count the pieces of `size` tokens that a query may see: its own and some before it.
 
-    Where it is `bounded`, a token that stands n places before another of its document is n positions before it: with
-    padding in between it would be fewer.
+    With `bounded`, a token that stands n places before another of its document is n positions before it: padding in
+    between would make it fewer.
     """
     back = lookback(mask)
     return pieces if back is None or not bounded else min(pieces, 1 + -(-(back - 1) // size))
 
 
 def _merge_over(names: tuple[str, ...], out: Array, lse: Array) -> Result:
-    """`kernel.merge` of the results that these mesh axes' devices have of the same queries."""
+    """Merge, as `registry.merge` does, the results that devices along some mesh axes have for the same queries."""
     top = lax.pmax(lax.stop_gradient(lse), names)
     weight = jnp.exp(lse - top)
     total, sums = lax.psum((weight, out.astype(jnp.float32) * weight[..., None]), names)
@@ -266,7 +272,7 @@ def _merge_over(names: tuple[str, ...], out: Array, lse: Array) -> Result:
 
 
 def _size(layout: Layout, names: tuple[str, ...]) -> int:
-    """How many devices some mesh axes have."""
+    """Count the devices along some mesh axes."""
     return math.prod(layout.sizes[name] for name in names)
 
 
@@ -274,12 +280,12 @@ def _size(layout: Layout, names: tuple[str, ...]) -> int:
 
 
 def context_parts(layout: Layout) -> int:
-    """How many devices have different tokens of a row, in attention."""
+    """Count the devices that have different tokens of a row, in attention."""
     return _size(layout, names_of(layout.activation_spec("batch length heads")[1]))
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:
-    """Which token stands where in a row of which each of `parts` devices has an equal part, if their work is balanced.
+    """Return the token at each place of a row, in the order that balances the work of `parts` devices.
 
     Device i has chunks i and 2 parts - 1 - i of 2 parts: under a causal mask all have as many keys to look at.
     """

@@ -1,11 +1,11 @@
-"""The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025): which keys a query attends to.
+"""Lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025): selects the keys that a query attends to.
 
     score_ts = sum_h w_th relu(q_th . k_s),    w_t = (W_w x_t) num_heads^-1/2 head_dim^-1/2
 
-One key k per token is shared by all heads. Of the keys that a query sees it takes the best `top_k`; of equals those
-that come first. Where there are no more keys than that, attention is dense.
+One key k per token is shared by all heads. A query takes the best `top_k` of the keys that it sees; the earlier ones
+of equals. Where there are no more keys than that, attention is dense.
 
-The indexer reads detached inputs, and what it chooses has no gradient: it learns from a loss of its own alone, the
+The indexer reads detached inputs, and its selection has no gradient: it learns from a loss of its own alone, the
 divergence KL(p || softmax(score)) from the distribution p of the attention it serves, the mean over its heads.
 """
 
@@ -22,27 +22,27 @@ from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.attention.kernels.common import EMPTY
-from eqx_decoders.layers.attention.topk import best_of_each, map_queries
+from eqx_decoders.layers.attention.topk import map_queries, top_k_mask
 from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, NewKV
 from eqx_decoders.layers.cache.paged import PagedCachedKV
 from eqx_decoders.layers.mask import Mask, visible
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
-    """Chooses `top_k` keys for each query of a latent attention, by scores of small heads.
+    """Configuration of an indexer, which chooses `top_k` keys for each query of a latent attention.
 
     **Arguments:**
 
     - `num_heads`, `head_dim`: its heads, and the features of their queries and of the key that they share.
     - `top_k`: keys that a query attends to.
-    - `norm`: of the keys.
-    - `loss_weight`: of its loss, the mean over tokens and over layers, in the training loss.
-    - `warmup`: leave attention dense and learn from all keys that it sees, not from the chosen ones alone. MaxText
-        applies its selection in this stage too, so that the indexer is taught by its own errors; the paper does not.
+    - `norm`: normalization of the keys.
+    - `loss_weight`: weight of its loss, the mean over tokens and over layers, in the training loss.
+    - `warmup`: leave attention dense and learn from all visible keys, not from the chosen ones alone. MaxText applies
+        its selection in this stage too, so that the indexer is taught by its own errors; the paper does not.
     """
 
     num_heads: int = 64
@@ -58,7 +58,7 @@ class IndexerConfig:
         check_number("IndexerConfig.loss_weight", self.loss_weight, least=0)
 
     def token_products(self, keys: int) -> int:
-        """Multiplications per token of its scores over so many keys."""
+        """Count multiplications per token of its scores over so many keys."""
         return self.num_heads * self.head_dim * keys
 
     def build(self, embed_dim: int, q_rank: int, *, key: PRNGKeyArray) -> "Indexer":
@@ -73,12 +73,12 @@ class IndexerConfig:
 
 
 class IndexerStats(eqx.Module):
-    """Sums over tokens; a leading `layers` axis once stacked.
+    """Statistics of an indexer: sums over tokens, with a leading `layers` axis once stacked.
 
     **Arguments:**
 
-    - `loss`: the divergence of the indexer's distribution from that of the attention, in nats.
-    - `tokens`: how many tokens.
+    - `loss`: the divergence of the indexer's distribution from the attention's, in nats.
+    - `tokens`: number of tokens.
     """
 
     loss: Float32[Array, "*layers"]
@@ -86,7 +86,7 @@ class IndexerStats(eqx.Module):
 
 
 class Index(NamedTuple):
-    """What the indexer makes of the tokens of a call."""
+    """Queries, keys and weights of an indexer for the tokens of a call."""
 
     query: Float[Array, "batch length heads head_dim"]
     weight: Float32[Array, "batch length heads"]
@@ -94,19 +94,19 @@ class Index(NamedTuple):
 
     @property
     def entries(self) -> NewKV:
-        """What it proposes to remember."""
+        """New entries for the cache."""
         return NewKV(key=self.key, value=None)
 
 
 class Teacher(NamedTuple):
-    """Scaled queries and keys of the attention that is to be imitated."""
+    """Scaled queries and keys of the attention that the indexer imitates."""
 
     query: Float[Array, "batch length heads qk_dim"]
     key: Float[Array, "batch length heads qk_dim"]
 
 
 class CachedChoice(NamedTuple):
-    """What is attended to of the present, and of a past: those of its slots, in any order, or a mask over all of it.
+    """Selection among a call's tokens and a cache's: slots of the cache in any order, or a mask over all of it.
 
     An index beyond the last slot is none.
     """
@@ -117,7 +117,7 @@ class CachedChoice(NamedTuple):
 
 
 class Indexer(eqx.Module):
-    """`score_ts = sum_h w_th relu(q_th . k_s)`, and the keys with the best scores."""
+    """Indexer `score_ts = sum_h w_th relu(q_th . k_s)`, and the keys with the best scores."""
 
     query: Float[Array, "q_rank heads head_dim"]
     key: Float[Array, "embed head_dim"]
@@ -133,7 +133,7 @@ class Indexer(eqx.Module):
         rope_dim: int,
         ctx: Context,
     ) -> Index:
-        """Queries from the latent of queries, the key and the weights of heads from the stream.
+        """Compute queries from the latent of queries, and the key and the weights of heads from the stream.
 
         The first `rope_dim` features are rotated in halves, whatever the pairing of the attention.
         """
@@ -160,9 +160,10 @@ class Indexer(eqx.Module):
     def choose(
         self, index: Index, mask: Mask, ctx: Context, teacher: Teacher | None = None
     ) -> tuple[Bool[Array, "batch 1 length length"] | None, IndexerStats | None]:
-        """Which tokens of a call each of them attends to (None: all that it sees), and what is learned from a teacher.
+        """Select the tokens of a call that each of them attends to (None: all visible), and compute a teacher's loss.
 
-        Some queries at a time, and once more in the backward pass: the scores of single heads never exist at once.
+        It takes some queries at a time, and once more in the backward pass: the scores of single heads never exist at
+        once.
         """
         length, config = ctx.positions.shape[1], self.config
         selects, learns = length > config.top_k and not config.warmup, teacher is not None
@@ -174,11 +175,11 @@ class Indexer(eqx.Module):
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def block(of_queries, of_keys):
-            query, weight, places, segments, teaching = of_queries
-            key, key_places, key_segments, taught = of_keys
-            seen = visible(mask, places, key_places, segments, key_segments)
+            query, weight, query_positions, segments, teaching = of_queries
+            key, key_positions, key_segments, taught = of_keys
+            seen = visible(mask, query_positions, key_positions, segments, key_segments)
             scores = jnp.where(seen, _scores(query, weight, key), -jnp.inf)
-            chosen = best_of_each(scores, config.top_k) & seen if selects else seen
+            chosen = top_k_mask(scores, config.top_k) & seen if selects else seen
             loss = None
             if teaching is not None:
                 loss = jnp.sum(_divergence(jax.lax.stop_gradient((teaching, taught)), scores, chosen))
@@ -196,9 +197,9 @@ class Indexer(eqx.Module):
     def choose_cached(
         self, index: Index, past: CachedKV | CachedKVRows | PagedCachedKV, mask: Mask, ctx: Context
     ) -> CachedChoice | None:
-        """Which tokens of a call and of a past are attended to; None: all that are seen.
+        """Select the tokens of a call and of a cache that are attended to; None: all visible.
 
-        As slots where these are fewer than there are, for all queries together; else as a mask.
+        The selection is of slots where these are fewer than the cache has, for all queries together; else a mask.
         """
         past = past if isinstance(past, CachedKV) else past.whole()
         length, slots, top_k = ctx.positions.shape[1], past.positions.shape[1], self.config.top_k
@@ -210,20 +211,21 @@ class Indexer(eqx.Module):
         present = _scores(index.query, index.weight, index.key[:, :, 0])
         parts = [(earlier, past.positions), (present, ctx.positions)]
         scores = jnp.concatenate(
-            [jnp.where(visible(mask, ctx.positions, places), here, -jnp.inf) for here, places in parts], axis=-1
+            [jnp.where(visible(mask, ctx.positions, key_positions), part, -jnp.inf) for part, key_positions in parts],
+            axis=-1,
         )
         if length * top_k < slots:
             best = jax.lax.top_k(scores, top_k)[1]
-            own = best[..., None] == slots + jnp.arange(length, dtype=best.dtype).reshape(1, 1, 1, -1)
-            return CachedChoice(present=jnp.any(own, axis=2)[:, None], past=None, slots=best)
-        chosen = best_of_each(scores, top_k)[:, None]
+            of_call = best[..., None] == slots + jnp.arange(length, dtype=best.dtype).reshape(1, 1, 1, -1)
+            return CachedChoice(present=jnp.any(of_call, axis=2)[:, None], past=None, slots=best)
+        chosen = top_k_mask(scores, top_k)[:, None]
         return CachedChoice(present=chosen[..., slots:], past=chosen[..., :slots], slots=None)
 
 
 def _scores(
     query: Array, weight: Array, key: Float[Array, "batch keys head_dim"]
 ) -> Float32[Array, "batch length keys"]:
-    """In f32. The sum over heads is no product: a TPU would round its factors to 16 bits."""
+    """Compute scores in f32. The sum over heads is no product: a TPU would round its factors to 16 bits."""
     each = jnp.einsum("blhd,bsd->blhs", query, key, preferred_element_type=jnp.float32)
     return jnp.sum(jax.nn.relu(each) * weight[..., None], axis=2)
 
@@ -231,7 +233,7 @@ def _scores(
 def _divergence(
     taught: tuple[Array, Array], scores: Array, chosen: Bool[Array, "batch length keys"]
 ) -> Float32[Array, "batch length"]:
-    """`KL(p || softmax(score))` over the chosen keys, p being the mean over heads of the attention; 0 without keys."""
+    """Compute `KL(p || softmax(score))` over the chosen keys, p being the attention's mean over heads; else 0."""
     each = jnp.einsum("blhd,bshd->bhls", *taught, preferred_element_type=jnp.float32)
     teacher = jnp.mean(jnp.exp(_log_softmax(each, chosen[:, None])), axis=1)
     terms = -jax.scipy.special.entr(teacher) - teacher * jnp.where(chosen, _log_softmax(scores, chosen), 0.0)
@@ -239,7 +241,7 @@ def _divergence(
 
 
 def _log_softmax(scores: Array, chosen: Bool[Array, "..."]) -> Array:
-    """Over the chosen keys; -inf elsewhere."""
+    """Compute the log-softmax over the chosen keys; -inf elsewhere."""
     scores = jnp.where(chosen, scores, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=EMPTY))
     total = jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Learning to initialise: attention whose kernels are computed from a frozen teacher's (MaxText's LLAMA2LTI).
+"""Learned initialization: attention whose kernels are computed from a frozen teacher's (MaxText's LLAMA2LTI).
 
 The student may have other heads than its teacher: it reads the teacher's kernels through small maps, and trains these.
 """
@@ -18,22 +18,22 @@ from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.engine_owned import ExternalWrite
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.mask import Mask
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import FROZEN
 from eqx_decoders.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedInitConfig:
-    """Attention with kernels `K[b,u,v] = sum_xy C[b,x,y] A[x,u] B[y,v]` for query, key and value.
+    """Configuration of attention with kernels `K[b,u,v] = sum_xy C[b,x,y] A[x,u] B[y,v]` for query, key and value.
 
-    b is `embed`, x and y are heads and features of the teacher's kernel C, u and v those of the student. The output
+    b is `embed`, x and y are heads and features of the teacher's kernel C, u and v of the student's. The output
     projection is `K[u,v,b] = sum_xy C[x,y,b] A[x,u] B[v,y]`. With `general` one map `W[x,y,u,v]` stands for A and B.
     C is never trained.
 
     **Arguments:**
 
-    - `attention`: the student's. Biases, norms, sinks and gate are its own; fused or shared projections are refused.
+    - `attention`: the student's attention, with biases, norms, sinks and gate; fused or shared projections are refused.
     - `teacher_heads`, `teacher_kv_heads`, `teacher_head_dim`: sizes of the teacher's kernels.
     - `general`: whether one map acts on heads and features together.
     """
@@ -54,7 +54,7 @@ class LearnedInitConfig:
 
     @property
     def num_heads(self) -> int:
-        """The student's query heads."""
+        """Query heads of the student."""
         return self.attention.num_heads
 
     @property
@@ -64,24 +64,24 @@ class LearnedInitConfig:
 
     @property
     def features(self) -> tuple[int, int]:
-        """Features of one of the teacher's heads and of the student's."""
+        """Features of one of the teacher's heads and of one of the student's."""
         return self.teacher_head_dim, self.head_dim
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """Mask of the student's attention."""
         return self.attention.mask
 
-    def memory(self, max_length: int) -> KVShape | None:
-        """That of the student's attention."""
-        return self.attention.memory(max_length)
+    def cache_shape(self, max_length: int) -> KVShape | None:
+        """Return the shape of the student's cache."""
+        return self.attention.cache_shape(max_length)
 
     def token_products(self, length: int) -> int:
-        """Those of the student's attention."""
+        """Count multiplications per token of the student's attention."""
         return self.attention.token_products(length)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedInit":
-        """Until it is given a teacher, the teacher's kernels are random ones of the usual variance."""
+        """Build the layer; until it is given a teacher, the teacher's kernels are random ones of the usual variance."""
         teacher_key, map_key, own_key = jax.random.split(key, 3)
         return LearnedInit(
             teacher=_new_teacher(self, embed_dim, teacher_key),
@@ -92,7 +92,7 @@ class LearnedInitConfig:
 
 
 class TeacherKernels(eqx.Module):
-    """The attention kernels of a teacher's layer."""
+    """Attention kernels of a teacher's layer."""
 
     query: Float[Array, "embed teacher_heads teacher_head_dim"]
     key: Float[Array, "embed teacher_kv_heads teacher_head_dim"]
@@ -101,7 +101,7 @@ class TeacherKernels(eqx.Module):
 
 
 class FactoredMaps(eqx.Module):
-    """For each kernel a map of heads, `A[x,u]`, and one of features, `B[y,v]`; that of `out` is `B[v,y]`."""
+    """Maps of heads, `A[x,u]`, and of features, `B[y,v]`, for each kernel; for `out` the latter is `B[v,y]`."""
 
     query_heads: Float[Array, "teacher_heads heads"]
     query_features: Float[Array, "teacher_head_dim head_dim"]
@@ -113,7 +113,7 @@ class FactoredMaps(eqx.Module):
     out_features: Float[Array, "head_dim teacher_head_dim"]
 
     def kernels(self, teacher: TeacherKernels) -> tuple[Array, Array, Array, Array]:
-        """Query, key, value and output kernels, in float32."""
+        """Compute query, key, value and output kernels, in float32."""
         return (
             _product("bxy,xu,yv->buv", teacher.query, self.query_heads, self.query_features),
             _product("bxy,xu,yv->buv", teacher.key, self.key_heads, self.key_features),
@@ -123,7 +123,7 @@ class FactoredMaps(eqx.Module):
 
 
 class GeneralMaps(eqx.Module):
-    """For each kernel one map of heads and features together, `W[x,y,u,v]`."""
+    """Maps of heads and features together, `W[x,y,u,v]`, for each kernel."""
 
     query: Float[Array, "teacher_heads teacher_head_dim heads head_dim"]
     key: Float[Array, "teacher_kv_heads teacher_head_dim kv_heads head_dim"]
@@ -131,7 +131,7 @@ class GeneralMaps(eqx.Module):
     out: Float[Array, "teacher_heads teacher_head_dim heads head_dim"]
 
     def kernels(self, teacher: TeacherKernels) -> tuple[Array, Array, Array, Array]:
-        """Query, key, value and output kernels, in float32."""
+        """Compute query, key, value and output kernels, in float32."""
         return (
             _product("bxy,xyuv->buv", teacher.query, self.query),
             _product("bxy,xyuv->buv", teacher.key, self.key),
@@ -143,8 +143,8 @@ class GeneralMaps(eqx.Module):
 class LearnedInit(eqx.Module):
     """Attention whose kernels are computed from a teacher's at each call.
 
-    That costs little beside the tokens of a training step, but much beside the one token of a decoding step: compute
-    them once with `training.llama_lti.materialise` before decoding.
+    The cost is small next to the tokens of a training step, but large next to the one token of a decoding step: compute
+    them once with `training.llama_lti.materialize` before decoding.
     """
 
     teacher: TeacherKernels = eqx.field(metadata=FROZEN)
@@ -155,28 +155,28 @@ class LearnedInit(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
     ) -> tuple[Float[Array, "batch length embed"], NewKV | ExternalWrite | None]:
-        """The attention's output, and the keys and values that it proposes for a cache."""
-        return self.materialised(ctx.execution.layout)(x, ctx, past)
+        """Return the attention's output, and the new keys and values for a cache."""
+        return self.materialized(ctx.execution.layout)(x, ctx, past)
 
     def branch(self, x: Array, ctx: Context, past: AnyPast | None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def materialised(self, layout: Layout) -> Attention:
-        """The attention with its kernels, computed in float32. No gradient reaches the teacher's."""
+    def materialized(self, layout: Layout) -> Attention:
+        """Return the attention with its kernels, computed in float32. No gradient reaches the teacher's."""
         new = self.maps.kernels(jax.lax.stop_gradient(self.teacher))
         words = "embed heads head_dim", "embed kv_heads head_dim", "embed kv_heads head_dim", "heads head_dim embed"
-        split = tuple(layout.constrain_weight(kernel, here) for kernel, here in zip(new, words, strict=True))
+        split = tuple(layout.constrain_weight(kernel, axes) for kernel, axes in zip(new, words, strict=True))
         return eqx.tree_at(kernels_of, self.attention, split, is_leaf=lambda leaf: leaf is None)
 
 
 def kernels_of(layer: Any) -> tuple[Any, ...]:
-    """Query, key, value and output kernels of an attention or of a teacher, for `eqx.tree_at`."""
+    """Return query, key, value and output kernels of an attention or of a teacher, for `eqx.tree_at`."""
     return layer.query, layer.key, layer.value, layer.out
 
 
 def _product(pattern: str, *arrays: Array) -> Array:
-    """A kernel is a weight: it is computed in float32 whatever the dtype of activations and the hardware's default."""
+    """Multiply in float32: a kernel is a weight, whatever the dtype of activations and the hardware's default."""
     wide = (array.astype(jnp.float32) for array in arrays)
     return jnp.einsum(pattern, *wide, precision=jax.lax.Precision.HIGHEST)
 
@@ -197,7 +197,7 @@ def _new_teacher(config: LearnedInitConfig, embed_dim: int, key: PRNGKeyArray) -
 
 
 # MaxText draws each map by the fan-in of its second last axis; in `out_features` and in the general maps that is not
-# what is contracted. Here the variance is 1 / (what is contracted): new kernels have that of their teacher.
+# what is contracted. Here the variance is 1 / (what is contracted): new kernels have their teacher's variance.
 
 
 def _new_factored(config: LearnedInitConfig, key: PRNGKeyArray) -> FactoredMaps:

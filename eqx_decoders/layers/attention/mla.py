@@ -2,9 +2,9 @@
 
     c = norm(W_c x),  r = rotate(W_r x);  per head: k = [W_k c | r],  v = W_v c,  softmax(scale * q k^T + mask) v
 
-Only [c | r] is cached, and the key of an indexer beside it. Over a cache attention runs in the absorbed form: as
+Only [c | r] is cached, and an indexer's key, if there is one. Over a cache attention runs in the absorbed form: as
 q k^T = [W_k^T q_nope | q_rope] [c | r]^T, all heads share the one key [c | r], mix latents, and W_v turns the mixture
-into values. It never expands the past.
+into values. It never expands the cached latents.
 """
 
 import dataclasses
@@ -20,18 +20,20 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
+from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
-from eqx_decoders.layers.attention.kernels.registry import max_scores, merge
+from eqx_decoders.layers.attention.kernels.registry import merge, run_max_scores
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.engine_owned import ExternalCachedKV, ExternalWrite
 from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, KVShape, NewKV, StackedCachedKV, kv_shape
 from eqx_decoders.layers.cache.paged import PagedCachedKV
-from eqx_decoders.layers.mask import Causal, Mask, seen_keys
-from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.numerics.int8_matmul import unrounded
-from eqx_decoders.numerics.matmul import LowRank, fan_in
+from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.remat import save
 
 
@@ -49,7 +51,7 @@ LANE = 128  # features that a TPU keeps together
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig:
-    """`softmax(scale * q k^T + mask) v`, projected out; keys and values are made from a latent of `kv_rank` features.
+    """Configuration of `softmax(scale * q k^T + mask) v`, with keys and values from a latent of `kv_rank` features.
 
     **Arguments:**
 
@@ -108,7 +110,7 @@ class LatentAttentionConfig:
 
     @property
     def scale(self) -> float:
-        """By which queries are multiplied."""
+        """Factor of queries."""
         if self.query_scale is not None:
             return self.query_scale
         return self.head_dim**-0.5 * (1.0 if self.rope is None else self.rope.score_scale)
@@ -122,13 +124,13 @@ class LatentAttentionConfig:
     def cached_dim(self) -> int:
         """Features that a cache holds of a token: from one lane on, zeros fill the last of its lanes.
 
-        A TPU keeps such a cache feature by feature in memory and writes tokens in place; one of 576 features it keeps
+        A TPU stores such a cache feature by feature in memory and writes tokens in place; one of 576 features it stores
         slot by slot, and each write costs a copy of the whole.
         """
         return self.latent_dim if self.latent_dim < LANE else -(-self.latent_dim // LANE) * LANE
 
-    def memory(self, max_length: int) -> KVShape | dict[str, KVShape]:
-        """One head of latents and rotary keys, without values; with an indexer its keys beside them."""
+    def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape]:
+        """Return the shape of the cache: one head of latents and rotary keys, without values, and an indexer's keys."""
         latents = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
         if self.indexer is None:
             return latents
@@ -136,7 +138,7 @@ class LatentAttentionConfig:
         return {"latents": dataclasses.replace(latents, by_slot=True), "index": index}
 
     def token_products(self, length: int) -> int:
-        """Multiplications per token beside those of the weights: scores, of an indexer too, and mixtures."""
+        """Count multiplications per token of scores, an indexer's too, and of their products with values."""
         seen = seen_keys(self.mask, length)
         if self.indexer is None:
             return self.num_heads * seen * (self.head_dim + self.value_dim)
@@ -177,7 +179,7 @@ class LatentAttentionConfig:
 
 
 class LatentAttention(eqx.Module):
-    """`softmax(scale * q k^T + mask) v` with keys and values made from a latent, projected out."""
+    """Attention `softmax(scale * q k^T + mask) v` with keys and values made from a latent, projected out."""
 
     query: Float[Array, "embed heads qk_dim"] | None
     query_down: Float[Array, "embed q_rank"] | None
@@ -196,12 +198,12 @@ class LatentAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: LatentPast | None = None
     ) -> tuple[Float[Array, "batch length embed"], LatentEntries]:
-        """The layer's output, and the latents and rotary keys that it proposes for a cache."""
+        """Return the layer's output, and the new latents and rotary keys for a cache."""
         result = self.branch(x, ctx, past, None)
         return result.out, result.entries
 
     def branch(self, x: Array, ctx: Context, past: LatentPast | None, key: PRNGKeyArray | None) -> BranchResult:
-        """For a block: the output, what is proposed for a cache, and statistics."""
+        """Call the layer for a block: return the output, new entries for a cache, and statistics."""
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
         config, stats = self.config, {}
@@ -215,7 +217,7 @@ class LatentAttention(eqx.Module):
             else:
                 mixed, stats = self._expanded(query, latent, ctx, index)
         elif isinstance(past, ExternalCachedKV):
-            mixed, entries = self._ask(query, latent, past, ctx)
+            mixed, entries = self._attend_externally(query, latent, past, ctx)
         elif isinstance(past, CachedKV | CachedKVRows | PagedCachedKV):
             mixed = self._absorbed(query, latent, past, ctx)
         else:
@@ -227,7 +229,7 @@ class LatentAttention(eqx.Module):
         )
 
     def _query_input(self, x: Array, ctx: Context) -> Float[Array, "batch length features"]:
-        """What queries are made from: their latent, or `x` itself."""
+        """Return the input of queries: their latent, or `x` itself."""
         if self.query_down is None or self.query_norm is None:
             return x
         low = ctx.einsum("batch length embed, embed q_rank -> batch length q_rank", x, self.query_down)
@@ -235,7 +237,7 @@ class LatentAttention(eqx.Module):
         return save(self.query_norm(low), "mla_q")
 
     def _query(self, low: Array, ctx: Context) -> Float[Array, "batch length heads qk_dim"]:
-        """Scaled queries, `[nope | rope]`."""
+        """Compute scaled queries, `[nope | rope]`."""
         config = self.config
         if self.query is not None:
             pattern = "batch length embed, embed heads qk_dim -> batch length heads qk_dim"
@@ -250,7 +252,7 @@ class LatentAttention(eqx.Module):
         return save(ctx.constrain(query, "batch length heads qk_dim"), "query_proj")
 
     def _latent(self, x: Array, ctx: Context) -> Float[Array, "batch length 1 cached"]:
-        """What the cache holds of each token, as of one head: its normalised latent, its rotated key, and zeros."""
+        """Compute the cached vector of each token, as of one head: normalized latent, rotated key, and zeros."""
         low = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.kv_down)
         low = save(add_bias(low, self.kv_down_bias), "kv_wa_proj")
         latent, rope = jnp.split(low[:, :, None], [self.config.kv_rank], axis=-1)
@@ -263,7 +265,10 @@ class LatentAttention(eqx.Module):
     def _expanded(
         self, query: Array, latent: Array, ctx: Context, index: Index | None = None
     ) -> tuple[Float[Array, "batch length heads value_dim"], dict[str, Any]]:
-        """Every head's own keys and values: the fewest operations where there are many queries. With statistics."""
+        """Attend with every head's own keys and values, the fewest operations for many queries.
+
+        Returns statistics, too.
+        """
         config = self.config
         low, rope, _ = jnp.split(latent, [config.kv_rank, config.latent_dim], axis=-1)
         pattern = "batch length kv_rank, kv_rank heads kv_dim -> batch length heads kv_dim"
@@ -278,8 +283,8 @@ class LatentAttention(eqx.Module):
             selected, learned = self.indexer.choose(index, config.mask, ctx, teacher)
             stats = {} if learned is None else {"indexer": learned}
         if ctx.execution.attention_maxima:
-            platform = ctx.execution.layout.platform
-            scores = max_scores(query, key, platform=platform, **self._present(ctx, selected))
+            options = AttentionOptions(mask=config.mask, aligned=_aligned(ctx), platform=ctx.execution.layout.platform)
+            scores = run_max_scores(_present_inputs(query, key, value, ctx, selected), options)
             stats["max_scores"] = jnp.max(scores, axis=0)
         out, _ = self._attend(query, key, value, ctx, selected, needs_lse=False)
         return out, stats
@@ -292,11 +297,11 @@ class LatentAttention(eqx.Module):
         ctx: Context,
         choice: CachedChoice | None = None,
     ) -> Float[Array, "batch length heads value_dim"]:
-        """Past and present, merged by their log-sum-exp while they are latents.
+        """Attend to the cache and to the call's own tokens, merged by their log-sum-exp while they are latents.
 
-        Values are the whole keys, and what they mix of the rotary part is dropped: a slice of a cache would be copied.
-        A decoding step of DeepSeek-V3 for v5p: 34 MB of temporaries against 118. There the present costs 3 % more in
-        the expanded form, whose weights are read once more; in chunks of 512 tokens it would cost 6 % less.
+        Values are the whole keys, and the rotary part of the mixture is dropped: a slice of a cache would be copied. A
+        decoding step of DeepSeek-V3 for v5p: 34 MB of temporaries against 118. There the call's own tokens cost 3 %
+        more in the expanded form, whose weights are read once more; in chunks of 512 tokens it would cost 6 % less.
         """
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
@@ -311,19 +316,19 @@ class LatentAttention(eqx.Module):
         mixed, _ = merge([present, earlier])
         return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx)
 
-    def _ask(
+    def _attend_externally(
         self, query: Array, latent: Array, past: ExternalCachedKV, ctx: Context
     ) -> tuple[Float[Array, "batch length heads value_dim"], ExternalWrite]:
-        """What queries find in an engine's cache, which takes the latents first: keys that are values, of one head."""
+        """Attend by an external engine, which stores the latents first: keys that are also values, of one head."""
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
         kv_up = unrounded(self.kv_up, 0)
         query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
-        mixed, handed = past.attend(query, latent, None, mask=config.mask)
-        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx), handed
+        mixed, written = past.attend(query, latent, None, mask=config.mask)
+        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx), written
 
     def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
-        """Side by side, as wide as in a cache; of queries in the absorbed form, too."""
+        """Join latent and rotary part, padded to the width of the cache; also for queries in the absorbed form."""
         zeros = jnp.zeros((*rope.shape[:-1], self.config.cached_dim - self.config.latent_dim), rope.dtype)
         return ctx.constrain(jnp.concatenate([latent, rope, zeros], axis=-1), "batch length heads latent")
 
@@ -336,23 +341,12 @@ class LatentAttention(eqx.Module):
         selected: Bool[Array, "..."] | None = None,
         needs_lse: bool = True,
     ) -> Result:
-        """Attention over the tokens of this call."""
-        present = self._present(ctx, selected)
-        dense_positions = ctx.dense_positions and present["aligned"]
-        present |= dict(needs_lse=needs_lse, dense_positions=dense_positions, contiguous=ctx.contiguous)
-        return attend_on_mesh(query, key, value, execution=ctx.execution, **present)
-
-    def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:
-        """What the tokens of this call see of each other."""
-        return dict(
-            mask=self.config.mask,
-            query_positions=ctx.positions,
-            key_positions=ctx.positions,
-            query_segments=ctx.segment_ids,
-            key_segments=ctx.segment_ids,
-            selected=selected,
-            aligned=ctx.execution.context_order == "plain",
-        )
+        """Attend to the tokens of this call."""
+        aligned = _aligned(ctx)
+        dense = ctx.dense_positions and aligned
+        options = AttentionOptions(mask=self.config.mask, aligned=aligned, dense_positions=dense, needs_lse=needs_lse)
+        inputs = _present_inputs(query, key, value, ctx, selected)
+        return attend_on_mesh(inputs, options, ctx.execution, contiguous=ctx.contiguous)
 
     def _attend_past(
         self,
@@ -361,7 +355,7 @@ class LatentAttention(eqx.Module):
         selected: Bool[Array, "..."] | None,
         ctx: Context,
     ) -> Result:
-        """Attention over all of a past."""
+        """Attend to all of a cache."""
         options: dict[str, Any] = dict(mask=self.config.mask, execution=ctx.execution)
         return attend_past(query, past, query_positions=ctx.positions, selected=selected, **options)
 
@@ -372,25 +366,31 @@ class LatentAttention(eqx.Module):
         slots: Int[Array, "batch length chosen"],
         ctx: Context,
     ) -> Result:
-        """Attention of each query over some slots of a past, and nothing else of it is read."""
+        """Attend with each query to some slots of a cache; nothing else of it is read."""
         batch, length, count = slots.shape
-        keys, places = past.at(slots.reshape(batch, -1), query.dtype)
+        keys, key_positions = past.at(slots.reshape(batch, -1), query.dtype)
 
         def alone(x: Array) -> Array:  # each query in a row of its own, with the keys that it chose
             return x.reshape(batch * length, -1, *x.shape[2:])
 
         keys = keys.reshape(batch * length, count, 1, -1)
-        out, lse = attend_on_mesh(
-            alone(query),
-            keys,
-            keys,
-            query_positions=alone(ctx.positions),
-            key_positions=places.reshape(batch * length, count),
-            mask=self.config.mask,
-            execution=ctx.execution,
-            key_axis="slots",
-        )
+        positions = AttentionPositions(alone(ctx.positions), key_positions.reshape(batch * length, count))
+        inputs, options = AttentionInputs(alone(query), keys, keys, positions), AttentionOptions(mask=self.config.mask)
+        out, lse = attend_on_mesh(inputs, options, ctx.execution, key_axis="slots")
         return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
+
+
+def _aligned(ctx: Context) -> bool:
+    """Return whether a call's tokens stand in the order of their positions."""
+    return ctx.execution.context_order == "plain"
+
+
+def _present_inputs(
+    query: Array, key: Array, value: Array, ctx: Context, selected: Bool[Array, "..."] | None
+) -> AttentionInputs:
+    """Return the inputs of attention among the tokens of a call."""
+    positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids)
+    return AttentionInputs(query, key, value, positions, selected)
 
 
 # The two halves of `kv_up`, used head by head. Of a weight in parts the second factor has the heads: it comes first on
@@ -398,7 +398,7 @@ class LatentAttention(eqx.Module):
 
 
 def _into_latents(query: Array, kv_up: Array | LowRank, ctx: Context) -> Float[Array, "batch length heads kv_rank"]:
-    """`W_k^T q`."""
+    """Compute `W_k^T q`."""
     pattern = "batch length heads nope, kv_rank heads nope -> batch length heads kv_rank"
     keys = slice(query.shape[-1])
     if not isinstance(kv_up, LowRank):
@@ -413,7 +413,7 @@ def _into_latents(query: Array, kv_up: Array | LowRank, ctx: Context) -> Float[A
 def _into_values(
     mixed: Array, kv_up: Array | LowRank, nope_dim: int, ctx: Context
 ) -> Float[Array, "batch length heads value_dim"]:
-    """`W_v c`."""
+    """Compute `W_v c`."""
     pattern = "batch length heads kv_rank, kv_rank heads value_dim -> batch length heads value_dim"
     values = slice(nope_dim, None)
     if not isinstance(kv_up, LowRank):

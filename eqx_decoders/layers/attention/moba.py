@@ -1,8 +1,8 @@
 """Mixture of block attention (MoBA; Lu et al., 2025): each query head attends to a few blocks of keys.
 
-A block is `size` positions of a document. A query takes its own block, in which it sees what came before, and of the
-earlier ones those whose mean key has the largest product with it: `top_k` blocks in all; of equals those that come
-first. There are no weights, and the choice has no gradient.
+A block is `size` positions of a document. A query takes its own block, in which it sees what came before, and the
+earlier blocks whose mean key has the largest product with it: `top_k` blocks in all, the earlier ones of equals.
+There are no weights, and the choice has no gradient.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from eqx_decoders.errors import check_integer
-from eqx_decoders.layers.attention.topk import best_of_each, map_queries
+from eqx_decoders.layers.attention.topk import map_queries, top_k_mask
 from eqx_decoders.layers.cache.kv_cache import CachedKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSelection:
-    """Each query head attends to `top_k` blocks of keys, its own among them.
+    """Selection of `top_k` blocks of keys for each query head, its own block among them.
 
     **Arguments:**
 
@@ -42,7 +42,7 @@ class BlockSelection:
         segments: Int[Array, "batch length"] | None,
         contiguous: bool = False,
     ) -> Bool[Array, "batch heads length length"] | None:
-        """Which tokens of whole documents are in blocks that each of them chooses; None: all of them.
+        """Return which tokens of whole documents are in the blocks that each token chooses; None: all of them.
 
         Unless positions are `contiguous` each token may stand in a block of its own.
         """
@@ -57,10 +57,10 @@ class BlockSelection:
         owners = jax.vmap(lambda ids, into: jnp.full_like(ids, -1).at[into].max(ids))(segments, blocks)
 
         def some(queries):
-            query, own, segment = queries
+            query, own_block, segment = queries
             index = jnp.arange(length, dtype=jnp.int32)[None, None]
-            earlier = (index < own[:, :, None]) & (owners[:, None] == segment[:, :, None])
-            chosen = self._best(query, means, earlier, index == own[:, :, None])
+            earlier = (index < own_block[:, :, None]) & (owners[:, None] == segment[:, :, None])
+            chosen = self._best(query, means, earlier, index == own_block[:, :, None])
             return _of_tokens(chosen, blocks)
 
         chosen = jnp.moveaxis(map_queries(some, (query, blocks, segments), length, query.shape[2]), 0, 2)
@@ -73,51 +73,51 @@ class BlockSelection:
         positions: Int[Array, "batch length"],
         past: CachedKV,
     ) -> "CachedBlocks":
-        """The same for the tokens of a call and of a past, whose row is one document."""
+        """Return which tokens of a call and of a cache are in the chosen blocks; a row of the cache is one document."""
         slots, length = past.positions.shape[1], positions.shape[1]
         count = -(-(slots + length) // self.size)
         if count <= self.top_k:
             return CachedBlocks(None, None)
         stored = past.key if past.key_scale is None else past.keys(key.dtype)
         query, key, keys = jax.lax.stop_gradient((query, key, stored))
-        own, others = positions // self.size, past.positions // self.size
+        own_block, others = positions // self.size, past.positions // self.size
         sums, totals = 0.0, 0.0
-        for blocks, some, pattern in ((others, keys, "bcs,bnsd->bcnd"), (own, key, "bcs,bsnd->bcnd")):
+        for blocks, some, pattern in ((others, keys, "bcs,bnsd->bcnd"), (own_block, key, "bcs,bsnd->bcnd")):
             inside = jax.nn.one_hot(blocks, count, dtype=some.dtype, axis=1)  # another order CPUs have no product for
             sums += jnp.einsum(pattern, inside, some, preferred_element_type=jnp.float32)
             totals += jnp.sum(inside, axis=2, dtype=jnp.float32)
         means = sums / jnp.maximum(totals, 1.0)[:, :, None, None]
         index = jnp.arange(count, dtype=jnp.int32)[None, None]
-        earlier = (index < own[:, :, None]) & (totals > 0)[:, None]
-        chosen = self._best(query, means, earlier, index == own[:, :, None])
-        return CachedBlocks(_of_tokens(chosen, own), _of_tokens(chosen, others))
+        earlier = (index < own_block[:, :, None]) & (totals > 0)[:, None]
+        chosen = self._best(query, means, earlier, index == own_block[:, :, None])
+        return CachedBlocks(_of_tokens(chosen, own_block), _of_tokens(chosen, others))
 
     def _best(
         self,
         query: Float[Array, "batch length heads head_dim"],
         means: Float32[Array, "batch blocks kv_heads head_dim"],
         earlier: Bool[Array, "batch length blocks"],
-        own: Bool[Array, "batch length blocks"],
+        own_block: Bool[Array, "batch length blocks"],
     ) -> Bool[Array, "batch heads length blocks"]:
-        """Which blocks each query head takes; products in f32."""
+        """Return the blocks that each query head takes; products in f32."""
         batch, length, heads, dim = query.shape
         split = query.astype(jnp.float32).reshape(batch, length, means.shape[2], -1, dim)
         with jax.default_matmul_precision("highest"):  # they decide
             scores = jnp.einsum("blngd,bcnd->bnglc", split, means).reshape(batch, heads, length, -1)
         scores = jnp.where(earlier[:, None], scores, -jnp.inf)
-        scores = jnp.where(own[:, None], jnp.inf, scores)
-        return best_of_each(scores, self.top_k) & (scores > -jnp.inf)
+        scores = jnp.where(own_block[:, None], jnp.inf, scores)
+        return top_k_mask(scores, self.top_k) & (scores > -jnp.inf)
 
 
 class CachedBlocks(NamedTuple):
-    """Which tokens of a call and of a past are in chosen blocks; None: all of them."""
+    """Tokens of a call and of a cache that are in chosen blocks; None: all of them."""
 
     present: Bool[Array, "batch heads length length"] | None
     past: Bool[Array, "batch heads length slots"] | None
 
 
 def _blocks_of(positions: Array, segments: Array, size: int) -> Int[Array, "batch length"]:
-    """For each token the number of its block, counted along the row; padding belongs to the block before it."""
+    """Number the block of each token, counted along the row; padding belongs to the block before it."""
     index = jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape)
     latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
     before = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
@@ -129,7 +129,7 @@ def _blocks_of(positions: Array, segments: Array, size: int) -> Int[Array, "batc
 def _means(
     key: Array, blocks: Array, real: Bool[Array, "batch length"]
 ) -> Float32[Array, "batch blocks kv_heads head_dim"]:
-    """The mean key of each of as many blocks as there are tokens; those that do not exist are zero."""
+    """Compute the mean key of each of as many blocks as there are tokens; zero for blocks that do not exist."""
 
     def row(key, into, real):
         zeros, weight = jnp.zeros(key.shape, jnp.float32), real.astype(jnp.float32)
@@ -142,7 +142,7 @@ def _means(
 def _of_tokens(
     chosen: Bool[Array, "batch heads length blocks"], blocks: Int[Array, "batch keys"]
 ) -> Bool[Array, "batch heads length keys"]:
-    """Whether the block of each key is chosen; a key in a block below 0 is in none."""
+    """Return whether the block of each key is chosen; a key in a block below 0 is in none."""
     inside = jnp.clip(blocks, 0, chosen.shape[-1] - 1)
-    found = jax.vmap(lambda chosen, blocks: jnp.take(chosen, blocks, axis=-1))(chosen, inside)
-    return found & (blocks >= 0)[:, None, None]
+    taken = jax.vmap(lambda chosen, blocks: jnp.take(chosen, blocks, axis=-1))(chosen, inside)
+    return taken & (blocks >= 0)[:, None, None]

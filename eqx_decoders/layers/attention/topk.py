@@ -1,4 +1,4 @@
-"""The best of each row of scores, and scores of some queries at a time: what choices of keys are made of."""
+"""Top-k of rows of scores, and maps over some queries at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float32, UInt32
 TILE = 2**24  # scores of one row that exist at a time
 
 
-def best_of_each(scores: Float32[Array, "*rows keys"], count: int) -> Bool[Array, "*rows keys"]:
-    """Which scores are among the best `count` of their row; of equals those that come first.
+def top_k_mask(scores: Float32[Array, "*rows keys"], count: int) -> Bool[Array, "*rows keys"]:
+    """Return which scores are among the best `count` of their row; the earlier ones of equals.
 
     The last of them is found bit by bit, as the largest number that `count` scores reach: a TPU would sort a row in
     many more passes, and what a mesh splits stays where it is.
@@ -32,16 +32,16 @@ def best_of_each(scores: Float32[Array, "*rows keys"], count: int) -> Bool[Array
 
 
 def _ordered_bits(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Integers in the order of the numbers, both zeros being one."""
+    """Return integers in the order of the numbers, both zeros being one."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def map_queries(function: Callable[[Any], Any], queries: Any, length: int, heads: int) -> Any:
-    """`function` of some of the queries at a time, so that no more than TILE scores of `heads` heads exist at once.
+    """Map `function` over some of the queries at a time, so that at most TILE scores of `heads` heads exist at once.
 
-    `queries` are arrays `batch length …`; where there are too few for the last time, padding at position -1 fills up.
-    Results have a leading axis of these times.
+    `queries` are arrays `batch length …`; the last group is padded with positions -1. Results have a leading axis of
+    groups.
     """
     count = max(1, min(length, -(-length * length * heads // TILE)))
     if count == 1:

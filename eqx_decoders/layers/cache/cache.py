@@ -1,4 +1,4 @@
-"""What a decoder remembers, and what a call proposes to it."""
+"""Cache of a decoder, and the entries that a call proposes for it."""
 
 from typing import Any
 
@@ -7,21 +7,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eqx_decoders.layers.cache import kv_cache
-from eqx_decoders.layers.cache.kv_cache import LayerCacheRows, is_memory, rows_of
+from eqx_decoders.layers.cache.base import LayerCacheRows, commit, is_layer_cache, rows_of
 from eqx_decoders.layers.cache.paged import PagedKVCache
 from eqx_decoders.sharding.explicit import keeping_types
 
 
 class Cache(eqx.Module):
-    """What a decoder remembers of the tokens it has seen.
+    """Cache of a decoder, for the tokens that it has seen.
 
     **Arguments:**
 
-    - `segments`: for each segment, and each block of its unit, the memories of its layers by the names of its branches.
+    - `segments`: for each segment, and each block of its unit, the caches of its layers by name.
     - `length`: the next position of each row.
-    - `rope_offset`: what is to be added to it for the next rotary position, where images move these on by other steps
-        than their tokens; None for models without such positions.
+    - `rope_offset`: added to the length for the next rotary position, where images advance it by other steps than
+        their tokens; None for models without such positions.
     """
 
     segments: tuple[tuple[dict[str, Any], ...], ...]
@@ -37,36 +36,36 @@ class Cache(eqx.Module):
         `rope_offset` is the new one; None leaves it.
         """
         return Cache(
-            segments=kv_cache.commit(self.segments, entries, positions),
+            segments=commit(self.segments, entries, positions),
             length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1),
             rope_offset=self.rope_offset if rope_offset is None else rope_offset,
         )
 
     @keeping_types
     def reset(self, rows: Bool[Array, "batch"]) -> "Cache":
-        """The cache with these rows empty."""
-        emptied = jax.tree.map(lambda each: each.reset(rows), self.segments, is_leaf=is_memory)
+        """Empty these rows."""
+        emptied = jax.tree.map(lambda each: each.reset(rows), self.segments, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else jnp.where(rows, 0.0, self.rope_offset)
         return Cache(segments=emptied, length=jnp.where(rows, 0, self.length), rope_offset=offset)
 
     @keeping_types
     def with_row(self, row: int | Int[Array, ""], source: "Cache", source_row: int | Int[Array, ""] = 0) -> "Cache":
-        """The cache with a row of another cache of the same decoder, perhaps of another length, in place of `row`."""
+        """Replace `row` by a row of another cache of the same decoder, perhaps of another length."""
 
         def copied(mine: Any, other: Any) -> Any:
             return mine.with_row(row, other.row(source_row))
 
         offset, other = self.rope_offset, source.rope_offset
         return Cache(
-            segments=jax.tree.map(copied, self.segments, source.segments, is_leaf=is_memory),
+            segments=jax.tree.map(copied, self.segments, source.segments, is_leaf=is_layer_cache),
             length=self.length.at[row].set(source.length[source_row]),
             rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
         )
 
     def at_rows(self, rows: Int[Array, "rows"]) -> "Cache":
-        """Some rows, none of them twice, for `Decoder.propose` to read where they stand.
+        """Select some rows, none of them twice, for `Decoder.forward_uncommitted` to read where they stand.
 
-        What it proposes goes to `commit_rows`.
+        The resulting entries go to `commit_rows`.
         """
 
         def some(each: Any) -> LayerCacheRows:
@@ -74,7 +73,7 @@ class Cache(eqx.Module):
 
         offset = self.rope_offset
         return Cache(
-            segments=jax.tree.map(some, self.segments, is_leaf=is_memory),
+            segments=jax.tree.map(some, self.segments, is_leaf=is_layer_cache),
             length=rows_of(self.length, rows),
             rope_offset=None if offset is None else rows_of(offset, rows),
         )
@@ -87,22 +86,22 @@ class Cache(eqx.Module):
         positions: Int[Array, "rows length"],
         rope_offset: Float[Array, "rows"] | None = None,
     ) -> "Cache":
-        """`commit` of what was proposed for some rows."""
+        """Write entries proposed for some rows, as `commit` does."""
 
         def written(each: Any, new: Any) -> Any:
             return each.commit_rows(rows, new, positions)
 
         offset = self.rope_offset
         return Cache(
-            segments=jax.tree.map(written, self.segments, entries, is_leaf=is_memory),
+            segments=jax.tree.map(written, self.segments, entries, is_leaf=is_layer_cache),
             length=self.length.at[rows].max(jnp.max(positions, axis=1) + 1),
             rope_offset=offset if offset is None or rope_offset is None else offset.at[rows].set(rope_offset),
         )
 
     @keeping_types
     def empty_row(self, row: Int[Array, ""]) -> "Cache":
-        """The cache with nothing in this row; what costs time to overwrite is left and never read."""
-        emptied = jax.tree.map(lambda each: each.empty_row(row), self.segments, is_leaf=is_memory)
+        """Empty this row; what costs time to overwrite is left and never read."""
+        emptied = jax.tree.map(lambda each: each.empty_row(row), self.segments, is_leaf=is_layer_cache)
         offset = None if self.rope_offset is None else self.rope_offset.at[row].set(0.0)
         return Cache(segments=emptied, length=self.length.at[row].set(0), rope_offset=offset)
 
@@ -114,9 +113,9 @@ class Cache(eqx.Module):
         tables: Int[Array, "batch row_pages"] | dict[int, Int[Array, "batch row_pages"]],
         lengths: Int[Array, "batch"] | None = None,
     ) -> "Cache":
-        """The cache whose rows have these pages, and so many tokens in them (None: as before).
+        """Set the page tables of the rows, and the numbers of tokens in them (None: as before).
 
-        One table for all layers; or one for layers of each window, and that of 0 for those without: then they have
+        Give one table for all layers; or one for the layers of each window, and 0 for layers without: then they have
         page numbers of their own.
         """
 
@@ -126,28 +125,14 @@ class Cache(eqx.Module):
             table = tables.get(each.window, tables.get(0)) if isinstance(tables, dict) else tables
             return each if table is None else each.with_table(table, lengths)
 
-        segments = jax.tree.map(given, self.segments, is_leaf=is_memory)
+        segments = jax.tree.map(given, self.segments, is_leaf=is_layer_cache)
         return Cache(segments, self.length if lengths is None else lengths, self.rope_offset)
-
-    @keeping_types
-    def with_copied_pages(
-        self, sources: Int[Array, "count"], targets: Int[Array, "count"], window: int | None = None
-    ) -> "Cache":
-        """The cache with the contents of some pages in others: of layers of one window, or (None) of all.
-
-        A target below 0 is none: few numbers of copies then suffice for all.
-        """
-
-        def copied(each: Any) -> Any:
-            meant = isinstance(each, PagedKVCache) and window in (None, each.window)
-            return each.copied(sources, targets) if meant else each
-
-        return Cache(jax.tree.map(copied, self.segments, is_leaf=is_memory), self.length, self.rope_offset)
 
 
 class Proposal(eqx.Module):
-    """What a call proposes to a cache: the entries of every block's layers, the positions of its tokens, and its
-    `rope_offset` behind them (None: as it was).
+    """Entries that a call proposes for a cache: of every block's layers, with the positions of its tokens.
+
+    `rope_offset` is the cache's next one (None: as it was).
     """
 
     entries: Any

@@ -1,7 +1,7 @@
-"""Caches that somebody else owns: layers hand over keys and values, and get back what their queries found.
+"""Caches owned by an external engine: layers pass keys and values, and get back the results of their queries.
 
-For engines that have their own memory and their own attention, such as vLLM's TPU backend. The tokens of a call are one
-row, whatever sequences they are of: the engine's metadata says which.
+For engines that have their own memory and their own attention, such as vLLM's TPU backend. The tokens of a call are
+one row, whatever sequences they are of: the engine's metadata says which.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import ConfigError, check
-from eqx_decoders.layers.cache.kv_cache import LayerCache
+from eqx_decoders.layers.cache.base import LayerCache
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExternalCall:
-    """What a layer asks of an engine's attention: softmax over the sequence's tokens up to the query's own.
+    """Static options of one call of an engine's attention: softmax over the sequence's tokens up to the query's own.
 
     **Arguments:**
 
     - `layer`: its number in the list of caches.
-    - `window`: how many tokens a query sees, itself included; None for all.
+    - `window`: number of tokens that a query sees, itself included; None for all.
     - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
-    - `writes`: whether keys and values are to be stored; else they are in the cache already, by an earlier layer.
+    - `writes`: whether keys and values are to be stored; else an earlier layer has stored them already.
     """
 
     layer: int
@@ -42,7 +42,7 @@ ExternalAttention = Callable[..., tuple[Any, Array]]
 
 
 class ExternalWrite(NamedTuple):
-    """What is to happen with one layer's cache: its new content, and the keys and values that it has got."""
+    """New content of one layer's external cache, and the keys and values written to it."""
 
     cache: Any
     key: Float[Array, "1 tokens kv_heads head_dim"]
@@ -50,7 +50,7 @@ class ExternalWrite(NamedTuple):
 
 
 class ExternalCachedKV(eqx.Module):
-    """What one layer reads and writes: a cache of an engine."""
+    """External cache as one layer reads and writes it."""
 
     cache: Any
     metadata: Any
@@ -68,7 +68,7 @@ class ExternalCachedKV(eqx.Module):
         sinks: Float[Array, "heads"] | None = None,
         written: Any = None,
     ) -> tuple[Float[Array, "1 tokens heads head_dim"], ExternalWrite]:
-        """What queries found. `written` is the cache that an earlier layer has written these keys and values to."""
+        """Attend by the engine. `written` is the cache to which an earlier layer has written these keys and values."""
         known = isinstance(mask, Causal | SlidingWindow)
         check(known, f"layer {self.layer} has mask={mask}, which engines with caches of their own don't know.")
         window = mask.size if isinstance(mask, SlidingWindow) else None
@@ -79,7 +79,7 @@ class ExternalCachedKV(eqx.Module):
 
 
 class ExternalKVCache(LayerCache):
-    """The caches of equal layers, each an array or a tree of the engine's, and what it says of this call."""
+    """External caches of equal layers, each an array or a tree of the engine's, and its metadata of this call."""
 
     caches: tuple[Any, ...]
     metadata: Any
@@ -102,5 +102,5 @@ class ExternalKVCache(LayerCache):
 
 
 def stacked_or_listed(*results: Any) -> Any:
-    """What equal layers returned: arrays are stacked, caches of an engine stay apart."""
+    """Stack the arrays that equal layers returned; list external caches."""
     return results if isinstance(results[0], ExternalWrite) else jnp.stack(results)

@@ -1,14 +1,14 @@
-"""How a cache stores keys and values: as they are, or as small numbers with scales.
+"""Formats of cached keys and values: floating point, or small numbers with scales.
 
     scale = max|x| / bound,    stored = round(x / scale),    x ~ scale * stored
 
 The maximum is over the features of a head, or over all heads of a token. The bound is the dtype's largest number: 127,
-7, or 448 (e4m3). A number of int8 is wrong by at most 1/254 of the largest beside it, one of int4 by 1/14, one of e4m3
-by 1/16 of itself.
+7, or 448 (e4m3). The error of int8 is at most 1/254 of the largest number in the head, of int4 1/14, of e4m3 1/16 of
+the number itself.
 
-Scales are bfloat16. Numbers are divided by the scale as it is stored, so its rounding adds no error, and it keeps the
-range of float32; of 128 features in int8 it takes 1.6 % beside them. What was stored once is stored again bit by bit:
-the largest number becomes the bound, and the scale the same.
+Scales are bfloat16. Numbers are divided by the scale as it is stored, so its rounding adds no error, and it has the
+range of float32; with 128 features in int8 it takes 1.6 % more. Stored numbers are stored again bit by bit: the
+largest becomes the bound, and the scale the same.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ SCALE = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheFormat:
-    """How a cache stores keys, values, latents and the keys of indexers.
+    """Format of a cache's keys, values, latents and keys of indexers.
 
     **Arguments:**
 
     - `dtype`: a floating-point dtype of 16 bits or more, or "int8", "int4" or "float8_e4m3fn", with scales. States of
-        recurrences stay in float32, and so do the tails of convolutions beside keys with scales.
-    - `scale_over`: what shares a scale: the features of a head ("head_dim"), or those of all heads of a token
+        recurrences stay in float32, and so do convolution states in a cache with scales.
+    - `scale_over`: what shares a scale: the features of a head ("head_dim"), or the features of all heads of a token
         ("heads_and_head_dim"), which takes less memory and loses more.
     """
 
@@ -55,29 +55,29 @@ class CacheFormat:
         check_word("CacheFormat.scale_over", self.scale_over, get_args(ScaleOver))
 
     @classmethod
-    def of(cls, given: "DTypeLike | CacheFormat") -> "CacheFormat":
-        """A dtype as a format."""
-        return given if isinstance(given, CacheFormat) else cls(dtype=given)
+    def of(cls, dtype_or_format: "DTypeLike | CacheFormat") -> "CacheFormat":
+        """Return the format for a dtype, or a format itself."""
+        return dtype_or_format if isinstance(dtype_or_format, CacheFormat) else cls(dtype=dtype_or_format)
 
     @property
     def bound(self) -> float | None:
-        """The largest number that is stored; None: numbers are stored as they are."""
+        """Largest number that is stored; None: numbers are stored without scales."""
         return BOUNDS.get(str(self.dtype))
 
     @property
-    def beside(self) -> Any:
-        """The dtype of what has no scales: tails of convolutions."""
+    def unscaled_dtype(self) -> Any:
+        """Dtype of arrays without scales: convolution states."""
         return jnp.dtype(self.dtype if self.bound is None else jnp.float32)
 
     def scale_heads(self, kv_heads: int) -> int:
-        """How many scales a token's key has."""
+        """Return the number of scales of a token's key."""
         return kv_heads if self.scale_over == "head_dim" else 1
 
 
 def encode(
     x: Float[Array, "*shape kv_heads head_dim"], dtype: DTypeLike, scale_heads: int
 ) -> tuple[Num[Array, "*shape kv_heads head_dim"], Float[Array, "*shape scale_heads"]]:
-    """What is stored of vectors, and their scales. Of zeros it is zeros, with scale 1."""
+    """Encode vectors: return the stored numbers, and their scales. Zeros are stored as zeros, with scale 1."""
     dtype, x = jnp.dtype(dtype), x.astype(jnp.float32)
     bound = BOUNDS[dtype.name]
     most = jnp.max(jnp.abs(x), axis=-1)
@@ -92,7 +92,7 @@ def encode(
 def decode(
     stored: Num[Array, "*shape head_dim"], scale: Float[Array, "..."] | None, dtype: DTypeLike
 ) -> Float[Array, "*shape head_dim"]:
-    """`scale * stored`; a scale has the axes of what is stored but the last, one of its heads standing for all."""
+    """Compute `scale * stored`; a scale has the axes of what is stored but the last, and one head or all."""
     if scale is None:
         return stored.astype(dtype)
     return (stored.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]).astype(dtype)

@@ -1,4 +1,4 @@
-"""Tokens to features and back: embedding table, absolute positions, output head."""
+"""Embedding table, absolute positions, and output head."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.numerics.matmul import fan_in, normal
+from eqx_decoders.numerics.initializers import fan_in, normal
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight
 
 
 class TokenEmbedding(eqx.Module):
-    """`scale * table[token]`; ids outside the vocabulary are clipped into it."""
+    """Embedding `scale * table[token]`; ids outside the vocabulary are clipped into it."""
 
     table: Float[Array, "vocab embed"]
     scale: float = eqx.field(static=True, default=1.0)
@@ -40,7 +40,7 @@ class TokenEmbedding(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedPositions:
-    """`x + table[position]` (GPT-2).
+    """Configuration of `x + table[position]` (GPT-2).
 
     **Arguments:**
 
@@ -57,7 +57,7 @@ class LearnedPositions:
 
 
 class LearnedPositionTable(eqx.Module):
-    """`x + table[position]`."""
+    """Learned positions `x + table[position]`."""
 
     table: Float[Array, "positions embed"]
 
@@ -68,7 +68,10 @@ class LearnedPositionTable(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinusoidalPositions:
-    """`x + [sin(p w_k), cos(p w_k)]`, `w_k = max_timescale^(-k / (n - 1))`, n = embed_dim / 2 (Vaswani et al. 2017)."""
+    """Configuration of `x + [sin(p w_k), cos(p w_k)]`, `w_k = max_timescale^(-k / (n - 1))`, n = embed_dim / 2.
+
+    As in Vaswani et al. 2017.
+    """
 
     max_timescale: float = 10_000.0
 
@@ -80,7 +83,7 @@ class SinusoidalPositions:
 
 
 class Sinusoids(eqx.Module):
-    """`x + [sin(p w_k), cos(p w_k)]`, computed in float32."""
+    """Sinusoidal positions `x + [sin(p w_k), cos(p w_k)]`, computed in float32."""
 
     config: SinusoidalPositions = eqx.field(static=True)
 
@@ -89,7 +92,7 @@ class Sinusoids(eqx.Module):
 
 
 def sinusoids(positions: Int[Array, "*dims"], size: int, max_timescale: float) -> Float32[Array, "*dims size"]:
-    """`[sin(p w_k), cos(p w_k)]`; an odd last feature gets 0, and positions below 0 count as 0."""
+    """Compute `[sin(p w_k), cos(p w_k)]`; an odd last feature gets 0, and positions below 0 count as 0."""
     count = size // 2
     rates = jnp.exp(-math.log(max_timescale) / max(count - 1, 1) * jnp.arange(count, dtype=jnp.float32))
     real = jnp.maximum(positions, 0).astype(jnp.float32)[..., None]
@@ -102,13 +105,13 @@ PositionsConfig = LearnedPositions | SinusoidalPositions
 
 
 class Head(eqx.Module):
-    """`kernel^T x`: an output head of its own, not the embedding table."""
+    """Untied output head `kernel^T x`."""
 
     kernel: Float[Array, "embed vocab"]
 
 
 def build_head(embed_dim: int, vocab_size: int, *, key: PRNGKeyArray) -> Head:
-    """A head with variance `1 / embed_dim`."""
+    """Build a head with variance `1 / embed_dim`."""
     return Head(kernel=fan_in(key, (embed_dim, vocab_size), jnp.float32, embed_dim))
 
 
@@ -120,7 +123,7 @@ def logits(
     tied: bool,
     soft_cap: float | None,
 ) -> Float32[Array, "batch length vocab"]:
-    """`kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the embedding table, `vocab embed`."""
+    """Compute `kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the table, `vocab embed`."""
     right = "vocab embed" if tied else "embed vocab"
     # the table as its lookup has it: XLA's partitioner (jax 0.12) may abort where one weight is split in two ways
     kernel = kernel if not tied or isinstance(kernel, QuantizedWeight) else ctx.constrain(kernel, right)
@@ -129,16 +132,16 @@ def logits(
     return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)
 
 
-def placed_in_documents(
+def document_positions(
     positions: Int[Array, "batch length"] | None,
     segment_ids: Int[Array, "batch length"] | None,
     shape: tuple[int, ...],
     begin: Int[Array, "batch"] | None = None,
 ) -> tuple[Int[Array, "batch length"], Int[Array, "batch length"] | None]:
-    """Positions of tokens in their documents, -1 for padding (segment 0), and the documents' numbers, 0 for padding.
+    """Return positions of tokens in their documents, -1 for padding (segment 0), and document numbers, 0 for padding.
 
-    Where no positions are given they are counted: padding takes none, and an id that is used again behind another
-    document is one of a new document. With `begin` each row goes on from there as one document.
+    Positions are counted where none are given: padding takes none, and an id that is used again after another document
+    begins a new document. With `begin` each row goes on from there as one document.
     """
     if segment_ids is None:
         if positions is None:

@@ -1,4 +1,4 @@
-"""Engram (Cheng et al. 2026): a table of vectors that tokens find by their last few tokens, hashed.
+"""Engram (Cheng et al. 2026): embeddings of n-grams, looked up by hashes of a token and the few before it.
 
 The hashes, multipliers and sizes of tables are those of MaxText. Two things differ from it: n-grams don't cross the
 border between documents that are packed into a row, and padding is skipped.
@@ -22,17 +22,17 @@ from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.kv_cache import ConvInputs, ConvShape, NewConvInputs, last_inputs
+from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, last_inputs
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
-from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenClasses:
-    """Which token ids count as the same: a class for each id, such as one for all spellings of a word.
+    """Classes of token ids that count as the same, such as all spellings of a word.
 
     **Arguments:**
 
@@ -51,18 +51,18 @@ class TokenClasses:
 
     @classmethod
     def of(cls, classes: Sequence[int] | np.ndarray) -> "TokenClasses":
-        """From the class of each token id."""
+        """Pack the class of each token id."""
         steps = np.diff(np.asarray(classes, "<i4"), prepend=np.int32(0))
         return cls(base64.b64encode(zlib.compress(steps.tobytes(), 9)).decode())
 
     @property
     def ids(self) -> np.ndarray:
-        """The class of each token id."""
+        """Class of each token id."""
         return _unpack(self.packed)
 
     @property
     def count(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return int(self.ids.max()) + 1
 
 
@@ -74,7 +74,9 @@ def _unpack(packed: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngramConfig:
-    """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`.
+    """Configuration of an Engram layer, which adds embeddings of n-grams to the stream.
+
+        v + silu(convolution(norm(v))),   v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e
 
     `e` are the vectors of the n-grams that end at a token, one for each order (pairs, triples, …) and each head, side
     by side; `root(s) = sign(s) sqrt(|s|)`. With several residual streams each has a key, norms and a convolution of its
@@ -85,15 +87,15 @@ class EngramConfig:
     - `embed_dim`: features of the residual stream.
     - `vocab_size`: token ids.
     - `layers`: all layers that have an Engram, in order; no two tables of them have the same size.
-    - `layer`: which of them this is.
+    - `layer`: this layer's number.
     - `streams`: residual streams.
     - `num_heads`: hashes of each order.
     - `head_dim`: features of one vector.
-    - `vocab_bases`: for each order from 2 on, what the sizes of its tables begin at; they are primes.
+    - `vocab_bases`: for each order from 2 on, a lower bound of the sizes of its tables, which are primes.
     - `taps`: inputs of the convolution, as many tokens apart as the longest n-grams have.
     - `seed`: of the hashes.
     - `pad_token`: what stands before the first token.
-    - `token_classes`: which ids count as the same; None: each is its own.
+    - `token_classes`: ids that count as the same; None: each is its own.
     - `eps`: of the norms.
     """
 
@@ -140,12 +142,12 @@ class EngramConfig:
 
     @property
     def max_ngram(self) -> int:
-        """How many tokens the longest n-grams have."""
+        """Number of tokens of the longest n-grams."""
         return len(self.vocab_bases) + 1
 
     @property
     def num_classes(self) -> int:
-        """How many different tokens the hashes know."""
+        """Number of different tokens that the hashes know."""
         return self.vocab_size if self.token_classes is None else self.token_classes.count
 
     @property
@@ -162,17 +164,17 @@ class EngramConfig:
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
-        """The sizes of the tables, for each order the heads."""
+        """Sizes of the tables, for each order and head."""
         return _table_sizes(self.layers, self.vocab_bases, self.num_heads)[self.layer]
 
-    def memory(self, max_length: int) -> dict[str, ConvShape]:
-        """The last tokens, and the last inputs of the convolution."""
+    def cache_shape(self, max_length: int) -> dict[str, ConvShape]:
+        """Return the shapes of the cache: the last tokens, and the last inputs of the convolution."""
         tokens = ConvShape(taps=self.max_ngram - 1, channels=1, dtype="int32")
         values = ConvShape(taps=(self.taps - 1) * self.max_ngram, channels=self.streams * self.embed_dim)
         return {"tokens": tokens, "values": values}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Engram":
-        rule = f"must be that of the residual stream, {embed_dim}"
+        rule = f"must be the residual stream's, {embed_dim}"
         check(embed_dim == self.embed_dim, f"EngramConfig.embed_dim={self.embed_dim} {rule}.")
         table_key, key_key, value_key = jax.random.split(key, 3)
         size, streams = self.features, self.streams
@@ -191,7 +193,7 @@ class EngramConfig:
 
 
 class Engram(eqx.Module):
-    """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`."""
+    """Layer `v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`."""
 
     table: Float[Array, "rows row_dim"]
     key: Float[Array, "ngram_features streams embed"]
@@ -207,37 +209,37 @@ class Engram(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length *streams embed"], ctx: Context, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Any]]:
-        """What is added to each stream, and the tokens and inputs of the convolution for a memory."""
+        """Return the features to add to each stream, and the new tokens and convolution inputs for a cache."""
         streams = x.reshape(*x.shape[:2], self.config.streams, x.shape[-1])
         values = self._values(streams, self._vectors(ctx, None if past is None else past["tokens"]), ctx)
         inputs = _normed(values, self.value_scale, self.config.eps).reshape(*x.shape[:2], -1)
         tail = self._tail(inputs, None if past is None else past["values"])
-        places, dilation = (ctx.positions, ctx.segment_ids), self.config.max_ngram
+        positions, dilation = (ctx.positions, ctx.segment_ids), self.config.max_ngram
         smooth = convolve_on_mesh(
-            inputs, self.convolution, None, tail, *places, dilation=dilation, execution=ctx.execution
+            inputs, self.convolution, None, tail, *positions, dilation=dilation, execution=ctx.execution
         )
         out = values + jax.nn.silu(smooth).reshape(values.shape)
         return out.reshape(x.shape), self._entries(inputs, tail, ctx)
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _vectors(self, ctx: Context, tail: Array | None) -> Float[Array, "batch length ngram_features"]:
-        """The vectors of the n-grams that end at each token, side by side."""
+        """Look up the vectors of the n-grams that end at each token, side by side."""
         tokens = _tokens(ctx)
         tail = jnp.full((len(tokens), self.config.max_ngram - 1, 1), -1, jnp.int32) if tail is None else tail
         rows = ngram_rows(self.config, tokens, tail[..., 0], ctx.positions, ctx.segment_ids)
-        found = look_up(self.table, rows, "rows row_dim", ctx)
-        return found.reshape(*rows.shape[:2], -1)
+        vectors = look_up(self.table, rows, "rows row_dim", ctx)
+        return vectors.reshape(*rows.shape[:2], -1)
 
     def _values(self, x: Array, vectors: Array, ctx: Context) -> Float[Array, "batch length streams embed"]:
-        """What the vectors say, as far as each stream wants to hear it."""
+        """Project the vectors to values, gated for each stream."""
         eps = self.config.eps
         into = "batch length ngram_features, ngram_features streams embed -> batch length streams embed"
         key = _normed(add_bias(ctx.einsum(into, vectors, self.key), self.key_bias), self.key_scale, eps)
         into = "batch length ngram_features, ngram_features embed -> batch length embed"
-        # split as asked before a memory splits it otherwise: XLA (jax 0.10) has a wrong product for both at once
+        # split as requested before a cache splits it otherwise: XLA (jax 0.10) has a wrong product for both at once
         value = ctx.constrain(ctx.einsum(into, vectors, self.value), "batch length embed")
         value = add_bias(value, self.value_bias)
         query = _normed(x, self.query_scale, eps)
@@ -246,14 +248,14 @@ class Engram(eqx.Module):
         return gate[..., None].astype(value.dtype) * value[:, :, None]
 
     def _tail(self, inputs: Array, tail: Array | None) -> Float[Array, "batch taps channels"]:
-        """The inputs of the convolution before this call."""
+        """Return the inputs of the convolution before this call."""
         taps = (self.config.taps - 1) * self.config.max_ngram
         size = len(inputs), taps, inputs.shape[-1]
         return jnp.zeros(size, inputs.dtype) if tail is None else tail.astype(inputs.dtype)
 
     def _entries(self, inputs: Array, tail: Array, ctx: Context) -> dict[str, Any]:
-        """What is proposed: of a call of which all is kept, only the last inputs."""
-        long = ctx.keeps_all and inputs.shape[1] > tail.shape[1]
+        """Return new entries for a cache: only the last inputs for a call of which every token is accepted."""
+        long = ctx.accept_all and inputs.shape[1] > tail.shape[1]
         values = NewConvInputs(tail=last_inputs(tail, inputs, ctx.positions)) if long else ConvInputs(inputs=inputs)
         return {"tokens": ConvInputs(inputs=_tokens(ctx)[..., None]), "values": values}
 
@@ -265,7 +267,7 @@ def ngram_rows(
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
 ) -> Int32[Array, "batch length hashes"]:
-    """The rows of the table for the n-grams that end at each token, those of two tokens first.
+    """Return the table rows of the n-grams that end at each token, pairs first.
 
     `tail` are the tokens before, -1 where there are none.
     """
@@ -290,7 +292,7 @@ def earlier_tokens(
     segment_ids: Int[Array, "batch length"] | None,
     count: int,
 ) -> list[Int[Array, "batch length"]]:
-    """The token before each token, the one before that, and so on, within its document; -1 where there is none."""
+    """Return the token before each token, the one before that, and so on, within its document; -1 for none."""
     taps = tail.shape[1]
     joined = jnp.concatenate([tail, tokens.astype(tail.dtype)], axis=1)
     real = jnp.concatenate([tail >= 0, positions >= 0], axis=1)
@@ -298,20 +300,20 @@ def earlier_tokens(
     index = jnp.broadcast_to(jnp.arange(joined.shape[1], dtype=jnp.int32)[None], joined.shape)
     latest = jax.lax.cummax(jnp.where(real, index, -1), axis=1)
     before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    found, here = [], index
+    earlier, current = [], index
 
-    def at_here(x):
-        return jnp.take_along_axis(x, jnp.maximum(here, 0), axis=1)
+    def at_current(x):
+        return jnp.take_along_axis(x, jnp.maximum(current, 0), axis=1)
 
     for _ in range(count):
-        here = jnp.where(here < 0, -1, at_here(before))
-        found.append(jnp.where((here >= 0) & (at_here(segments) == segments), at_here(joined), -1)[:, taps:])
-    return found
+        current = jnp.where(current < 0, -1, at_current(before))
+        earlier.append(jnp.where((current >= 0) & (at_current(segments) == segments), at_current(joined), -1)[:, taps:])
+    return earlier
 
 
 @functools.lru_cache(maxsize=64)
 def _table_sizes(layers: tuple[int, ...], bases: tuple[int, ...], heads: int) -> dict[int, tuple[int, ...]]:
-    """For each layer, order and head the next prime that is above the last one and that no other table has."""
+    """Return for each layer, order and head the next prime that is above the last one and that no other table has."""
     used: set[int] = set()
     sizes: dict[int, tuple[int, ...]] = {}
     for layer in layers:
@@ -337,6 +339,6 @@ def _tokens(ctx: Context) -> Int[Array, "batch length"]:
 
 
 def _normed(x: Array, scale: Array, eps: float) -> Float[Array, "batch length streams embed"]:
-    """RMSNorm of each stream by itself."""
+    """Normalize each stream by itself (RMSNorm)."""
     y = RMSNormConfig(eps=eps, scale=False).build(x.shape[-1])(x).astype(jnp.float32)
     return (y * scale.astype(jnp.float32)[None, None]).astype(x.dtype)

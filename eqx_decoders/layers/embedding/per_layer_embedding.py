@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n, Gemma 4): each layer gets a small embedding of every token, of its own."""
+"""Per-layer embeddings (Gemma 3n, Gemma 4): each layer has its own small embedding of every token."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.mlp import ACTIVATIONS
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
-from eqx_decoders.numerics.matmul import fan_in, normal
+from eqx_decoders.numerics.initializers import fan_in, normal
 
 
 INPUT = "per_layer_embedding"  # the name under which layers take it
@@ -22,15 +22,17 @@ INPUT = "per_layer_embedding"  # the name under which layers take it
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerLayerEmbeddingConfig:
-    """`(norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)`, x being the token's embedding.
+    """Configuration of per-layer embeddings, from a token's embedding x and a table.
 
-    It is made once, for all layers l that have a `PerLayerInputConfig`.
+        (norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)
+
+    They are computed once, for all layers l that have a `PerLayerInputConfig`.
 
     **Arguments:**
 
     - `features`: of an embedding.
-    - `vocab_size`: token ids in the table; further ones count as the last.
-    - `norm`: of what is projected.
+    - `vocab_size`: token ids in the table; later ones count as the last.
+    - `norm`: normalization of the projection.
     - `init_std`: standard deviation of a new table.
     """
 
@@ -45,7 +47,7 @@ class PerLayerEmbeddingConfig:
         check_number("PerLayerEmbeddingConfig.init_std", self.init_std, above=0)
 
     def build(self, embed_dim: int, layers: int, *, key: PRNGKeyArray) -> "PerLayerEmbedding":
-        """For so many layers."""
+        """Build the embedding for so many layers."""
         table_key, projection_key = jax.random.split(key)
         return PerLayerEmbedding(
             table=normal(table_key, (self.vocab_size, layers, self.features), jnp.float32, self.init_std),
@@ -56,7 +58,7 @@ class PerLayerEmbeddingConfig:
 
 
 class PerLayerEmbedding(eqx.Module):
-    """`(norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)` for each layer l."""
+    """Embedding `(norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)` for each layer l."""
 
     table: Float[Array, "rows per_layer row_dim"]
     projection: Float[Array, "embed per_layer per_layer_input"]
@@ -66,19 +68,19 @@ class PerLayerEmbedding(eqx.Module):
     def __call__(
         self, tokens: Int[Array, "batch length"] | None, x: Float[Array, "batch length embed"], ctx: Context
     ) -> Float[Array, "per_layer batch length per_layer_input"]:
-        """What each layer gets."""
+        """Compute each layer's embedding of each token."""
         if tokens is None:
             raise ConfigError("Per-layer embeddings are looked up: call the model with tokens, not with embeddings.")
-        found = look_up(self.table, tokens, "rows per_layer row_dim", ctx)
-        found = found * jnp.asarray(self.config.features**0.5, x.dtype)
+        embedded = look_up(self.table, tokens, "rows per_layer row_dim", ctx)
+        embedded = embedded * jnp.asarray(self.config.features**0.5, x.dtype)
         pattern = "batch length embed, embed per_layer per_layer_input -> batch length per_layer per_layer_input"
         projected = self.norm(ctx.einsum(pattern, x, self.projection) * x.shape[-1] ** -0.5)
-        return jnp.moveaxis((projected + found) * 2**-0.5, 2, 0)
+        return jnp.moveaxis((projected + embedded) * 2**-0.5, 2, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerLayerInputConfig:
-    """`out(act(gate x) * e)`, e being the layer's embedding of the token: a branch behind the MLP.
+    """Configuration of `out(act(gate x) * e)`, e being the layer's embedding of the token: a layer after the MLP.
 
     **Arguments:**
 
@@ -104,21 +106,21 @@ class PerLayerInputConfig:
 
 
 class PerLayerInput(eqx.Module):
-    """`out(act(gate x) * e)`, e being the layer's embedding of the token."""
+    """Layer `out(act(gate x) * e)`, e being the layer's embedding of the token."""
 
     gate: Float[Array, "embed per_layer_input"]
     out: Float[Array, "per_layer_input embed"]
     config: PerLayerInputConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
-        given = ctx.layer_inputs.get(INPUT)
-        if given is None:
+        embedded = ctx.layer_inputs.get(INPUT)
+        if embedded is None:
             raise ConfigError("PerLayerInputConfig needs DecoderConfig.per_layer_embedding: nothing makes its input.")
         gate = ctx.einsum("batch length embed, embed per_layer_input -> batch length per_layer_input", x, self.gate)
-        hidden = ACTIVATIONS[self.config.activation](gate) * given.astype(x.dtype)
+        hidden = ACTIVATIONS[self.config.activation](gate) * embedded.astype(x.dtype)
         out = ctx.einsum("batch length per_layer_input, per_layer_input embed -> batch length embed", hidden, self.out)
         return ctx.constrain(out, "batch length embed")
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(self(x, ctx))

@@ -1,4 +1,4 @@
-"""Looking up rows of tables that are split over devices: some features of all rows, or of some rows.
+"""Lookups in tables that are split over devices: some features of all rows, or of some rows.
 
 Left alone, XLA gathers the whole table on every device.
 """
@@ -11,17 +11,17 @@ from jaxtyping import Array, Float, Integer
 from eqx_decoders.context import Context
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import check
-from eqx_decoders.sharding.rules import names_of
+from eqx_decoders.sharding.axes import names_of
 
 
 def look_up(
     table: Float[Array, "rows ..."], rows: Integer[Array, "batch length *heads"], words: str, ctx: Context
 ) -> Float[Array, "batch length ..."]:
-    """`table[rows]` in the dtype of activations, `words` being those of the table; rows outside count as its ends.
+    """Look up `table[rows]` in the dtype of activations; `words` are the table's axes; rows outside are clipped.
 
-    On a mesh a device learns which rows the others look for, finds its features of them, and gives each device the
-    features of its own tokens' rows (all-to-all): no more is sent than what is found. Where the rows themselves are
-    split, each device finds those that it has, and what all have found is added.
+    On a mesh a device learns which rows the others look for, reads its features of them, and gives each device the
+    features of its own tokens' rows (all-to-all): nothing more is sent. Where the rows themselves are split, each
+    device reads those that it has, and the results are added.
     """
     layout, dtype, rows = ctx.execution.layout, ctx.execution.precision.compute, as_int32("rows", rows)
     spec = layout.weight_spec(words, table.shape, "table")
@@ -40,23 +40,23 @@ def look_up(
     def find(table: Array, rows: Array) -> Array:
         flat = jnp.clip(rows, 0, count - 1).reshape(-1, *rows.shape[2:])
         flat = jax.lax.all_gather(flat, names, axis=0, tiled=True) if exchanged and names else flat
-        found = _own(table, flat, parts).astype(dtype)
-        last = found.ndim - 1
+        features = _local_rows(table, flat, parts).astype(dtype)
+        last = features.ndim - 1
         if names and exchanged:
-            found = jax.lax.all_to_all(found, names, split_axis=0, concat_axis=last, tiled=True)
+            features = jax.lax.all_to_all(features, names, split_axis=0, concat_axis=last, tiled=True)
         elif names:
-            found = jax.lax.all_gather(found, names, axis=last, tiled=True)
-        found = jax.lax.psum(found, parts) if parts else found
-        return found.reshape(*rows.shape, *found.shape[flat.ndim :])
+            features = jax.lax.all_gather(features, names, axis=last, tiled=True)
+        features = jax.lax.psum(features, parts) if parts else features
+        return features.reshape(*rows.shape, *features.shape[flat.ndim :])
 
     return layout.shard_map(find, (spec, tokens), tokens)(table, rows)
 
 
-def _own(table: Array, rows: Array, parts: tuple[str, ...]) -> Array:
-    """The rows that this device has; zeros for others."""
+def _local_rows(table: Array, rows: Array, parts: tuple[str, ...]) -> Array:
+    """Look up the rows that this device has; zeros for others."""
     if not parts:
         return jnp.take(table, rows, axis=0, mode="clip")
-    here = rows - jax.lax.axis_index(parts) * table.shape[0]
-    inside = (here >= 0) & (here < table.shape[0])
-    found = jnp.take(table, here, axis=0, mode="clip")
-    return jnp.where(inside.reshape(inside.shape + (1,) * (table.ndim - 1)), found, 0)
+    index = rows - jax.lax.axis_index(parts) * table.shape[0]
+    inside = (index >= 0) & (index < table.shape[0])
+    taken = jnp.take(table, index, axis=0, mode="clip")
+    return jnp.where(inside.reshape(inside.shape + (1,) * (table.ndim - 1)), taken, 0)

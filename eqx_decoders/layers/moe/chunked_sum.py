@@ -1,4 +1,4 @@
-"""A sum over pieces, as many as there turn out to be: one exists at a time, forwards and backwards."""
+"""Sum over pieces whose number is known at run time: one exists at a time, in forward and backward passes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32, PyTree
 def sum_of_pieces(
     piece: Callable[[Array, PyTree, PyTree], Array], number: Int32[Array, ""], inputs: PyTree, indices: PyTree
 ) -> Array:
-    """`sum over i < number of piece(i, inputs, indices)`; `number` is known at run time alone.
+    """Compute `sum over i < number of piece(i, inputs, indices)`; `number` is known at run time alone.
 
     Gradients reach `inputs`, arrays of floating-point numbers. The backward pass computes each piece again and adds
     the pieces' gradients up, in the dtypes of the inputs.

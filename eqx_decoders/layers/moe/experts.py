@@ -1,7 +1,7 @@
 """Experts: many gated MLPs, of which each token uses a few (Shazeer et al. 2017).
 
-Three forms compute the same: all experts on all tokens, the oracle; rows sorted by expert, of which none is lost; and
-as many places as a capacity allows, where tokens that find none are dropped.
+Three forms compute the same: all experts on all tokens, the oracle; rows sorted by expert, without loss; and as many
+places as a capacity allows, where tokens without a place are dropped.
 """
 
 import dataclasses
@@ -19,44 +19,46 @@ from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.base import BranchInputs, BranchResult
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
 from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
-from eqx_decoders.layers.moe.dispatch import combine, dispatch, run_on_mesh, scale_rows, sort_by_expert
+from eqx_decoders.layers.moe.dispatch import run_on_mesh
 from eqx_decoders.layers.moe.grouped_matmul import block_rows, grouped_products
 from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
+from eqx_decoders.layers.moe.sorted_rows import assign_places, combine, dispatch, scale_rows, sort_by_expert
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.numerics.int8_matmul import Rounded
-from eqx_decoders.numerics.matmul import LowRank, fan_in
+from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import is_quantized
 from eqx_decoders.remat import save
 
 
 # So few tokens (a decoding step's) go through all experts on a TPU: reading the weights takes longer than multiplying,
-# and the grouped product would first copy those of all experts of a layer out of the stack.
+# and the grouped product would first copy the weights of all experts of a layer out of the stack.
 FEW_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """`sum over the chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`, plus shared experts.
+    """Configuration of `sum over chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`.
 
     GPT-OSS: `activation="quick_gelu"`, `up_offset=1.0`, `limit=7.0`, `bias`.
 
     **Arguments:**
 
-    - `num_experts`: how many there are.
-    - `num_experts_per_token`: how many each token uses.
+    - `num_experts`: number of experts.
+    - `num_experts_per_token`: number of experts that each token uses.
     - `mlp_dim`: hidden features of one expert.
-    - `router`: how they are chosen.
+    - `router`: configuration of their choice.
     - `activation`: one of `ACTIVATIONS`.
     - `gated`: whether a second input projection is multiplied in; without it an expert is `down_e(act(up_e x))`.
     - `latent_dim`: features that all experts read and write, between a projection from the stream and one back to it;
         router and shared MLP read the stream (Nemotron 3). None: experts read the stream.
     - `up_offset`: added to the up projection.
-    - `limit`: gate projections are cut off above it, up projections beyond it on both sides; None for no limit.
+    - `limit`: gate projections are clipped above it, up projections beyond it on both sides; None for no limit.
     - `bias`: whether all projections have a bias.
-    - `shared`: an MLP that every token uses; None for none.
+    - `shared`: an MLP that every token uses, added to the sum; None for none.
     - `shared_gate`: the shared MLP is multiplied by `sigmoid(gate x)`, one number a token (Qwen3-Next).
     - `norms`: shared and other experts have norms of their own before and after them, and the router reads what none of
-        these has normalised (Gemma 4): give the block no norm before such a layer. None for none; needs `shared`.
+        these has normalized (Gemma 4): give the block no norm before such a layer. None for none; needs `shared`.
     - `capacity_factor`: of a sequence of S tokens an expert takes `int(max(ceil(S k / E) * factor, factor))`, the
         earliest ones; the others are dropped. None for no limit.
     """
@@ -106,11 +108,11 @@ class ExpertsConfig:
 
     @property
     def draws(self) -> bool:
-        """Whether a key changes anything."""
+        """True if routing or dropout draws random numbers."""
         return self.router.random or (self.shared is not None and self.shared.dropout > 0)
 
     def capacity(self, length: int) -> int:
-        """How many tokens of a sequence an expert takes."""
+        """Return the number of tokens of a sequence that an expert takes."""
         assert self.capacity_factor is not None
         mean = -(-length * self.num_experts_per_token // self.num_experts)
         return int(max(mean * self.capacity_factor, self.capacity_factor))
@@ -153,9 +155,9 @@ class ExpertNorms(eqx.Module):
 
 
 class Experts(eqx.Module):
-    """`sum over the chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`, plus shared experts.
+    """Experts `sum over chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`, plus shared ones.
 
-    `Execution.experts` says how it is computed.
+    `Execution.experts` selects the form of computation.
     """
 
     router: Router
@@ -175,31 +177,31 @@ class Experts(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "batch length embed"], RoutingStats]:
-        """The layer's output and how its tokens were routed. The key is for random routing and dropout."""
+        """Return the layer's output and routing statistics. The key is for random routing and dropout."""
         result = self.branch(x, ctx, None, key)
         return result.out, result.stats["routing"]
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         inputs = BranchInputs(x, ctx, past, key)
         (result,) = self.finish([inputs], [self.begin(inputs)])
         return result
 
     def begin(self, inputs: BranchInputs) -> "tuple[Tokens, RoutingStats]":
-        """Where the tokens of a part of the batch are to go."""
+        """Route the tokens of a part of the batch."""
         x, ctx, _, key = inputs
         indices, weights, stats = self.router(x, ctx, key=None if key is None else jax.random.split(key)[0])
         return (self._into_experts(x, ctx), indices, weights), stats
 
     def finish(
-        self, parts: Sequence[BranchInputs], begun: "Sequence[tuple[Tokens, RoutingStats]]"
+        self, parts: Sequence[BranchInputs], prepared: "Sequence[tuple[Tokens, RoutingStats]]"
     ) -> list[BranchResult]:
-        """What experts make of each part: while tokens of one travel, they work on another."""
-        tokens, norms = [tokens for tokens, _ in begun], self.norms
+        """Run the experts on each part: while tokens of one travel, they work on another."""
+        tokens, norms = [tokens for tokens, _ in prepared], self.norms
         (rows, _, _), *_ = tokens
-        made = self._implementation(parts[0].ctx, rows.shape[0] * rows.shape[1])(tokens, parts[0].ctx)
+        outputs = self._implementation(parts[0].ctx, rows.shape[0] * rows.shape[1])(tokens, parts[0].ctx)
         results = []
-        for (x, ctx, _, key), (out, dropped), (_, stats) in zip(parts, made, begun, strict=True):
+        for (x, ctx, _, key), (out, dropped), (_, stats) in zip(parts, outputs, prepared, strict=True):
             out = self._out_of_experts(out, ctx)
             if norms is not None:
                 out, x = norms.post_routed(out), norms.pre_shared(x)
@@ -211,20 +213,20 @@ class Experts(eqx.Module):
         return results
 
     def _into_experts(self, x: Array, ctx: Context) -> Array:
-        """What the chosen experts read."""
+        """Return what the chosen experts read: the stream, normalized or projected to the latent."""
         x = x if self.norms is None else self.norms.pre_routed(x)
         if self.latent_in is None:
             return x
         return ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.latent_in)
 
     def _out_of_experts(self, x: Array, ctx: Context) -> Array:
-        """What they return to the stream."""
+        """Return the output of the chosen experts to the stream."""
         if self.latent_out is None:
             return x
         return ctx.einsum("batch length latent, latent embed -> batch length embed", x, self.latent_out)
 
     def _implementation(self, ctx: Context, tokens: int) -> "Callable[[list[Tokens], Context], list[Made]]":
-        """How the experts are run: a function from parts of the batch to outputs and how many choices were dropped."""
+        """Choose a form of computation: a function from parts of the batch to outputs and counts of dropped choices."""
         chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
         if chosen == "auto":
             few = ctx.execution.layout.platform == "tpu" and tokens <= FEW_TOKENS and not self._in_parts()
@@ -236,7 +238,7 @@ class Experts(eqx.Module):
         return lambda parts, ctx: [form(*part, ctx) for part in parts]
 
     def _in_parts(self) -> bool:
-        """Whether a weight is one of several arrays, or rounded for each expert."""
+        """Return whether a weight consists of several arrays, or is rounded for each expert."""
         return any(isinstance(weight, LowRank | Rounded) for weight in (self.gate, self.up, self.down))
 
     def _shared(self, mlp: MLP, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Array:
@@ -247,7 +249,7 @@ class Experts(eqx.Module):
         return out * jax.nn.sigmoid(gate)[..., None]
 
     def _hidden(self, gate: Array | None, up: Array) -> Array:
-        """What the down projection reads."""
+        """Compute the input of the down projection."""
         config = self.config
         if gate is None:
             return ACTIVATIONS[config.activation](save(save(up, "mlpwi_0"), "moe_mlpwi_0"))
@@ -260,7 +262,7 @@ class Experts(eqx.Module):
     # --- all experts on all tokens ---
 
     def _dense(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
-        """Every token through every expert; those it did not choose have weight 0."""
+        """Send every token through every expert; experts that it did not choose have weight 0."""
         experts = self.config.num_experts
         chosen = indices[..., None] == jnp.arange(experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
         matrix = jnp.sum(jnp.where(chosen, weights[..., None], 0.0), axis=2).transpose(2, 0, 1)[..., None]
@@ -272,9 +274,8 @@ class Experts(eqx.Module):
         return jnp.sum(out, axis=0).astype(x.dtype), jnp.zeros((), jnp.float32)
 
     def _few(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
-        """`_dense` of a few tokens, which are not repeated for each expert, nor is what each makes of them."""
-        experts = self.config.num_experts
-        chosen = indices[..., None] == jnp.arange(experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
+        """Run `_dense` on a few tokens, without a copy of tokens or outputs for each expert."""
+        chosen = indices[..., None] == jnp.arange(self.config.num_experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
         shares = jnp.sum(jnp.where(chosen, weights[..., None], 0.0), axis=2).astype(x.dtype)
         into = "batch length embed, experts embed mlp -> batch length experts mlp"
         scales = shares[..., None] if self.config.router.input_scaling else None
@@ -297,7 +298,7 @@ class Experts(eqx.Module):
     def _batched_mlp(
         self, x: Float[Array, "experts batch places embed"], ctx: Context
     ) -> Float[Array, "experts batch places embed"]:
-        """Each expert on tokens of its own."""
+        """Run each expert on tokens of its own."""
         into = "experts batch places embed, experts embed mlp -> experts batch places mlp"
         out_of = "experts batch places mlp, experts mlp embed -> experts batch places embed"
 
@@ -312,18 +313,18 @@ class Experts(eqx.Module):
     # --- sorted rows ---
 
     def _dropless(self, parts: "list[Tokens]", ctx: Context) -> "list[Made]":
-        """Rows sorted by expert, a product per expert, and back to their tokens: each device for itself."""
+        """Sort rows by expert, multiply by each expert, and return them to their tokens: each device for itself."""
         none = jnp.zeros((), jnp.float32)
         if ctx.execution.layout.single:
             flat = [[each.reshape(-1, each.shape[-1]) for each in part] for part in parts]
-            made = [self._local_experts(x, chosen, weights, ctx) for x, chosen, weights in flat]
-            return [(out.reshape(part[0].shape), none) for out, part in zip(made, parts, strict=True)]
+            outputs = [self._local_experts(x, chosen, weights, ctx) for x, chosen, weights in flat]
+            return [(out.reshape(part[0].shape), none) for out, part in zip(outputs, parts, strict=True)]
         rest = dict(router=None, shared=None, shared_gate=None, norms=None, latent_in=None, latent_out=None)
         alone = eqx.tree_at(
             lambda m: [getattr(m, name) for name in rest], self, list(rest.values()), is_leaf=lambda m: m is None
         )
-        own, scale_inputs = partial(Experts._local_experts, ctx=ctx), self.config.router.input_scaling
-        outs = run_on_mesh(own, alone, parts, ctx.execution, scale_inputs=scale_inputs)
+        run_local, scale_inputs = partial(Experts._local_experts, ctx=ctx), self.config.router.input_scaling
+        outs = run_on_mesh(run_local, alone, parts, ctx.execution, scale_inputs=scale_inputs)
         return [(out, none) for out in outs]
 
     def _local_experts(
@@ -333,7 +334,7 @@ class Experts(eqx.Module):
         weights: Float[Array, "tokens slots"] | None,
         ctx: Context,
     ) -> Float[Array, "tokens embed"]:
-        """The weighted sum over chosen experts that are here; without weights each token has one expert.
+        """Compute the weighted sum over chosen experts of this device; without weights each token has one expert.
 
         There may be rows for all choices, but usually there are as many as this device's share of the experts: rows are
         worked on in pieces of a quarter more, as many as it takes.
@@ -343,55 +344,57 @@ class Experts(eqx.Module):
         spare = 0 if block is None else block
         piece = -(-5 * chosen.size * experts // (4 * self.config.num_experts * 8)) * 8
         if weights is None or 2 * piece > len(chosen) * min(chosen.shape[1], experts):
-            places, sources = sort_by_expert(chosen, experts, spare)
-            return self._sorted_experts(x, chosen, weights, places, sources, block, ctx)
-        places, sources = sort_by_expert(chosen, experts)
+            destinations, sources = sort_by_expert(chosen, experts, spare)
+            return self._sorted_experts(x, chosen, weights, destinations, sources, block, ctx)
+        destinations, sources = sort_by_expert(chosen, experts)
         count = jnp.sum(sources < chosen.size, dtype=jnp.int32)
         sources = jnp.pad(sources, (0, -len(sources) % piece), constant_values=chosen.size)
-        # what is kept in few bits has no gradient
-        kept = jax.tree.map(lambda part: eqx.is_array(part) and not is_quantized(part), self, is_leaf=is_quantized)
-        arrays, rest = eqx.partition(self, kept)
+        # quantized weights have no gradient
+        trained = jax.tree.map(lambda part: eqx.is_array(part) and not is_quantized(part), self, is_leaf=is_quantized)
+        arrays, rest = eqx.partition(self, trained)
         frozen, static = eqx.partition(rest, eqx.is_array)
 
         def run(index: Array, inputs: Any, indices: Any) -> Array:
-            (arrays, x, weights), (frozen, chosen, places, sources, count) = inputs, indices
-            here = places - index * piece
-            places = jnp.where((here >= 0) & (here < piece) & (places < count), here, piece + spare)
+            (arrays, x, weights), (frozen, chosen, destinations, sources, count) = inputs, indices
+            offset = destinations - index * piece
+            destinations = jnp.where((offset >= 0) & (offset < piece) & (destinations < count), offset, piece + spare)
             sources = jax.lax.dynamic_slice_in_dim(sources, index * piece, piece)
             sources = jnp.pad(sources, (0, spare), constant_values=chosen.size)
-            own = eqx.combine(arrays, frozen, static)
-            return own._sorted_experts(x, chosen, weights, places, sources, block, ctx)
+            experts_of_piece = eqx.combine(arrays, frozen, static)
+            return experts_of_piece._sorted_experts(x, chosen, weights, destinations, sources, block, ctx)
 
         # nothing that is traced may be in a function's closure if it has a gradient of its own
-        return sum_of_pieces(run, -(-count // piece), (arrays, x, weights), (frozen, chosen, places, sources, count))
+        return sum_of_pieces(
+            run, -(-count // piece), (arrays, x, weights), (frozen, chosen, destinations, sources, count)
+        )
 
     def _sorted_experts(
         self,
         x: Float[Array, "tokens embed"],
         chosen: Int32[Array, "tokens slots"],
         weights: Float[Array, "tokens slots"] | None,
-        places: Int32[Array, "tokens slots"],
+        destinations: Int32[Array, "tokens slots"],
         sources: Int32[Array, "places"],
         block: int | None,
         ctx: Context,
     ) -> Float[Array, "tokens embed"]:
-        """`_local_experts` of the choices that have a place."""
+        """Run `_local_experts` for the choices that have a place."""
         experts = len(jax.tree.leaves(self.down)[0])
-        rows = dispatch(x, places, sources)
+        rows = dispatch(x, destinations, sources)
         if self.config.router.input_scaling and weights is not None:
-            rows, weights = scale_rows(rows, weights, places, sources)
+            rows, weights = scale_rows(rows, weights, destinations, sources)
         # the number after the last expert marks an empty row
         owners = chosen.reshape(-1).at[sources].get(mode="fill", fill_value=experts)
         mine = owners[:, None] == jnp.arange(experts, dtype=owners.dtype)[None]
         out = self._grouped_mlp(save(rows, "moe_x_sorted"), mine, block, ctx)
         if weights is None:
-            return dispatch(out, sources[:, None], places[:, 0])
-        return combine(out, weights, places, sources).astype(x.dtype)
+            return dispatch(out, sources[:, None], destinations[:, 0])
+        return combine(out, weights, destinations, sources).astype(x.dtype)
 
     def _grouped_mlp(
         self, rows: Float[Array, "rows embed"], mine: Bool[Array, "rows experts"], block: int | None, ctx: Context
     ) -> Float[Array, "rows embed"]:
-        """Each row through its expert; rows are sorted by expert."""
+        """Send each row through its expert; rows are sorted by expert."""
         product = partial(grouped_products, counts=jnp.sum(mine, axis=0, dtype=jnp.int32), block=block)
 
         def plus(y, bias):
@@ -411,26 +414,28 @@ class Experts(eqx.Module):
     # --- places for a few ---
 
     def _capacity(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
-        """Each expert has so many places in a sequence, given away in the order of tokens, and of slots within one."""
+        """Give each expert so many places in a sequence, in the order of tokens, and of slots within one."""
         experts, room = self.config.num_experts, self.config.capacity(x.shape[1])
         routed = jnp.sum(indices < experts, dtype=jnp.float32)
         if room == 0:
             return jnp.zeros_like(x), routed
-        places, sources = jax.vmap(partial(_assign_places, experts=experts, room=room))(indices)
-        places, sources = (save(index, "moe_routing_maps") for index in (places, sources))
-        rows = jax.vmap(dispatch)(x, places, sources)
+        destinations, sources = jax.vmap(partial(assign_places, experts=experts, room=room))(indices)
+        destinations, sources = (save(index, "moe_routing_maps") for index in (destinations, sources))
+        rows = jax.vmap(dispatch)(x, destinations, sources)
         if self.config.router.input_scaling:
-            rows, weights = jax.vmap(scale_rows)(rows, weights, places, sources)
+            rows, weights = jax.vmap(scale_rows)(rows, weights, destinations, sources)
         # found and collected where the tokens are; between the two, all-to-all
         rows = ctx.constrain(save(rows, "moe_x_sorted"), "batch places embed")
         rows = rows.reshape(len(x), experts, room, -1).transpose(1, 0, 2, 3)
         out = self._batched_mlp(ctx.constrain(rows, "experts batch places embed"), ctx)
         out = ctx.constrain(out, "experts batch places embed").transpose(1, 0, 2, 3).reshape(len(x), experts * room, -1)
-        out = jax.vmap(combine)(ctx.constrain(out, "batch places embed"), weights, places, sources).astype(x.dtype)
-        return out, routed - jnp.sum(places < experts * room, dtype=jnp.float32)
+        out = jax.vmap(combine)(ctx.constrain(out, "batch places embed"), weights, destinations, sources).astype(
+            x.dtype
+        )
+        return out, routed - jnp.sum(destinations < experts * room, dtype=jnp.float32)
 
 
-# Tokens, the experts that each chose and with what weights; and what these made of them, and how many were dropped.
+# Tokens, the experts that each chose, and their weights; and outputs, and the number of dropped choices.
 Tokens = tuple[Array, Array, Array]
 Made = tuple[Array, Array]
 
@@ -442,19 +447,3 @@ class LatentExperts(Experts):
     up: Float[Array, "experts latent mlp"]
     down: Float[Array, "experts mlp latent"]
     down_bias: Float[Array, "experts latent"] | None
-
-
-def _assign_places(
-    indices: Int32[Array, "length slots"], *, experts: int, room: int
-) -> tuple[Int32[Array, "length slots"], Int32[Array, "places"]]:
-    """The place of each choice among `experts * room`, first come, first served, and the choice at each place.
-
-    Where there is none: one beyond the last place, one beyond the last choice.
-    """
-    chosen = indices.reshape(-1)
-    mine = (chosen[:, None] == jnp.arange(experts, dtype=chosen.dtype)[None]).astype(jnp.int32)
-    before = jnp.sum(mine * jnp.cumsum(mine, axis=0), axis=1, dtype=jnp.int32) - 1
-    places = jnp.where((chosen < experts) & (before < room), chosen * room + before, experts * room)
-    empty = jnp.full((experts * room,), chosen.size, jnp.int32)
-    sources = empty.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
-    return places.reshape(indices.shape), sources

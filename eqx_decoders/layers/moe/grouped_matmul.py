@@ -1,4 +1,4 @@
-"""Products of sorted rows with a weight per group: the rows of one expert stand together, in the order of the experts.
+"""Grouped products: sorted rows with a weight per group; the rows of one expert stand together, in order of experts.
 
 On TPU this is `jax.lax.ragged_dot`, or a Pallas kernel where XLA has none for it. Elsewhere XLA multiplies every row by
 every weight and drops most of it, so there a loop runs over blocks of rows of one group: its work grows with the rows,
@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from eqx_decoders.layers.moe.megablox import has_kernel, kernel_product
-from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded, quantise, seeds_of
-from eqx_decoders.numerics.matmul import LowRank, cast_in_loop, cast_weight, matmul, row_major_transpose
+from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded, quantize_array, seeds_of
+from eqx_decoders.numerics.low_rank import LowRank
+from eqx_decoders.numerics.matmul import cast_in_loop, cast_weight, matmul, row_major_transpose
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight
 
 
@@ -30,15 +31,16 @@ def grouped_products(
     *,
     block: int | None,
 ) -> tuple[Float[Array, "rows outer"], ...]:
-    """`x[r] @ weight[g]` for every row r of every group g, with each of some weights `groups inner outer`.
+    """Compute `x[r] @ weight[g]` for every row r of every group g, with each of some weights `groups inner outer`.
 
-    Rows are sorted by group; `counts` says how many each has. Rows beyond their sum may hold anything, and results and
-    gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32 (at least).
+    Rows are sorted by group; `counts` has the number of rows of each. Rows beyond their sum may hold anything, and
+    results and gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32
+    (at least).
 
-    `block` is how many rows are multiplied at a time, and the last `block` rows must belong to no group. None is
+    `block` is the number of rows multiplied at a time, and the last `block` rows must belong to no group. None is
     `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows. Each column of a
-    group has a scale of its own if the weight is rounded; gradients have one for a column of all groups. A weight in
-    few bits is widened group by group.
+    group has a scale of its own if the weight is rounded; gradients have one for a column of all groups. A quantized
+    weight is widened group by group.
     """
     bases = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
     plain = tuple(w for w in bases if not isinstance(w, Rounded | QuantizedWeight))
@@ -51,18 +53,18 @@ def grouped_products(
 
 
 def _in_bits(block: int | None, x: Array, weight: Any, counts: Array, floats: Iterator[Array]) -> Array:
-    """The product with a weight that is rounded or kept in few bits; with another one the next of `floats`."""
+    """Multiply by a rounded or quantized weight; for another one return the next of `floats`."""
     if isinstance(weight, Rounded):
         return _rounded(block, weight.config, x, weight.array, weight.seed, counts)
     if not isinstance(weight, QuantizedWeight):
         return next(floats)
     if block is None:
-        return _ragged(x, (weight.widened(x.dtype),), counts)[0]
+        return _ragged(x, (weight.dequantized(x.dtype),), counts)[0]
     return _quantized(block, x, lax.stop_gradient(weight), counts)
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Rows of a block: a quarter more than the mean group, so that most groups are one block and little is wasted.
+    """Return the rows of a block: a quarter more than the mean group, so that most groups are one block.
 
     Where that is above 256, an equal part of it.
     """
@@ -72,7 +74,7 @@ def block_rows(rows: int, groups: int) -> int:
 
 
 def _low_rank_update(x: Array, weight: LowRank, counts: Array, block: int | None) -> Array:
-    """`scale (x lora_a) lora_b`."""
+    """Compute `scale (x lora_a) lora_b`."""
     (low,) = grouped_products(x, (weight.lora_a,), counts, block=block)
     return grouped_products(weight.scale * low, (weight.lora_b,), counts, block=block)[0]
 
@@ -94,7 +96,7 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
 
 
 def _inside(x: Array, counts: Array) -> Bool[Array, "rows 1"]:
-    """Which rows belong to a group."""
+    """Return which rows belong to a group."""
     return (jnp.arange(x.shape[0]) < jnp.sum(counts))[:, None]
 
 
@@ -103,8 +105,8 @@ class _Blocks(NamedTuple):
 
     **Arguments:**
 
-    - `number`: how many there are; the arrays have room for as many as there may be.
-    - `group`, `begin`, `size`: of each its group, first row and rows; only a group's last block has less than all.
+    - `number`: number of blocks; the arrays have room for as many as there may be.
+    - `group`, `begin`, `size`: each block's group, first row and rows; only a group's last block has less than all.
     - `first`: whether it is its group's first.
     """
 
@@ -152,7 +154,7 @@ def _multiply_blocks(
     dtype: DTypeLike,
     transposed: bool = False,
 ) -> tuple[Array, ...]:
-    """Each row times its group's weight, or times the transpose of that."""
+    """Multiply each row by its group's weight, or by its transpose."""
     blocks, inner, outer = _split_blocks(counts, block, x.shape[0]), *((1, 1) if transposed else (0, 2))
 
     def step(index, outs):
@@ -178,10 +180,10 @@ def _blocked_backward(block, saved, gradients):
         pieces = [jnp.where(inside, g, jnp.zeros((), g.dtype)) for g in pieces]
         parts = [matmul(g, _group_weight(w, group, x.dtype), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
         to_x = lax.dynamic_update_slice_in_dim(to_x, sum(parts[1:], parts[0]).astype(x.dtype), begin, 0)
-        # a group's sum is kept apart until its last block: nothing is read back from the large array
+        # a group's sum stays separate until its last block: nothing is read back from the large array
         columns = row_major_transpose(lax.dynamic_slice_in_dim(x, begin, block))
-        kept = (jnp.where(blocks.first[index], jnp.zeros((), wide), s) for s in sums)
-        sums = tuple(s + matmul(columns, g, (1, 0), wide) for s, g in zip(kept, pieces, strict=True))
+        so_far = (jnp.where(blocks.first[index], jnp.zeros((), wide), s) for s in sums)
+        sums = tuple(s + matmul(columns, g, (1, 0), wide) for s, g in zip(so_far, pieces, strict=True))
         news = zip(to_weights, sums, strict=True)
         return to_x, tuple(lax.dynamic_update_index_in_dim(w, s.astype(w.dtype), group, 0) for w, s in news), sums
 
@@ -195,7 +197,7 @@ def _blocked_backward(block, saved, gradients):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-# --- kept in few bits (see `quantized_weight`) ---
+# --- quantized weights (see `quantized_weight`) ---
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -228,8 +230,8 @@ def _rounded(
 
 def _rounded_forward(block, config, x, weight, seed, counts):
     x = jnp.where(_inside(x, counts), x, jnp.zeros((), x.dtype))
-    rounded, a = quantise(x, (1,), config.formats.activation)
-    kernel, b = (checkpoint_name(each, "quantization") for each in quantise(weight, (1,), config.formats.weight))
+    rounded, a = quantize_array(x, (1,), config.formats.activation)
+    kernel, b = (checkpoint_name(each, "quantization") for each in quantize_array(weight, (1,), config.formats.weight))
     y = _rows_times_groups(block, rounded, kernel, counts, x.dtype) * a * _of_rows(b[:, 0], x, counts)
     likes = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)
     keeps = config.weight_gradient == "float"
@@ -241,12 +243,12 @@ def _rounded_backward(block, config, saved, g):
     form, (first, second) = config.formats.gradient, seeds_of(seed)
     g = jnp.where(_inside(g, counts), g, jnp.zeros((), g.dtype))
     wide = g.astype(a.dtype)
-    rounded, c = quantise(wide * _of_rows(b[:, 0], g, counts), (1,), form, first)
+    rounded, c = quantize_array(wide * _of_rows(b[:, 0], g, counts), (1,), form, first)
     to_x = _rows_times_groups(block, rounded, kernel.transpose(0, 2, 1), counts, like_x.dtype) * c
     if config.weight_gradient == "float":
         to_weight = _columns_times_rows(block, x, g, counts, x.dtype)
     else:
-        rounded, c = quantise(wide * a, (0,), form, second)
+        rounded, c = quantize_array(wide * a, (0,), form, second)
         to_weight = _columns_times_rows(block, x, rounded, counts, like_x.dtype) * c[None]
     to_seed = None if seed is None else jnp.zeros_like(seed)
     return to_x.astype(like_x.dtype), to_weight.astype(like_w.dtype), to_seed, None
@@ -256,20 +258,19 @@ _rounded.defvjp(_rounded_forward, _rounded_backward)
 
 
 def _of_rows(table: Float[Array, "groups outer"], x: Array, counts: Array) -> Float[Array, "rows outer"]:
-    """For each row what stands in a table for its group."""
+    """Return for each row the entry of a table for its group."""
     ends = jnp.cumsum(counts)
     owners = jnp.sum((ends[None] <= jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]), axis=1, dtype=jnp.int32)
     return table.at[owners].get(mode="clip")
 
 
 def _sums(x: Array) -> np.dtype:
-    """The dtype in which `jax.lax.ragged_dot` sums."""
+    """Return the dtype in which `jax.lax.ragged_dot` sums."""
     return np.dtype(np.int32 if x.dtype == np.int8 else np.promote_types(x.dtype, np.float32))
 
 
 def _rows_times_groups(block: int | None, x: Array, weight: Array, counts: Array, dtype: DTypeLike) -> Array:
-    """The sums of each row's products with its group's weight, in f32. Loops multiply 8-bit numbers as `dtype`, which
-    has them all."""
+    """Sum each row's products with its group's weight, in f32. Loops multiply 8-bit numbers as `dtype`, exactly."""
     if block is None:
         sizes, sums = counts.astype(jnp.int32), _sums(x)
         out = lax.ragged_dot(x, weight, sizes, preferred_element_type=sums, precision=lax.Precision.DEFAULT)
@@ -279,7 +280,7 @@ def _rows_times_groups(block: int | None, x: Array, weight: Array, counts: Array
 
 
 def _columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dtype: DTypeLike) -> Array:
-    """For each group `x^T g` of its rows, in f32; beyond the groups rows are zero."""
+    """Compute `x^T g` over the rows of each group, in f32; beyond the groups rows are zero."""
     if block is None:
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -291,14 +292,14 @@ def _columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dt
     x, g = x.astype(dtype), g.astype(dtype)
 
     def step(index, carry):
-        total, own = carry
+        total, group_sum = carry
         begin, group = blocks.begin[index], blocks.group[index]
         inside = (jnp.arange(block, dtype=jnp.int32) < blocks.size[index])[:, None]
         piece = lax.dynamic_slice_in_dim(g, begin, block)
         piece = jnp.where(inside, piece, jnp.zeros((), dtype))
-        own = jnp.where(blocks.first[index], jnp.zeros((), wide), own)
-        own = own + matmul(lax.dynamic_slice_in_dim(x, begin, block), piece, (0, 0), wide)
-        return lax.dynamic_update_index_in_dim(total, own, group, 0), own
+        group_sum = jnp.where(blocks.first[index], jnp.zeros((), wide), group_sum)
+        group_sum = group_sum + matmul(lax.dynamic_slice_in_dim(x, begin, block), piece, (0, 0), wide)
+        return lax.dynamic_update_index_in_dim(total, group_sum, group, 0), group_sum
 
     shape = x.shape[1], g.shape[1]
     start = _zeros(counts, 8, (len(counts), *shape, wide))[0], jnp.zeros(shape, wide)
@@ -309,15 +310,15 @@ def _group_weight(
     weights: Float[Array, "groups inner outer"] | QuantizedWeight, group: Int32[Array, ""], dtype: np.dtype
 ) -> Float[Array, "inner outer"]:
     if isinstance(weights, QuantizedWeight):
-        return weights.at(group).widened(dtype)
+        return weights.at(group).dequantized(dtype)
     return lax.dynamic_index_in_dim(weights, group, keepdims=False)
 
 
 def _zeros(counts: Array, first: int, *kinds: tuple[Any, ...]) -> tuple[Array, ...]:
-    """Zeros of each shape and dtype, the first of them called number `first`.
+    """Return zeros of each shape and dtype, the first of them called number `first`.
 
-    Of constants XLA makes equal ones once and copies them, which takes twice as long. No count is negative, but XLA
-    doesn't know.
+    XLA would make equal constants once and copy them, which takes twice as long. No count is negative, but XLA doesn't
+    know.
     """
     numbers = ((counts[0] < -index).astype(dtype) for index, (*_, dtype) in enumerate(kinds, first))
     return tuple(jnp.broadcast_to(number, shape) for number, (*shape, _) in zip(numbers, kinds, strict=True))

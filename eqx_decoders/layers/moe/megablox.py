@@ -25,7 +25,7 @@ DENSE_BY_XLA = ("TPU v5 lite", "TPU v6 lite", "TPU7x")
 
 
 def has_kernel(dtype: jnp.dtype) -> bool:
-    """Whether the devices want this kernel, and it can multiply numbers of this dtype."""
+    """Return whether the devices want this kernel, and it can multiply numbers of this dtype."""
     return device_kind() in DENSE_BY_XLA and dtype in (jnp.bfloat16, jnp.float32)
 
 
@@ -36,7 +36,7 @@ def kernel_product(
     weight: Float[Array, "groups inner outer"],
     counts: Int[Array, "groups"],
 ) -> Float[Array, "rows outer"]:
-    """`x[r] @ weight[g]` for the rows of each group; what comes for rows beyond the groups may be anything."""
+    """Compute `x[r] @ weight[g]` for the rows of each group; results for rows beyond the groups may be anything."""
     return _product(x, weight, counts, interpret)
 
 
@@ -44,8 +44,8 @@ def _forward(interpret, x, weight, counts):
     return _product(x, weight, counts, interpret), (x, weight, counts)
 
 
-def _backward(interpret, kept, out_bar):
-    x, weight, counts = kept
+def _backward(interpret, residuals, out_bar):
+    x, weight, counts = residuals
     to_x = _product(out_bar, weight, counts, interpret, transposed=True)
     tiling, pad = _tiling(x, weight, transposed=False)
     with _settings(x):
@@ -65,7 +65,7 @@ def _product(x: Array, weight: Array, counts: Array, interpret: bool, transposed
 
 @contextlib.contextmanager
 def _settings(x: Array):
-    """What a user has set for all of JAX does not hold here.
+    """Override what a user has set for all of JAX.
 
     Products of 16-bit numbers are exact, and TPUs refuse "highest" for them. The kernel adds truth values to numbers.
     """
@@ -75,7 +75,7 @@ def _settings(x: Array):
 
 
 def _tiling(x: Array, weight: Array, transposed: bool):
-    """Rows, inner and outer features of a tile, which v5e's 16 MiB of vector memory hold; and what pads the rows."""
+    """Return rows, inner and outer features of a tile, within v5e's 16 MiB of vector memory; and padding of rows."""
     rows, groups = x.shape[0], weight.shape[0]
     inner, outer = weight.shape[1:] if not transposed else weight.shape[:0:-1]
     most = 2048 // x.dtype.itemsize
@@ -89,7 +89,7 @@ def _tiling(x: Array, weight: Array, transposed: bool):
 
 
 def _even(size: int, most: int) -> int:
-    """The size of the fewest equal tiles of at most `most` features."""
+    """Return the size of the fewest equal tiles of at most `most` features."""
     if size <= most:
         return size
     parts = -(-size // most)

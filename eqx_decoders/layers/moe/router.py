@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, with what weights, and statistics of the choice.
+"""Routers: the choice of experts for each token, their weights, and statistics of the choice.
 
 All are `top-k(choice)` with weights from scores; families differ in the score, the order of the two steps and a few
 corrections, each of which is an option here. Everything is computed in float32.
@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import FROZEN
 
 
@@ -26,12 +26,12 @@ BalanceForm = Literal["switch", "megatron"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """`logits = kernel^T x (+ bias)`; the best k experts, weighed by their scores. Ties go to the lower index.
+    """Configuration of a router: `logits = kernel^T x (+ bias)`; the best k experts, weighed by their scores.
 
-    Mixtral, GPT-OSS: `order="select_first"` (GPT-OSS with `bias`). Qwen3: `order="score_first"`, with `renormalize`.
-    DeepSeek-V2: `order="score_first"` and groups by `"max"`; V3: also `score="sigmoid"`, `renormalize`,
-    `selection_bias` and groups by `"top2_sum"`. Llama 4: `score="sigmoid"`, `input_scaling`. Gemma 4:
-    `order="score_first"`, `renormalize`, `per_expert_scale`, `input_norm`.
+    Ties go to the lower index. Mixtral, GPT-OSS: `order="select_first"` (GPT-OSS with `bias`). Qwen3:
+    `order="score_first"`, with `renormalize`. DeepSeek-V2: `order="score_first"` and groups by `"max"`; V3: also
+    `score="sigmoid"`, `renormalize`, `selection_bias` and groups by `"top2_sum"`. Llama 4: `score="sigmoid"`,
+    `input_scaling`. Gemma 4: `order="score_first"`, `renormalize`, `per_expert_scale`, `input_norm`.
 
     **Arguments:**
 
@@ -43,15 +43,15 @@ class RouterConfig:
     - `bias`: logits have a bias that is trained by gradient.
     - `selection_bias`: a bias joins the scores for the choice alone and never enters a weight. No gradient moves it,
         but `update_router_bias` does (Wang et al. 2024). Keep such a model's weights in float32: its steps are small.
-    - `num_groups`, `groups_per_token`: experts are chosen from the best groups of neighbours; one group: from all.
+    - `num_groups`, `groups_per_token`: experts are chosen from the best groups of neighbors; one group: from all.
     - `group_score`: a group is as good as its best expert, `"max"`, and experts of other groups have score 0; or as
         its best two together, `"top2_sum"`, and other groups are out of question.
     - `scaling_factor`: multiplies the weights.
     - `per_expert_scale`: weights are multiplied by a learned number of their expert.
     - `input_norm`: the router reads `norm(x) / sqrt(embed)`; None: x.
-    - `input_scaling`: weights multiply what goes into the experts; what comes out is added up as it is.
+    - `input_scaling`: weights multiply the inputs of the experts; outputs are added up as they are.
     - `random`: with a key, experts are drawn at random, without repetition; to measure balanced loads.
-    - `balance_loss`, `balance_form`: weight of `load_balance_loss` in the training loss, and which form of it.
+    - `balance_loss`, `balance_form`: weight of `load_balance_loss` in the training loss, and its form.
     - `z_loss`: weight of `router_z_loss` in the training loss.
     - `bias_update_rate`: by how much a training step moves each selection bias.
     """
@@ -107,15 +107,15 @@ class RouterConfig:
 
     def check_experts(self, num_experts: int, num_experts_per_token: int) -> None:
         """Raise ConfigError where so many experts can't be grouped like this."""
-        groups, kept = self.num_groups, self.groups_per_token
+        groups, allowed = self.num_groups, self.groups_per_token
         if groups == 1:
             return
         where, size = f"ExpertsConfig.num_experts={num_experts}", num_experts // groups
         check(num_experts % groups == 0, f"{where} must be a multiple of RouterConfig.num_groups={groups}.")
         check(self.group_score == "max" or size > 1, f"{where}: group_score='top2_sum' needs two experts a group.")
         check(
-            kept * size >= num_experts_per_token,
-            f"{where}: groups_per_token={kept} groups of {size} hold fewer than num_experts_per_token="
+            allowed * size >= num_experts_per_token,
+            f"{where}: groups_per_token={allowed} groups of {size} hold fewer than num_experts_per_token="
             f"{num_experts_per_token} experts.",
         )
 
@@ -133,15 +133,15 @@ class RouterConfig:
 
 
 class RoutingStats(eqx.Module):
-    """How tokens were spread over experts: sums, so that layers' microbatches can be added up; padding isn't counted.
+    """Statistics of routing: sums, so that layers' microbatches can be added up; padding isn't counted.
 
-    Every field has a leading `layers` axis once stacked. What is divided by what is said by the functions that read it.
+    Every field has a leading `layers` axis once stacked. The functions that read them divide them.
 
     **Arguments:**
 
     - `tokens`, `sequences`: tokens that were routed, and rows that have any.
-    - `counts`: tokens sent to each expert, those among them that found no room included.
-    - `dropped`: how many found no room; 0 but for the capacity form.
+    - `counts`: tokens sent to each expert, dropped ones included.
+    - `dropped`: number of dropped choices; 0 but for the capacity form.
     - `probabilities`: over tokens, of each expert's share of a token's scores.
     - `switch`, `megatron`: over sequences, of either form of the balance loss.
     - `z`: over tokens, of the squared log-sum-exp of the logits.
@@ -160,7 +160,7 @@ class RoutingStats(eqx.Module):
 
 
 def load_balance_loss(stats: RoutingStats, form: BalanceForm = "switch") -> Float32[Array, "*layers"]:
-    """`E sum_e f_e p_e`, the mean over sequences: 1 where all experts are used alike, E where one does everything.
+    """Compute `E sum_e f_e p_e`, the mean over sequences: 1 for a balanced load, E where one expert does everything.
 
     f_e is the share of a sequence's choices that fell on expert e, p_e the mean of its share of the scores; gradients
     flow through p alone (Fedus et al. 2021, per sequence as in MaxText). In the form `"megatron"` f_e counts the best k
@@ -174,12 +174,12 @@ def load_balance_loss(stats: RoutingStats, form: BalanceForm = "switch") -> Floa
 
 
 def router_z_loss(stats: RoutingStats) -> Float32[Array, "*layers"]:
-    """`log(sum_e exp(logit_e))²`, the mean over tokens: keeps logits small (Zoph et al. 2022)."""
+    """Compute `log(sum_e exp(logit_e))²`, the mean over tokens: it holds logits small (Zoph et al. 2022)."""
     return stats.z / jnp.maximum(stats.tokens, 1.0)
 
 
 class Router(eqx.Module):
-    """The best k experts of each token."""
+    """Router to the best k experts of each token."""
 
     kernel: Float[Array, "embed experts"]
     bias: Float[Array, "experts"] | None
@@ -192,7 +192,7 @@ class Router(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> tuple[Int32[Array, "batch length slots"], Float[Array, "batch length slots"], RoutingStats]:
-        """The k experts of each token, best first, their weights, and statistics.
+        """Return the k experts of each token, best first, their weights, and statistics.
 
         Padding (tokens at position -1) goes nowhere: to the expert after the last one, with weight 0.
         """
@@ -217,7 +217,7 @@ class Router(eqx.Module):
     def _choose(
         self, logits: Array, scores: Array, key: PRNGKeyArray | None
     ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
-        """The chosen experts, and among which experts the choice was."""
+        """Return the chosen experts, and the experts that were allowed."""
         config = self.config
         choice = logits if config.order == "select_first" else scores
         if self.selection_bias is not None:
@@ -230,14 +230,14 @@ class Router(eqx.Module):
         return _top_k(choice, self.num_experts_per_token)[1], allowed
 
     def _best_groups(self, choice: Array) -> Bool[Array, "batch length experts"]:
-        """Which experts are in the groups that a token may use."""
+        """Return which experts are in the groups that a token may use."""
         config = self.config
         if config.groups_per_token == config.num_groups:
             return jnp.ones(choice.shape, bool)
         groups = choice.reshape(*choice.shape[:2], config.num_groups, -1)
         best, _ = _top_k(groups, 1 if config.group_score == "max" else 2)
-        _, kept = _top_k(jnp.sum(best, axis=-1), config.groups_per_token)
-        inside = jnp.any(_one_hot(kept, config.num_groups), axis=-2)
+        _, best_groups = _top_k(jnp.sum(best, axis=-1), config.groups_per_token)
+        inside = jnp.any(_one_hot(best_groups, config.num_groups), axis=-2)
         return jnp.repeat(inside, groups.shape[-1], axis=-1)
 
     def _combine_weights(self, logits: Array, scores: Array, indices: Array) -> Float[Array, "batch length slots"]:
@@ -255,7 +255,7 @@ class Router(eqx.Module):
         return weights
 
     def _stats(self, logits: Array, scores: Array, indices: Array, real: Array) -> RoutingStats:
-        """Sums over all tokens but padding; sequences are rows."""
+        """Sum statistics over all tokens but padding; sequences are rows."""
         experts, chosen = logits.shape[-1], indices.shape[-1]
         weight = real.astype(jnp.float32)
         tokens = jnp.sum(weight, axis=1)
@@ -283,7 +283,7 @@ class Router(eqx.Module):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the choice is that of the best k scores."""
+        """True if the choice is the best k scores."""
         config = self.config
         return not (config.selection_bias or config.random or config.groups_per_token < config.num_groups)
 
@@ -298,31 +298,31 @@ def _score(logits: Array, score: str) -> Array:
 
 
 def _top_k(values: Float[Array, "*dims candidates"], count: int) -> tuple[Array, Int32[Array, "*dims slots"]]:
-    """`lax.top_k`: the best values, and where they are; of equals the lower index.
+    """Return the best values and their indices, as `lax.top_k` does; the lower index of equals.
 
     For a partitioned `lax.top_k` XLA gathers the values of all tokens on every device; rounds of argmax stay where
     they are.
     """
-    found, index = [], jnp.arange(values.shape[-1], dtype=jnp.int32)
+    results, index = [], jnp.arange(values.shape[-1], dtype=jnp.int32)
     taken = jnp.zeros(values.shape, bool)
     for _ in range(count):
         best = jnp.argmax(jnp.where(taken, -jnp.inf, values), axis=-1, keepdims=True).astype(jnp.int32)
-        here = index.reshape((1,) * (values.ndim - 1) + (-1,)) == best
-        found.append((jnp.sum(jnp.where(here, values, 0.0), axis=-1), best[..., 0]))
-        taken |= here
-    return jnp.stack([value for value, _ in found], axis=-1), jnp.stack([place for _, place in found], axis=-1)
+        is_best = index.reshape((1,) * (values.ndim - 1) + (-1,)) == best
+        results.append((jnp.sum(jnp.where(is_best, values, 0.0), axis=-1), best[..., 0]))
+        taken |= is_best
+    return jnp.stack([value for value, _ in results], axis=-1), jnp.stack([place for _, place in results], axis=-1)
 
 
 def _one_hot(indices: Array, size: int) -> Bool[Array, "batch length slots experts"]:
-    """Where each slot points; nowhere for an index beyond `size`."""
+    """Return a one-hot mask of indices; all False for an index beyond `size`."""
     return indices[..., None] == jnp.arange(size, dtype=indices.dtype).reshape(1, 1, 1, -1)
 
 
 def _take(values: Array, indices: Array) -> Float[Array, "batch length slots"]:
-    """`values` of the chosen experts, as a sum over all of them: its gradient is one too, and no scatter."""
+    """Return `values` of the chosen experts, as a sum over all of them: its gradient is one too, and no scatter."""
     return jnp.sum(jnp.where(_one_hot(indices, values.shape[-1]), values[..., None, :], 0.0), axis=-1)
 
 
 def _count_choices(indices: Array, real: Array, experts: int) -> Float32[Array, "batch experts"]:
-    """How many of a row's choices fell on each expert."""
+    """Count a row's choices of each expert."""
     return jnp.sum(_one_hot(indices, experts) & real[..., None, None], axis=(1, 2), dtype=jnp.int32).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Depthwise causal convolutions over a row's tokens, as recurrent layers have them in front.
+"""Depthwise causal convolutions over a row's tokens, in front of recurrent layers.
 
     y_t = sum_i kernel[:, taps - 1 - i] x_{t - i dilation} + bias
 
@@ -21,7 +21,7 @@ def causal_convolution(
     segment_ids: Int[Array, "batch length"] | None,
     dilation: int = 1,
 ) -> Float[Array, "batch length channels"]:
-    """The convolution, summed in f32, in the dtype of `x`.
+    """Convolve a row's tokens, summed in f32, in the dtype of `x`.
 
     `tail` are the `(taps - 1) dilation` inputs before this call, oldest first; None for zeros. Tokens are moved
     together where a row has gaps between them: that is known only when the program runs. Padding gives 0.
@@ -30,8 +30,8 @@ def causal_convolution(
     real = positions >= 0
     document = document_numbers(real, segment_ids)
 
-    @jax.checkpoint  # a stream is kept for the gradient, not a term in f32 for each tap
-    def together(x: Array, kernel: Array, bias: Array | None, tail: Array | None, document: Array) -> Array:
+    @jax.checkpoint  # a stream is saved for the gradient, not a term in f32 for each tap
+    def dense_rows(x: Array, kernel: Array, bias: Array | None, tail: Array | None, document: Array) -> Array:
         batch, length, channels = x.shape
         before = jnp.zeros((batch, size, channels), x.dtype) if tail is None else tail.astype(x.dtype)
         stream = jnp.concatenate([before, x], axis=1)
@@ -44,18 +44,20 @@ def causal_convolution(
             y = y + jnp.where(seen[:, :, None], term * weight, 0.0)
         return y.astype(x.dtype)
 
-    def apart(x: Array, *others: Any) -> Array:
+    def across_gaps(x: Array, *others: Any) -> Array:
         order = jnp.argsort(~real, axis=1, stable=True)
         back = jnp.argsort(order, axis=1)
         x = _permuted(x, order, back)
-        return _permuted(together(x, *others, jnp.take_along_axis(document, order, axis=1)), back, order)
+        return _permuted(dense_rows(x, *others, jnp.take_along_axis(document, order, axis=1)), back, order)
 
     x = jnp.where(real[:, :, None], x, 0)
     if x.shape[1] == 1 or size == 0:
-        y = together(x, kernel, bias, tail, document)
+        y = dense_rows(x, kernel, bias, tail, document)
     else:
         dense_positions = _dense_positions(real, tail is None)
-        y = jax.lax.cond(dense_positions, lambda *arrays: together(*arrays, document), apart, x, kernel, bias, tail)
+        y = jax.lax.cond(
+            dense_positions, lambda *arrays: dense_rows(*arrays, document), across_gaps, x, kernel, bias, tail
+        )
     return jnp.where(real[:, :, None], y, 0)
 
 
@@ -63,7 +65,7 @@ def causal_convolution(
 def _permuted(
     x: Float[Array, "batch length channels"], order: Int[Array, "batch length"], back: Int[Array, "batch length"]
 ) -> Array:
-    """Tokens in another order, `back` being its inverse; the gradient is taken back, and not added up."""
+    """Permute tokens, `back` being the inverse order; the gradient is permuted back, and not added up."""
     return jnp.take_along_axis(x, order[:, :, None], axis=1)
 
 
@@ -81,7 +83,7 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 def document_starts(
     positions: Int[Array, "batch length"], segment_ids: Int[Array, "batch length"] | None
 ) -> Bool[Array, "batch length"] | None:
-    """The first tokens of all documents in a row but its first, which may go on from before; None if there is one."""
+    """Return the first tokens of all documents in a row but its first, which may be a continuation; None for one."""
     if segment_ids is None:
         return None
     real = positions >= 0
@@ -92,13 +94,13 @@ def document_starts(
 
 
 def document_numbers(real: Array, segment_ids: Array | None) -> Int[Array, "batch length"]:
-    """The number of each token's document in its row."""
+    """Number each token's document in its row."""
     starts = document_starts(jnp.where(real, 0, -1), segment_ids)
     return jnp.zeros(real.shape, jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)
 
 
 def _dense_positions(real: Array, anywhere: bool) -> Bool[Array, ""]:
-    """Whether every row's tokens stand side by side, from its start on unless they may begin anywhere."""
+    """Return whether every row's tokens are consecutive, from its start on unless they may begin anywhere."""
     ended = jnp.cumsum(real[:, :-1] & ~real[:, 1:], axis=1) > 0
-    together = jnp.all(~(real[:, 1:] & ended))
-    return together if anywhere else together & jnp.all(real[:, 0] | ~real.any(axis=1))
+    consecutive = jnp.all(~(real[:, 1:] & ended))
+    return consecutive if anywhere else consecutive & jnp.all(real[:, 0] | ~real.any(axis=1))

@@ -1,4 +1,4 @@
-"""What the delta rule and the linear recurrence share: both run chunk by chunk, as products of matrices.
+"""Delta rule and linear recurrence, chunk by chunk, as products of matrices.
 
     S_t = Diag(exp(g_t)) S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t
 
@@ -7,9 +7,9 @@ With G the running sum of g within a chunk that begins in the state S, this is
     O = (exp(G) Q) S + P U,    P_ij = sum_d q_id k_jd exp(G_id - G_jd)  for j <= i,
     S' = exp(G_last) S + (exp(G_last - G) K)^T U.
 
-The linear recurrence is given U; the delta rule finds it from U = B (V - (exp(G) K) S) - A U, where B = Diag(beta) and
-A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd) for j < i (the WY form of Yang et al., 2024 and 2025). Its inverse
-(I + A)^-1 does not depend on the state: all chunks find theirs at once, and a scan then carries the state.
+U is an input of the linear recurrence; the delta rule solves U = B (V - (exp(G) K) S) - A U, where B = Diag(beta) and
+A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd) for j < i (the WY form of Yang et al., 2024 and 2025). The inverse
+(I + A)^-1 does not depend on the state: all chunks compute theirs at once, and a scan then carries the state.
 
 No exponent here is above 0, so no decay overflows. All is in f32.
 """
@@ -29,7 +29,7 @@ _EXACT = jax.lax.Precision.HIGHEST  # sums in exponents, and inverses: not on un
 
 
 class Tokens(NamedTuple):
-    """What a chunk holds of each token; in all chunks, `chunks` stands in front.
+    """Inputs of the tokens of a chunk; `chunks` stands in front of all chunks.
 
     Value head h belongs to the key head h // groups.
     """
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 
 class _Decays(NamedTuple):
-    """Factors between the tokens of a chunk and the states before and after it; 0 where a document begins between.
+    """Decay factors between the tokens of a chunk and the states before and after it; 0 across the start of a document.
 
     One number a head stands at the values' side, as `chunk groups 1`; one a channel at the keys', as `chunk key_dim`.
     """
@@ -67,7 +67,7 @@ def run_chunks(
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch heads key_dim value_dim"],
 ]:
-    """Outputs, written values and the last state: of the delta rule, or of the linear recurrence if `beta` is None."""
+    """Run the delta rule, or without `beta` the linear recurrence: return outputs, written values and last state."""
     batch, length, heads, value_dim = value.shape
     if log_decay.shape[3] > 1 and key.shape[2] < heads:  # each channel of each value head decays by itself
         query, key = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (query, key))
@@ -89,7 +89,7 @@ def run_chunks(
 
 
 def _split(query, key, value, log_decay, beta, resets, chunk: int) -> Tokens:
-    """Chunks first; what fills the last one is the identity."""
+    """Split into chunks; the padding of the last one is the identity."""
     groups = value.shape[2] // key.shape[2]
     log_decay = jnp.maximum(log_decay.astype(jnp.float32), FORGOTTEN)
     document = None
@@ -108,13 +108,13 @@ def _split(query, key, value, log_decay, beta, resets, chunk: int) -> Tokens:
 
 
 def _chunks(x: Array, chunk: int) -> Array:
-    """[batch, length, ...] -> [chunks, batch, chunk, ...]"""
+    """Reshape [batch, length, ...] -> [chunks, batch, chunk, ...]."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
 
 
 def _joined(x: Array, length: int) -> Array:
-    """[chunks, batch, key_heads, chunk, groups, d] -> [batch, length, heads, d]"""
+    """Reshape [chunks, batch, key_heads, chunk, groups, d] -> [batch, length, heads, d]."""
     x = x.transpose(1, 0, 3, 2, 4, 5)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, x.shape[5])[:, :length]
 
@@ -123,9 +123,9 @@ def _joined(x: Array, length: int) -> Array:
 
 
 class _Sums(NamedTuple):
-    """The running sum of log decays, from the start of a token's document on: coarse + fine.
+    """Running sum of log decays, from the start of a token's document on: coarse + fine.
 
-    Multiples of 2^-10 add up without rounding, and what they leave is small: a difference of two sums, which may be far
+    Multiples of 2^-10 add up without rounding, and their rest is small: a difference of two sums, which may be far
     below 0, then has all its digits.
     """
 
@@ -133,16 +133,16 @@ class _Sums(NamedTuple):
     fine: Array
 
     def since(self, other: "_Sums") -> Array:
-        """This sum less another one."""
+        """Subtract another sum."""
         return (self.coarse - other.coarse) + (self.fine - other.fine)
 
     def map(self, function: Callable[[Array], Array]) -> "_Sums":
-        """Both parts, cut or reshaped."""
+        """Apply a function to both parts."""
         return _Sums(function(self.coarse), function(self.fine))
 
 
 def _running(tokens: Tokens) -> _Sums:
-    """As products with zeros, so that what stands in another document does not even change the rounding."""
+    """Compute running sums as products with zeros, so that other documents do not even change the rounding."""
     decay = tokens.log_decay
     coarse = jax.lax.stop_gradient(jnp.round(decay * 1024) / 1024)
     same = jnp.broadcast_to(_same(tokens).astype(jnp.float32), (*decay.shape[:3], decay.shape[3], decay.shape[3]))
@@ -150,7 +150,7 @@ def _running(tokens: Tokens) -> _Sums:
 
 
 def _same(tokens: Tokens) -> Array:
-    """Whether token j stands in the document of token i, and not behind it: [batch, 1, 1, i, j]"""
+    """Return whether token j stands in the document of token i, and not behind it: [batch, 1, 1, i, j]."""
     chunk = tokens.key.shape[2]
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))[None, None, None]
     if tokens.document is None:
@@ -159,7 +159,7 @@ def _same(tokens: Tokens) -> Array:
 
 
 def _within_each(tokens: Tokens) -> Any:
-    """`_within`, some chunks at once; a single one without a map, in which XLA for CPU crashed (jax 0.10)."""
+    """Map `_within` over some chunks at once; a single one without a map, in which XLA for CPU crashed (jax 0.10)."""
     within = jax.checkpoint(_within)
     if tokens.key.shape[0] == 1:
         return jax.tree.map(lambda x: x[None], within(jax.tree.map(lambda x: x[0], tokens)))
@@ -167,7 +167,7 @@ def _within_each(tokens: Tokens) -> Any:
 
 
 def _within(tokens: Tokens) -> tuple[_Decays, Array, tuple[Array, Array] | None]:
-    """Decays; P; for the delta rule A and (I + A)^-1, too: each [batch, key_heads, groups, chunk, chunk]."""
+    """Return decays; P; for the delta rule A and (I + A)^-1, too: each [batch, key_heads, groups, chunk, chunk]."""
     sums = _running(tokens)
     if tokens.log_decay.shape[4] > 1:
         document = jnp.zeros(tokens.key.shape[:-1], jnp.int32)
@@ -203,10 +203,10 @@ def _decays(tokens: Tokens, sums: _Sums) -> _Decays:
 
 @jax.custom_vjp
 def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tuple[Array, Array]:
-    """sum_d q_id k_jd exp(G_id - G_jd) for j <= i, and the same of keys with keys for j < i.
+    """Compute sum_d q_id k_jd exp(G_id - G_jd) for j <= i, and the same of keys with keys for j < i.
 
-    Rows of a block have decayed since its first token, and columns before it decay up to it; what stands in the block
-    itself is done in the same way in smaller blocks. So a channel has no exponent for each pair.
+    Rows of a block have decayed since its first token, and columns before it decay up to it; pairs within the block are
+    computed in the same way in smaller blocks. So a channel has no exponent for each pair.
     """
     chunk = key.shape[-2]
     arrays, pairs = _blocks((query, key, sums, document)), jnp.zeros((2, *key.shape[:-1], chunk), jnp.float32)
@@ -221,7 +221,7 @@ def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tu
 
 
 def _sizes(key: Array) -> list[int]:
-    """16, 4, 1 for chunks of 64.
+    """Return the sizes of nested blocks: 16, 4, 1 for chunks of 64.
 
     Not 8, 2, 1: XLA for CPU (jax 0.10) crashes in the sum over two blocks of each of several. So do several chunks of
     32 or of 128 tokens: `run_chunks` has none.
@@ -230,32 +230,32 @@ def _sizes(key: Array) -> list[int]:
 
 
 def _blocks(arrays: Any, size: int | None = None) -> Any:
-    """[..., n, block, d] -> [..., more n, size, d]; to begin with, n is 1."""
+    """Split blocks, [..., n, block, d] -> [..., more n, size, d]; to begin with, n is 1."""
     if size is None:
         return jax.tree.map(lambda x: x[..., None, :, :], arrays)
     return jax.tree.map(lambda x: x.reshape(*x.shape[:-3], -1, size, x.shape[-1]), arrays)
 
 
 def _spread(blocks: Array, chunk: int) -> Array:
-    """Blocks on the diagonal of whole chunks: [..., n, size, size] -> [..., chunk, chunk]"""
+    """Place blocks on the diagonal of whole chunks: [..., n, size, size] -> [..., chunk, chunk]."""
     count = blocks.shape[-3]
     return (blocks[..., None, :] * _eye(count, blocks.ndim + 1)).reshape(*blocks.shape[:-3], chunk, chunk)
 
 
 def _gathered(pairs: Array, size: int) -> Array:
-    """What `_spread` put there."""
+    """Take the blocks that `_spread` placed."""
     count = pairs.shape[-1] // size
     blocks = pairs.reshape(-1, count, size, count, size)  # in more dimensions XLA for CPU crashes (jax 0.10)
     return (blocks * _eye(count, blocks.ndim)).sum(-2).reshape(*pairs.shape[:-2], count, size, size)
 
 
 def _eye(count: int, ndim: int) -> Array:
-    """The identity as [..., count, 1, count, 1]."""
+    """Return the identity as [..., count, 1, count, 1]."""
     return jnp.eye(count, dtype=jnp.float32).reshape((1,) * (ndim - 4) + (count, 1, count, 1))
 
 
 def _factors(arrays: tuple[Array, Array, _Sums, Array], size: int):
-    """For blocks of `size` tokens: decayed queries and keys as rows, keys before the block as columns, both decays."""
+    """Return decayed queries and keys as rows, earlier keys as columns, and both decays, for blocks of `size`."""
     query, key, sums, document = arrays
 
     def rows(x):
@@ -277,9 +277,9 @@ def _decayed_pairs_forward(query: Array, key: Array, sums: _Sums, document: Arra
     return _decayed_pairs(query, key, sums, document), (query, key, sums, document)
 
 
-def _decayed_pairs_backward(kept: tuple, bars: tuple[Array, Array]):
-    """G' is q q' + k k' of keys as rows - k k' of keys as columns: a decay stands beside them wherever they stand."""
-    query, key, sums, document = kept
+def _decayed_pairs_backward(residuals: tuple, bars: tuple[Array, Array]):
+    """Compute gradients: G' is q q' + k k' of keys as rows - k k' of keys as columns, since each has a decay factor."""
+    query, key, sums, document = residuals
     query_bar = row_bar = column_bar = jnp.zeros_like(key)
     arrays, pair_bar = _blocks((query, key, sums, document)), jnp.stack(bars)
     block = key.shape[-2]
@@ -302,22 +302,22 @@ _decayed_pairs.defvjp(_decayed_pairs_forward, _decayed_pairs_backward)
 
 
 def _with_corner(blocks: Array, corner: Array) -> Array:
-    """Pairs of triangles [..., 2 n, s, s] and what stands below the first of each: triangles [..., n, 2s, 2s]."""
+    """Join pairs of triangles [..., 2 n, s, s] and the corner below the first of each: triangles [..., n, 2s, 2s]."""
     top, bottom = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
     upper = jnp.concatenate([top, jnp.zeros_like(top)], -1)
     return jnp.concatenate([upper, jnp.concatenate([corner, bottom], -1)], -2)
 
 
 def _inverse(system: Array) -> Array:
-    """(I + A)^-1 of strictly lower triangles: row by row in small blocks, which are then joined in pairs."""
+    """Compute (I + A)^-1 of strictly lower triangles: row by row in small blocks, which are then joined in pairs."""
     chunk, size = system.shape[-1], LEAST
     blocks = jnp.stack([system[..., at : at + size, at : at + size] for at in range(0, chunk, size)], -3)
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), blocks.shape)
     for at in range(size - 1):
         inverse = inverse - blocks[..., :, at, None] * inverse[..., at, None, :]
     while size < chunk:
-        places = range(0, chunk, 2 * size)
-        corner = jnp.stack([system[..., at + size : at + 2 * size, at : at + size] for at in places], -3)
+        starts = range(0, chunk, 2 * size)
+        corner = jnp.stack([system[..., at + size : at + 2 * size, at : at + size] for at in starts], -3)
         corner = jnp.matmul(inverse[..., 1::2, :, :], corner, precision=_EXACT)
         inverse = _with_corner(inverse, -jnp.matmul(corner, inverse[..., 0::2, :, :], precision=_EXACT))
         size *= 2
@@ -326,7 +326,7 @@ def _inverse(system: Array) -> Array:
 
 @jax.custom_vjp
 def _solve(system: Array, inverse: Array, right: Array) -> Array:
-    """U with (I + A) U = R, given (I + A)^-1; the gradient goes to A."""
+    """Solve (I + A) U = R, given (I + A)^-1; the gradient goes to A."""
     return _product(inverse, right, "rij,jrv->irv")
 
 
@@ -335,9 +335,9 @@ def _solve_forward(system: Array, inverse: Array, right: Array):
     return solution, (inverse, solution)
 
 
-def _solve_backward(kept: tuple[Array, Array], solution_bar: Array):
-    """R' = (I + A)^-T U',  A' = -R' U^T"""
-    inverse, solution = kept
+def _solve_backward(residuals: tuple[Array, Array], solution_bar: Array):
+    """Compute R' = (I + A)^-T U',  A' = -R' U^T."""
+    inverse, solution = residuals
     right_bar = _product(inverse, solution_bar, "rji,jrv->irv")
     return -_product(right_bar, solution, "irv,jrv->rij"), None, right_bar
 
@@ -351,7 +351,7 @@ _solve.defvjp(_solve_forward, _solve_backward)
 def _advance(
     state: Array, each: tuple[Tokens, _Decays, Array, tuple[Array, Array] | None]
 ) -> tuple[Array, tuple[Array, Array]]:
-    """A chunk: the state after it; its outputs and the values it wrote."""
+    """Advance a chunk: return the state after it, its outputs and the values it wrote."""
     tokens, decays, products, inverse = each
     by_channel = tokens.log_decay.shape[-1] > 1
 
@@ -370,6 +370,6 @@ def _advance(
 
 
 def _product(left: Array, right: Array, pattern: str) -> Array:
-    """An einsum over the dimensions behind `batch key_heads`, in f32."""
+    """Compute an einsum over the dimensions behind `batch key_heads`, in f32."""
     a, b, out = pattern.replace("->", ",").split(",")
     return jnp.einsum(f"...{a},...{b}->...{out}", left, right, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""What recurrent mixers share: what they remember, convolutions over short tails, and what they propose."""
+"""Parts that recurrent mixers share: shapes of caches, convolutions over short tails, and new entries."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.layers.cache.kv_cache import (
+from eqx_decoders.layers.cache.recurrent_state import (
     ConvInputs,
     ConvShape,
     NewConvInputs,
@@ -22,14 +22,14 @@ from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
 from eqx_decoders.remat import save
 
 
-def only_tokens(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:
-    """Zero where there is no token."""
+def zero_padding(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:
+    """Set padding to zero."""
     real = (positions >= 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
     return jnp.where(real, x, jnp.zeros((), x.dtype))
 
 
-def remembered(state: StateShape, taps: int, **channels: int) -> dict[str, Any]:
-    """The shapes of what a mixer remembers, whatever the length: a state, and the last inputs of its convolutions."""
+def cache_shapes(state: StateShape, taps: int, **channels: int) -> dict[str, Any]:
+    """Return the shapes of a mixer's caches, whatever the length: a state, and the last inputs of its convolutions."""
     tails = {name: ConvShape(taps=taps - 1, channels=count) for name, count in channels.items()}
     return {"state": state} | tails
 
@@ -41,21 +41,21 @@ def projected_streams(
     past: dict[str, Any] | None,
     ctx: Context,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Queries, keys and values of a layer behind their convolutions, and what is proposed for their tails.
+    """Compute a layer's queries, keys and values after their convolutions, and the new entries of their tails.
 
-    `heads` has the words of each; its weights are the layer's `query`, `query_taps` and perhaps `query_taps_bias`.
+    `heads` has the axes of each; its weights are the layer's `query`, `query_taps` and perhaps `query_taps_bias`.
     """
-    found = {}
+    streams = {}
     for name, words in heads.items():
         pattern = f"batch length embed, embed {words} -> batch length {words}"
         projected = ctx.constrain(ctx.einsum(pattern, x, getattr(layer, name)), f"batch length {words}")
         taps, bias = getattr(layer, f"{name}_taps"), getattr(layer, f"{name}_taps_bias", None)
-        found[name] = convolved(save(projected, f"{name}_proj"), taps, bias, of_past(past, name), ctx)
-    return {name: out for name, (out, _) in found.items()}, {name: tail for name, (_, tail) in found.items()}
+        streams[name] = convolved(save(projected, f"{name}_proj"), taps, bias, cached_part(past, name), ctx)
+    return {name: out for name, (out, _) in streams.items()}, {name: tail for name, (_, tail) in streams.items()}
 
 
 def new_steps(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
-    """Biases of steps from 0.001 to 0.1, whose softplus is inverted, as Mamba has them."""
+    """Draw biases of steps from 0.001 to 0.1, inverted through softplus, as in Mamba."""
     steps = jnp.exp(jax.random.uniform(key, shape, minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
     return steps + jnp.log(-jnp.expm1(-steps))
 
@@ -67,12 +67,12 @@ def convolved(
     tail: Float[Array, "batch back channels"] | None,
     ctx: Context,
 ) -> tuple[Float[Array, "batch length heads dims"], ConvInputs | NewConvInputs]:
-    """`silu(convolution(x) + bias)`, causal and channel by channel, and what is proposed for a `ConvState`."""
+    """Compute `silu(convolution(x) + bias)`, causal and channel by channel, and the new entries of a `ConvState`."""
     channels, taps = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
     flat = ctx.constrain(x.reshape(*x.shape[:2], channels), "batch length channels")
     weights = kernel.reshape(channels, taps), None if bias is None else bias.reshape(channels)
     smooth = convolve_on_mesh(flat, *weights, tail, ctx.positions, ctx.segment_ids, execution=ctx.execution)
-    if ctx.keeps_all and x.shape[1] >= taps:
+    if ctx.accept_all and x.shape[1] >= taps:
         tail = jnp.zeros((x.shape[0], taps - 1, channels), x.dtype) if tail is None else tail
         return jax.nn.silu(smooth).reshape(x.shape), NewConvInputs(tail=last_inputs(tail, flat, ctx.positions))
     return jax.nn.silu(smooth).reshape(x.shape), ConvInputs(inputs=flat)
@@ -86,19 +86,19 @@ def proposed_state(
     state: Float32[Array, "batch heads key_dim value_dim"],
     ctx: Context,
 ) -> StateUpdate | NewState:
-    """What is proposed for a `RecurrentState`: `state`, after all tokens, or what each of them writes if it is less."""
-    if not shape.proposes_writes(key.shape[1], ctx.keeps_all):
+    """Return the new entries of a `RecurrentState`: `state`, after all tokens, or each token's update if smaller."""
+    if not shape.proposes_writes(key.shape[1], ctx.accept_all):
         return NewState(state=state)
     repeated = jnp.repeat(key, shape.heads // key.shape[2], axis=2)
     return StateUpdate(log_decay=log_decay, key=repeated, value=written)
 
 
-def unit(x: Float[Array, "*dims features"], eps: float = 1e-6) -> Float32[Array, "*dims features"]:
-    """`x / sqrt(sum(x²) + eps)` over the last axis, in float32."""
+def l2_normalize(x: Float[Array, "*dims features"], eps: float = 1e-6) -> Float32[Array, "*dims features"]:
+    """Compute `x / sqrt(sum(x²) + eps)` over the last axis, in float32."""
     y = x.astype(jnp.float32)
     return y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + eps)
 
 
-def of_past(past: dict[str, Any] | None, name: str) -> Any:
-    """A part of what a layer remembers; None where there is no past."""
+def cached_part(past: dict[str, Any] | None, name: str) -> Any:
+    """Return a part of a layer's cache; None where there is no cache."""
     return None if past is None else past[name]

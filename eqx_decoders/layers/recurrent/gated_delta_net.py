@@ -1,4 +1,4 @@
-"""Gated delta net (Yang et al. 2025; Qwen3-Next): a recurrence whose state is corrected by what it answers to a key.
+"""Gated delta net (Yang et al. 2025; Qwen3-Next): a recurrence that corrects what its state answers to a key.
 
     S_t = e^(g_t) S_{t-1} + k_t u_t^T,  u_t = beta_t (v_t - e^(g_t) S_{t-1}^T k_t),  o_t = S_t^T q_t
 
@@ -16,33 +16,33 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.kv_cache import StateShape
+from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
-    of_past,
-    only_tokens,
+    cache_shapes,
+    cached_part,
+    l2_normalize,
     projected_streams,
     proposed_state,
-    remembered,
-    unit,
+    zero_padding,
 )
 from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig:
-    """`out(norm(o) * silu(gate x))`, o being what the recurrence answers to queries.
+    """Configuration of `out(norm(o) * silu(gate x))`, o being the recurrence's answer to queries.
 
     **Arguments:**
 
     - `num_key_heads`, `num_heads`: heads of queries and keys; of values and states, a multiple: each key head serves
-        `num_heads / num_key_heads` of them that follow one another.
+        `num_heads / num_key_heads` consecutive ones.
     - `key_dim`, `value_dim`: features of a key and of a value.
     - `taps`: tokens that the convolutions see, the last among them.
-    - `norm`: of each head's answer.
+    - `norm`: normalization of each head's answer.
     """
 
     num_key_heads: int
@@ -61,16 +61,16 @@ class GatedDeltaNetConfig:
 
     @property
     def state(self) -> StateShape:
-        """What is remembered of all tokens."""
+        """Shape of the recurrent state."""
         return StateShape(heads=self.num_heads, key_dim=self.key_dim, value_dim=self.value_dim)
 
-    def memory(self, max_length: int) -> dict[str, Any]:
-        """A state, and the last inputs of the convolutions, whatever the length."""
+    def cache_shape(self, max_length: int) -> dict[str, Any]:
+        """Return the shapes of the cache: a state, and the last inputs of the convolutions, whatever the length."""
         keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
-        return remembered(self.state, self.taps, query=keys, key=keys, value=values)
+        return cache_shapes(self.state, self.taps, query=keys, key=keys, value=values)
 
     def token_products(self, length: int) -> int:
-        """Multiplications per token beside those of the weights: the state is asked twice and written once."""
+        """Count multiplications per token of the state, which is read twice and written once."""
         return 3 * self.num_heads * self.key_dim * self.value_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "GatedDeltaNet":
@@ -103,7 +103,7 @@ class GatedDeltaNetConfig:
 
 
 class GatedDeltaNet(eqx.Module):
-    """`out(norm(o) * silu(gate x))`, o being what the recurrence answers to queries."""
+    """Gated delta net `out(norm(o) * silu(gate x))`, o being the recurrence's answer to queries."""
 
     query: Float[Array, "embed key_heads key_dim"]
     key: Float[Array, "embed key_heads key_dim"]
@@ -123,12 +123,15 @@ class GatedDeltaNet(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
+        """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         config, keys = self.config, "key_heads key_dim"
         streams, entries = projected_streams(self, x, dict(query=keys, key=keys, value="heads value_dim"), past, ctx)
-        query, key = unit(streams["query"]) * config.key_dim**-0.5, only_tokens(unit(streams["key"]), ctx.positions)
+        query, key = (
+            l2_normalize(streams["query"]) * config.key_dim**-0.5,
+            zero_padding(l2_normalize(streams["key"]), ctx.positions),
+        )
         log_decay, beta = self._decay_and_beta(x, ctx)
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
         inputs = query, key, streams["value"], log_decay, beta, state, starts
         answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
         entries["state"] = proposed_state(config.state, log_decay, key, written, state, ctx)
@@ -140,15 +143,15 @@ class GatedDeltaNet(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _decay_and_beta(
         self, x: Array, ctx: Context
     ) -> tuple[Float32[Array, "batch length heads 1"], Float32[Array, "batch length heads"]]:
-        """`g = -exp(a_log) softplus(dt x + dt_bias)`, and how much of the correction is written; none of padding."""
+        """Compute `g = -exp(a_log) softplus(dt x + dt_bias)`, and the written share of a correction; 0 at padding."""
         pattern = "batch length embed, embed heads -> batch length heads"
         dt, beta = (ctx.einsum(pattern, x, weight).astype(jnp.float32) for weight in (self.dt, self.beta))
         a_log, dt_bias = (each.astype(jnp.float32)[None, None] for each in (self.a_log, self.dt_bias))
-        log_decay = only_tokens(-jnp.exp(a_log) * jax.nn.softplus(dt + dt_bias), ctx.positions)
-        return log_decay[..., None], only_tokens(jax.nn.sigmoid(beta), ctx.positions)
+        log_decay = zero_padding(-jnp.exp(a_log) * jax.nn.softplus(dt + dt_bias), ctx.positions)
+        return log_decay[..., None], zero_padding(jax.nn.sigmoid(beta), ctx.positions)

@@ -16,33 +16,33 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.kv_cache import StateShape
+from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
+    cache_shapes,
+    cached_part,
+    l2_normalize,
     new_steps,
-    of_past,
-    only_tokens,
     projected_streams,
     proposed_state,
-    remembered,
-    unit,
+    zero_padding,
 )
 from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiDeltaAttentionConfig:
-    """`out(norm(o) * sigmoid(gate x))`, o being what the recurrence answers to queries.
+    """Configuration of `out(norm(o) * sigmoid(gate x))`, o being the recurrence's answer to queries.
 
     **Arguments:**
 
     - `num_heads`, `head_dim`: heads, and features of a query, key and value of each.
     - `gate_rank`: features between the two factors from which decays are made, and of the output's gate.
     - `taps`: tokens that the convolutions see, the last among them.
-    - `norm`: of each head's answer.
+    - `norm`: normalization of each head's answer.
     """
 
     num_heads: int
@@ -58,16 +58,16 @@ class KimiDeltaAttentionConfig:
 
     @property
     def state(self) -> StateShape:
-        """What is remembered of all tokens."""
+        """Shape of the recurrent state."""
         return StateShape(heads=self.num_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
-    def memory(self, max_length: int) -> dict[str, Any]:
-        """A state, and the last inputs of the convolutions, whatever the length."""
+    def cache_shape(self, max_length: int) -> dict[str, Any]:
+        """Return the shapes of the cache: a state, and the last inputs of the convolutions, whatever the length."""
         channels = self.num_heads * self.head_dim
-        return remembered(self.state, self.taps, query=channels, key=channels, value=channels)
+        return cache_shapes(self.state, self.taps, query=channels, key=channels, value=channels)
 
     def token_products(self, length: int) -> int:
-        """Multiplications per token beside those of the weights: the state is asked twice and written once."""
+        """Count multiplications per token of the state, which is read twice and written once."""
         return 3 * self.num_heads * self.head_dim**2
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "KimiDeltaAttention":
@@ -101,7 +101,7 @@ class KimiDeltaAttentionConfig:
 
 
 class KimiDeltaAttention(eqx.Module):
-    """`out(norm(o) * sigmoid(gate x))`, o being what the recurrence answers to queries."""
+    """Kimi delta attention `out(norm(o) * sigmoid(gate x))`, o being the recurrence's answer to queries."""
 
     query: Float[Array, "embed heads head_dim"]
     key: Float[Array, "embed heads head_dim"]
@@ -123,13 +123,13 @@ class KimiDeltaAttention(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
+        """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         words: dict[str, str] = dict.fromkeys(("query", "key", "value"), "heads head_dim")
         streams, entries = projected_streams(self, x, words, past, ctx)
-        query = unit(streams["query"]) * self.config.head_dim**-0.5
-        key = only_tokens(unit(streams["key"]), ctx.positions)
+        query = l2_normalize(streams["query"]) * self.config.head_dim**-0.5
+        key = zero_padding(l2_normalize(streams["key"]), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
         inputs = query, key, streams["value"], log_decay, beta, state, starts
         answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
         entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
@@ -140,7 +140,7 @@ class KimiDeltaAttention(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _low_rank(self, x: Array, down: Array, up: Array, ctx: Context) -> Float[Array, "batch length heads head_dim"]:
@@ -150,9 +150,9 @@ class KimiDeltaAttention(eqx.Module):
     def _decay_and_beta(
         self, x: Array, ctx: Context
     ) -> tuple[Float32[Array, "batch length heads head_dim"], Float32[Array, "batch length heads"]]:
-        """`g = -exp(a_log) softplus(dt x + dt_bias)`, and how much of the correction is written; none of padding."""
+        """Compute `g = -exp(a_log) softplus(dt x + dt_bias)`, and the written share of a correction; 0 at padding."""
         dt = self._low_rank(x, self.dt_down, self.dt_up, ctx).astype(jnp.float32)
         rate = jnp.exp(self.a_log.astype(jnp.float32))[None, None, :, None]
         log_decay = -rate * jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])
         beta = ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.beta).astype(jnp.float32)
-        return only_tokens(log_decay, ctx.positions), only_tokens(jax.nn.sigmoid(beta), ctx.positions)
+        return zero_padding(log_decay, ctx.positions), zero_padding(jax.nn.sigmoid(beta), ctx.positions)

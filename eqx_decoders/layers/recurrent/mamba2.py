@@ -16,30 +16,30 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.kv_cache import StateShape
+from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import (
+    cache_shapes,
+    cached_part,
     new_steps,
-    of_past,
-    only_tokens,
     projected_streams,
     proposed_state,
-    remembered,
+    zero_padding,
 )
 from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
-from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mamba2Config:
-    """`out(norm(o * silu(gate x)))`, o being what the recurrence gives.
+    """Configuration of `out(norm(o * silu(gate x)))`, o being the recurrence's output.
 
     **Arguments:**
 
     - `num_heads`, `value_dim`: heads, and features of each.
-    - `num_groups`: keys and queries of a token, each for `num_heads / num_groups` heads that follow one another; the
-        features of these heads are normalised together.
+    - `num_groups`: keys and queries of a token, each for `num_heads / num_groups` consecutive heads; the features of
+        these heads are normalized together.
     - `key_dim`: features of a key, the size of the state.
     - `taps`: tokens that the convolutions see, the last among them.
     - `taps_bias`: whether the convolutions have a bias.
@@ -70,16 +70,16 @@ class Mamba2Config:
 
     @property
     def state(self) -> StateShape:
-        """What is remembered of all tokens."""
+        """Shape of the recurrent state."""
         return StateShape(heads=self.num_heads, key_dim=self.key_dim, value_dim=self.value_dim)
 
-    def memory(self, max_length: int) -> dict[str, Any]:
-        """A state, and the last inputs of the convolutions, whatever the length."""
+    def cache_shape(self, max_length: int) -> dict[str, Any]:
+        """Return the shapes of the cache: a state, and the last inputs of the convolutions, whatever the length."""
         keys, values = self.num_groups * self.key_dim, self.num_heads * self.value_dim
-        return remembered(self.state, self.taps, query=keys, key=keys, value=values)
+        return cache_shapes(self.state, self.taps, query=keys, key=keys, value=values)
 
     def token_products(self, length: int) -> int:
-        """Multiplications per token beside those of the weights: the state is asked once and written once."""
+        """Count multiplications per token of the state, which is read once and written once."""
         return 2 * self.num_heads * self.key_dim * self.value_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Mamba2":
@@ -119,7 +119,7 @@ class Mamba2Config:
 
 
 class Mamba2(eqx.Module):
-    """`out(norm(o * silu(gate x)))`, o being what the recurrence gives."""
+    """Mamba-2 layer `out(norm(o * silu(gate x)))`, o being the recurrence's output."""
 
     gate: Float[Array, "embed heads value_dim"]
     value: Float[Array, "embed heads value_dim"]
@@ -142,14 +142,14 @@ class Mamba2(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
-        """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
+        """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         words = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
         streams, entries = projected_streams(self, x, words, past, ctx)
         value, dt = streams["value"].astype(jnp.float32), self._step(x, ctx)
-        key = only_tokens(streams["key"].astype(jnp.float32), ctx.positions)
+        key = zero_padding(streams["key"].astype(jnp.float32), ctx.positions)
         written = dt[..., None] * value
         log_decay = (-jnp.exp(self.a_log.astype(jnp.float32))[None, None] * dt)[..., None]
-        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
         query = streams["query"].astype(jnp.float32)
         inputs = query, key, written, log_decay, None, state, starts
         answer, _, state = recur_on_mesh(*inputs, execution=ctx.execution)
@@ -161,17 +161,17 @@ class Mamba2(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
-        """`__call__` for a block."""
+        """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _step(self, x: Array, ctx: Context) -> Float32[Array, "batch length heads"]:
-        """`dt = clip(softplus(dt x + dt_bias))`; 0 where there is no token."""
+        """Compute `dt = clip(softplus(dt x + dt_bias))`; 0 where there is no token."""
         dt = ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.dt).astype(jnp.float32)
         dt = jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])
-        return only_tokens(jnp.clip(dt, self.config.dt_min, self.config.dt_max), ctx.positions)
+        return zero_padding(jnp.clip(dt, self.config.dt_min, self.config.dt_max), ctx.positions)
 
     def _gated(self, answer: Array, x: Array, ctx: Context) -> Float[Array, "batch length heads value_dim"]:
-        """`norm(o * silu(gate x))`, the heads of a group normalised together."""
+        """Compute `norm(o * silu(gate x))`, the heads of a group normalized together."""
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
         gate = jax.nn.silu(ctx.einsum(pattern, x, self.gate).astype(jnp.float32))
         y = answer.astype(jnp.float32) * gate

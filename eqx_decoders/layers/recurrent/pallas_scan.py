@@ -1,8 +1,8 @@
 """Recurrences in Pallas kernels for TPUs: chunks follow one another while the state stays in vector memory.
 
-The equations are those of `chunked_recurrence`, for one decay a head. What stands between the tokens of a chunk, the
-inverse of its triangle too, is never written to memory; between chunks the state is, once, if gradients are wanted. The
-backward pass goes through the chunks from the last to the first, and differentiates one chunk where it is.
+The equations are those of `chunked_scan`, for one decay a head. Pairs of a chunk's tokens, the inverse of the triangle
+too, are never written to memory; the state between chunks is, once, if gradients are wanted. The backward pass goes
+through the chunks from the last to the first, and differentiates one chunk where it is.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from eqx_decoders.layers.recurrent.chunked_scan import FORGOTTEN
 from eqx_decoders.layers.tpu import LANES
 
 
-CHUNK = 128  # tokens: half as many states are kept as with 64, and products fill the units
+CHUNK = 128  # tokens: half as many states are stored as with 64, and products fill the units
 _WIDEST = 512  # columns of the values of a program: value heads that share a key head
 _MOST = 8, 1024  # heads of a program, each of which is code of its own, and columns where no fewer heads fill lanes
 _SMALLEST = 8  # rows of the blocks that are inverted as a short sum of powers
@@ -30,7 +30,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ScanPlan:
-    """What is static about a call. A program has a key head, and `heads` of the value heads that share it."""
+    """Static description of a call. A program has a key head, and `heads` of the value heads that share it."""
 
     heads: int
     parts: int  # programs that share a key head
@@ -42,17 +42,17 @@ class _ScanPlan:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Of the blocks of inputs: document, state, query, key, value, log decay; for the delta rule beta."""
+        """Places of the blocks of inputs: document, state, query, key, value, log decay; for the delta rule beta."""
         return ("documents", "state", "keys", "keys", "values", "heads", *("heads",) * self.delta)
 
     @property
     def columns(self) -> int:
-        """Of the states and the values of a program."""
+        """Columns of the states and the values of a program."""
         return self.heads * self.value_dim
 
     @property
     def operations(self) -> int:
-        """Of a chunk of a program."""
+        """Operations of a program for one chunk."""
         square, states = self.chunk**2, self.chunk * self.key_dim * self.columns
         inverse = self.heads * self.chunk**3 * (2 * (self.chunk // _SMALLEST).bit_length() + 2)
         products = square * (self.key_dim + self.columns) + 2 * states
@@ -64,13 +64,13 @@ def fits(
     value: Float[Array, "batch length heads value_dim"],
     log_decay: Float[Array, "batch length heads decay_dim"],
 ) -> bool:
-    """Whether TPUs can have this recurrence in a kernel: one decay a head, a whole chunk, and blocks of whole lanes."""
+    """Return whether the kernel can run this recurrence: one decay a head, a whole chunk, and blocks of whole lanes."""
     whole = key.shape[3] % LANES == 0 and _heads_at_once(value.shape[2] // key.shape[2], value.shape[3]) is not None
     return whole and log_decay.shape[3] == 1 and value.shape[1] >= CHUNK
 
 
 def _heads_at_once(groups: int, value_dim: int) -> int | None:
-    """Heads of a group whose values fill whole lanes: most that are not wide, or fewest; None if those are too many."""
+    """Return how many heads of a group a program takes: their values fill whole lanes; None if they are too many."""
     fitting = [n for n in range(1, groups + 1) if groups % n == 0 and n * value_dim % LANES == 0]
     fitting = [n for n in fitting if n <= _MOST[0] and n * value_dim <= _MOST[1]]
     return max((n for n in fitting if n == fitting[0] or n * value_dim <= _WIDEST), default=None)
@@ -87,15 +87,15 @@ def _product(left: Array, right: Array, axes: tuple[int, int] = (1, 0), precisio
 
 
 def _rows_and_columns(size: int) -> tuple[Array, Array]:
-    """Of each element of a square: its row and its column."""
+    """Return the row and the column of each element of a square."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return row, column
 
 
 def _inverse(system: Array) -> Array:
-    """(I + A)^-1 of a strictly lower triangle: small blocks on the diagonal, then joined in pairs.
+    """Compute (I + A)^-1 of a strictly lower triangle: small blocks on the diagonal, then joined in pairs.
 
-    Of a block of eight the eighth power is zero, and (I - A)(I + A^2)(I + A^4) is the sum of all before.
+    The eighth power of a block of eight is zero, and (I - A)(I + A^2)(I + A^4) is the sum of all before.
     """
     row, column = _rows_and_columns(system.shape[0])
 
@@ -121,7 +121,7 @@ def _inverse(system: Array) -> Array:
 
 @jax.custom_vjp
 def _solve(system: Array, right: Array) -> Array:
-    """U with (I + A) U = R."""
+    """Solve (I + A) U = R."""
     return _solve_forward(system, right)[0]
 
 
@@ -131,9 +131,9 @@ def _solve_forward(system: Array, right: Array) -> tuple[Array, tuple[Array, Arr
     return solution, (inverse, solution)
 
 
-def _solve_backward(kept: tuple[Array, Array], solution_bar: Array) -> tuple[Array, Array]:
-    """R' = (I + A)^-T U',  A' = -R' U^T"""
-    inverse, solution = kept
+def _solve_backward(residuals: tuple[Array, Array], solution_bar: Array) -> tuple[Array, Array]:
+    """Compute R' = (I + A)^-T U',  A' = -R' U^T."""
+    inverse, solution = residuals
     right_bar = _product(inverse, solution_bar, (0, 0))
     return -_product(right_bar, solution, (1, 1)), right_bar
 
@@ -151,7 +151,7 @@ def _chunk(
     log_decay: Float32[Array, "heads chunk"],
     beta: Float32[Array, "heads chunk"] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The state after a chunk, its outputs, and the values that it wrote."""
+    """Return the state after a chunk, its outputs, and the values that it wrote."""
     row, column = _rows_and_columns(plan.chunk)
 
     def upright(x: Array) -> Array:
@@ -164,7 +164,7 @@ def _chunk(
     same = standing == document
     before, beyond = same & (row >= column), same & (row <= column)
     between = _product(query, key, (1, 1))
-    asked = _product(query if beta is None else jnp.concatenate([query, key]), state)
+    readout = _product(query if beta is None else jnp.concatenate([query, key]), state)
     between_keys = None if beta is None else jnp.where(row > column, _product(key, key, (1, 1)), 0.0)
     outs, writtens, leaves, keeps = [], [], [], []
     for head in range(plan.heads):
@@ -181,9 +181,9 @@ def _chunk(
         written = value[:, features]
         if between_keys is not None and beta is not None:
             rate = upright(beta[head : head + 1])
-            right = (written - asked[plan.chunk :, features] * enter) * rate
+            right = (written - readout[plan.chunk :, features] * enter) * rate
             written = _solve(between_keys * fade * rate, right)
-        outs.append(asked[: plan.chunk, features] * enter + _product(between * fade, written))
+        outs.append(readout[: plan.chunk, features] * enter + _product(between * fade, written))
         writtens.append(written)
         leaves.append(upright(fade[-1:]))
         keeps.append(enter[-1:])
@@ -227,10 +227,10 @@ def _backward_kernel(plan: _ScanPlan, *refs: Any) -> None:
 
     pull = jax.vjp(functools.partial(_chunk, plan, document[...]), states[...], *_read(tokens))[1]
     (out_bar,) = _read([out_bar])
-    given = written_bar[0][...] if plan.delta else jnp.zeros_like(out_bar)
-    before, *found = pull((state_bar[...], out_bar, given))
+    written_gradient = written_bar[0][...] if plan.delta else jnp.zeros_like(out_bar)
+    before, *gradients = pull((state_bar[...], out_bar, written_gradient))
     state_bar[...] = before
-    for ref, bar in zip(bars, found, strict=True):
+    for ref, bar in zip(bars, gradients, strict=True):
         ref[...] = bar
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
@@ -239,7 +239,7 @@ def _backward_kernel(plan: _ScanPlan, *refs: Any) -> None:
 
 
 def _cut(refs: tuple[Any, ...], inputs: int) -> tuple[Any, Any, Any]:
-    """References to inputs, to results, and to what stays from chunk to chunk."""
+    """Split references into inputs, results, and what persists from chunk to chunk."""
     return refs[:inputs], refs[inputs:-1], refs[-1]
 
 
@@ -253,7 +253,7 @@ def _read(refs: Sequence[Any]) -> list[Array]:
 def _call(
     plan: _ScanPlan, kernel: Any, operands: list[tuple[str, Array]], results: list[tuple[str, tuple[int, ...], Any]]
 ) -> Sequence[Array]:
-    """One `pallas_call`; operands and results with the places of their blocks."""
+    """Run one `pallas_call`; operands and results come with the places of their blocks."""
     batch, programs, chunks = dict(operands)["heads"].shape[:3]
     backward, size = kernel is _backward_kernel, plan.chunk
 
@@ -295,7 +295,7 @@ def _call(
 
 
 def _run(plan: _ScanPlan, arrays: tuple[Array, ...], keep: bool) -> Sequence[Array]:
-    """Outputs, the last state, written values of the delta rule, and, to `keep`, the state before each chunk."""
+    """Return outputs, the last state, written values of the delta rule, and, to `keep`, the state before each chunk."""
     state, values, rows = arrays[1].shape, arrays[4].shape, arrays[5].shape[:3]
     results = [("values", values, arrays[4].dtype), ("state", state, jnp.float32)]
     results += [("values", values, jnp.float32)] * plan.delta
@@ -313,8 +313,8 @@ def _recurrence_forward(plan: _ScanPlan, *arrays: Array) -> tuple[tuple[Array, .
     return tuple(results), (arrays, states)
 
 
-def _recurrence_backward(plan: _ScanPlan, kept: tuple, bars: tuple[Array, ...]) -> tuple[Array | None, ...]:
-    arrays, states = kept
+def _recurrence_backward(plan: _ScanPlan, residuals: tuple, bars: tuple[Array, ...]) -> tuple[Array | None, ...]:
+    arrays, states = residuals
     out_bar, end_bar, *written_bar = bars
     _, start, query, _, value, *rows = arrays
     operands = [each for each in zip(plan.places, arrays, strict=True) if each[0] != "state"]
@@ -322,8 +322,8 @@ def _recurrence_backward(plan: _ScanPlan, kept: tuple, bars: tuple[Array, ...]) 
     operands += [("values", x) for x in written_bar]
     programs = (*query.shape[:2], start.shape[1] * plan.key_dim)
     shapes = start.shape, programs, programs, value.shape, *(x.shape for x in rows)
-    places = "state", "programs", "programs", *plan.places[4:]
-    results = [(place, shape, jnp.float32) for place, shape in zip(places, shapes, strict=True)]
+    kinds = "state", "programs", "programs", *plan.places[4:]
+    results = [(place, shape, jnp.float32) for place, shape in zip(kinds, shapes, strict=True)]
     start_bar, query_bar, key_bar, *others = _call(plan, _backward_kernel, operands, results)
     query_bar, key_bar = (
         x.reshape(*x.shape[:2], -1, plan.parts, plan.key_dim).sum(3).reshape(query.shape) for x in (query_bar, key_bar)
@@ -350,7 +350,7 @@ def run_kernel(
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch heads key_dim value_dim"],
 ]:
-    """Outputs, written values and the last state, as `run_chunks` gives them, where `fits` says so.
+    """Return outputs, written values and the last state, as `run_chunks` does, where `fits` allows.
 
     `chunk` is a power of two, at least 8. Interpreted, a kernel has any shape: all heads of a group at once.
     """
@@ -372,7 +372,7 @@ def run_kernel(
     log_decay = jnp.where(resets[:, :, None], 0.0, log_decay)  # what it would fade is forgotten anyway
 
     def whole(x: Array) -> Array:
-        """What fills the last chunk changes nothing."""
+        """Pad to whole chunks by tokens that change nothing."""
         return jnp.pad(x, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 2))
 
     def rows(x: Array) -> Array:

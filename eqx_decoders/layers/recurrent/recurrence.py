@@ -1,9 +1,10 @@
-"""Recurrences over a matrix per head, whose size does not depend on how many tokens it has seen.
+"""Recurrences over a matrix per head, whose size does not depend on the number of tokens.
 
     S_t = Diag(exp(g_t)) S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t
 
-g has one number a head or one for each channel of a key. The linear recurrence is given u (Mamba-2: Dao & Gu, 2024).
-The gated delta rule writes what corrects the answer to a key (Yang et al., 2025; by channel: Kimi Linear, 2025):
+g has one number a head or one for each channel of a key. u is an input of the linear recurrence (Mamba-2: Dao & Gu,
+2024). The gated delta rule writes a correction of the answer to a key (Yang et al., 2025; by channel: Kimi Linear,
+2025):
 
     u_t = beta_t (v_t - (Diag(exp(g_t)) S_{t-1})^T k_t)
 
@@ -36,20 +37,20 @@ def delta_rule(
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch heads key_dim value_dim"],
 ]:
-    """Outputs in the dtype of `value`, the written values u, and the state after the last token.
+    """Return outputs in the dtype of `value`, the written values u, and the state after the last token.
 
-    Memory, that of gradients too, grows with the length: a state is kept for each chunk, none for a token.
+    Memory, for gradients too, grows with the length: a state is held for each chunk, none for a token.
 
     **Arguments:**
 
     - `log_decay`: g, at most 0; `decay_dim` is 1 or `key_dim`.
-    - `beta`: how much of the correction is written; None: `value` itself is written, and nothing is corrected.
+    - `beta`: the written share of the correction; None: `value` itself is written, and nothing is corrected.
     - `state`: before the first token; None for zeros.
     - `resets`: the first tokens of documents: what came before them is forgotten.
-    - `chunk`: tokens that are computed at once, 16 times a power of two (of which half, where channels decay each for
-        themselves, if it is no power of four); None: one by one, the definition. A kernel has a size of its own.
-    - `platform`: of the devices, which decides how one token asks a state, and whether there is a kernel for many: then
-        arrays are a device's own.
+    - `chunk`: tokens that are computed at once, 16 times a power of two (with a decay for each channel half of it, if
+        it is no power of four); None: one by one, the definition. A kernel has a size of its own.
+    - `platform`: of the devices, which decides how one token reads a state, and whether there is a kernel for many:
+        then arrays are a device's own.
     """
     heads, key_heads = value.shape[2], key.shape[2]
     check(heads % key_heads == 0, f"value heads={heads} must be a multiple of key heads={key_heads}.")
@@ -75,7 +76,7 @@ def linear_recurrence(
     chunk: int | None = 64,
     platform: str = "cpu",
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
-    """Outputs, and the last state, where `value` is what is written: `delta_rule` without a correction."""
+    """Return outputs and the last state, with `value` as what is written: `delta_rule` without a correction."""
     out, _, end = delta_rule(query, key, value, log_decay, None, state, resets, chunk, platform)
     return out, end
 
@@ -95,13 +96,13 @@ def _run_tokens(query, key, value, log_decay, beta, state, resets, platform) -> 
     def step(state, token):
         pair, value, fade, beta = token
         # the decay goes with the questions, and both are one product: decoding reads the state as it stands, and once
-        asked = pair[:, :, None] * fade[..., None, :]
+        readout = pair[:, :, None] * fade[..., None, :]
         if platform == "tpu":  # a product would want a copy of the state in another order
-            found, answer = ((asked[:, :, :, x, :, None] * state).sum(-2) for x in (0, 1))
+            reads, answer = ((readout[:, :, :, x, :, None] * state).sum(-2) for x in (0, 1))
         else:
-            found, answer = jnp.moveaxis(jnp.einsum("bhrxk,bhrkv->bhrxv", asked, state), 3, 0)
+            reads, answer = jnp.moveaxis(jnp.einsum("bhrxk,bhrkv->bhrxv", readout, state), 3, 0)
         written = value if beta is None else beta * (value - answer)
-        out = found + (pair[:, :, 0] * pair[:, :, 1]).sum(-1)[:, :, None, None] * written
+        out = reads + (pair[:, :, 0] * pair[:, :, 1]).sum(-1)[:, :, None, None] * written
         end = state * fade[..., None] + pair[:, :, None, 1, :, None] * written[..., None, :]
         return end, (out, written)
 

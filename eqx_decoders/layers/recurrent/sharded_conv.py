@@ -1,4 +1,4 @@
-"""Convolutions of rows that a mesh splits: each device gets the last inputs of those before it, and no more."""
+"""Convolutions of rows that a mesh splits: each device gets only the last inputs of the devices before it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,9 +6,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.cache.kv_cache import last_inputs
+from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.recurrent.causal_conv import causal_convolution, document_numbers
-from eqx_decoders.sharding.rules import names_of
+from eqx_decoders.sharding.axes import names_of
 
 
 def convolve_on_mesh(
@@ -22,7 +22,7 @@ def convolve_on_mesh(
     *,
     execution: Execution,
 ) -> Float[Array, "batch length channels"]:
-    """`causal_convolution`, on the mesh that `execution` says."""
+    """Run `causal_convolution` on the mesh of `execution`."""
     layout = execution.layout
     rows, length, channels = map(names_of, layout.activation_spec("batch length channels", x.shape))
     if layout.single or not length:
@@ -36,17 +36,17 @@ def convolve_on_mesh(
 
     # named, too, are mesh axes of one device: over what no name splits gradients are summed
     rows = (*rows, *(name for name, count in layout.mesh.shape.items() if count == 1))
-    tokens, places = PartitionSpec(rows, length, channels), PartitionSpec(rows, length)
+    tokens, position_spec = PartitionSpec(rows, length, channels), PartitionSpec(rows, length)
     weights = PartitionSpec(channels)
-    specs = (tokens, weights, weights, PartitionSpec(rows, None, channels), places, places)
+    specs = (tokens, weights, weights, PartitionSpec(rows, None, channels), position_spec, position_spec)
     documents = document_numbers(positions >= 0, segment_ids)
     return layout.shard_map(run, specs, tokens)(x, kernel, bias, tail, positions, documents)
 
 
 def _inputs_before(tail: Array, x: Array, positions: Array, documents: Array, axes: tuple[str, ...]) -> Array:
-    """The last inputs before a device's piece, oldest first; zero where they are of another document than its first.
+    """Return the last inputs before a device's piece, oldest first; zero for inputs of another document than its first.
 
-    `tail` are those before the row, which belong to its first document.
+    `tail` are the inputs before the row, which belong to its first document.
     """
     real = positions >= 0
     index = jnp.where(real, jnp.arange(real.shape[1])[None], -1)

@@ -1,11 +1,11 @@
-"""Recurrences of rows that a mesh splits: each device runs its piece, and what states do to one another is combined.
+"""Recurrences of rows that a mesh splits: each device runs its piece, and then their effects on the state are combined.
 
-A piece of a row makes of the state S before it
+A piece of a row maps the state S before it to
 
     S' = A S + B,    o_t = b_t + a_t^T S,
 
-since the recurrence is linear in S. For the gated delta rule the columns of a state go each their own way, so that one
-run with the state [0 | I] and values [v | 0] ends in [B | A] and gives [b | a]. Without a correction A is a product of
+since the recurrence is linear in S. In the gated delta rule the columns of a state are independent, so that one run
+with the state [0 | I] and values [v | 0] ends in [B | A] and gives [b | a]. Without a correction A is a product of
 decays. A and B of all pieces are gathered, a matrix or two per head and row; no token leaves its device.
 """
 
@@ -20,10 +20,10 @@ from eqx_decoders.context import Execution
 from eqx_decoders.layers.attention.context_parallel import used_heads
 from eqx_decoders.layers.recurrent.pallas_scan import CHUNK
 from eqx_decoders.layers.recurrent.recurrence import delta_rule
-from eqx_decoders.sharding.rules import names_of
+from eqx_decoders.sharding.axes import names_of
 
 
-_EXACT = lax.Precision.HIGHEST  # states are handed on from piece to piece
+_EXACT = lax.Precision.HIGHEST  # states pass from piece to piece
 
 
 def recur_on_mesh(
@@ -41,7 +41,7 @@ def recur_on_mesh(
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch heads key_dim value_dim"],
 ]:
-    """`delta_rule`, on the mesh that `execution` says."""
+    """Run `delta_rule` on the mesh of `execution`."""
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
     # a kernel sees a device's own arrays, and by their shapes it is chosen
@@ -73,11 +73,11 @@ def recur_on_mesh(
     return layout.shard_map(run, specs, (tokens, tokens, states))(*arrays)
 
 
-_Affine = tuple[Array, Array | None]  # what is there without a state before the piece, and what a state is asked
+_Affine = tuple[Array, Array | None]  # a result without a state before the piece, and the vectors that read the state
 
 
 class _Piece(NamedTuple):
-    """What a piece makes of the state before it.
+    """Effect of a piece of a row on the state before it.
 
     - `out`, `written`: b [batch, length, heads, value_dim] and a [batch, length, heads, key_dim].
     - `end`: B.
@@ -95,8 +95,8 @@ def _run_piece(query, key, value, log_decay, beta, resets, platform) -> _Piece:
     if beta is None:
         out, written, end = delta_rule(query, key, value, log_decay, None, None, resets, platform=platform)
         fade = _fade(log_decay, resets)
-        asked = jnp.repeat(query.astype(jnp.float32), value.shape[2] // query.shape[2], axis=2) * fade
-        return _Piece((out, asked), (written, None), end, fade[:, -1])
+        readout = jnp.repeat(query.astype(jnp.float32), value.shape[2] // query.shape[2], axis=2) * fade
+        return _Piece((out, readout), (written, None), end, fade[:, -1])
     batch, _, heads, value_dim = value.shape
     key_dim = key.shape[3]
     wide = jnp.concatenate([value, jnp.zeros((*value.shape[:3], key_dim), jnp.float32)], 3)
@@ -109,7 +109,7 @@ def _run_piece(query, key, value, log_decay, beta, resets, platform) -> _Piece:
 
 
 def _fade(log_decay: Array, resets: Array | None) -> Float32[Array, "batch length heads decay_dim"]:
-    """What is left at each token of the state before the piece."""
+    """Return the remaining share of the state before the piece at each token."""
     fade = jnp.exp(jnp.cumsum(log_decay.astype(jnp.float32), axis=1))
     if resets is None:
         return fade
@@ -117,17 +117,17 @@ def _fade(log_decay: Array, resets: Array | None) -> Float32[Array, "batch lengt
 
 
 def _states(start: Array, piece: _Piece, axes: tuple[str, ...]) -> tuple[Array, Array]:
-    """The states before a device's piece and behind the last one, from that before the first one."""
+    """Return the states before a device's piece and after the last one, from the state before the first one."""
 
     def step(carry, ends):
-        state, own = carry
+        state, own_state = carry
         index, end, transition = ends
-        own = jnp.where(index == lax.axis_index(axes), state, own)
-        return (_moved(transition, state) + end, own), None
+        own_state = jnp.where(index == lax.axis_index(axes), state, own_state)
+        return (_moved(transition, state) + end, own_state), None
 
     ends, transitions = (lax.all_gather(x, axes) for x in (piece.end, piece.transition))
-    (end, own), _ = lax.scan(step, (start, start), (jnp.arange(len(ends)), ends, transitions))
-    return own, end
+    (end, own_state), _ = lax.scan(step, (start, start), (jnp.arange(len(ends)), ends, transitions))
+    return own_state, end
 
 
 def _moved(transition: Array, state: Array) -> Array:
@@ -137,7 +137,7 @@ def _moved(transition: Array, state: Array) -> Array:
 
 
 def _with_state(affine: _Affine, state: Array) -> Array:
-    there, asked = affine
-    if asked is None:
-        return there
-    return there + jnp.einsum("blhk,bhkv->blhv", asked, state, preferred_element_type=jnp.float32)
+    without, readout = affine
+    if readout is None:
+        return without
+    return without + jnp.einsum("blhk,bhkv->blhv", readout, state, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""How much an engine takes on."""
+"""`EngineConfig`: limits of an engine, and checks of models and requests against them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,28 +18,28 @@ from eqx_decoders.serving.engine.request import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How much an engine takes on, and how it works.
+    """Limits and modes of an engine.
 
     **Arguments:**
 
-    - `max_batch_size`: requests that are worked on at once, each in a slot of its own.
-    - `max_length`: tokens that a prompt and its answer may have together: the length of a slot.
-    - `prefill_chunk`: tokens of a prompt that are computed at once; also the size of a block of the prefix cache.
-    - `token_budget`: tokens that one step computes at most, those of answers first; prompts get a chunk in any case.
-    - `max_waiting`, `max_waiting_tokens`: requests that wait for a slot, and tokens of their prompts, at most.
-    - `prefix_cache_bytes`: memory for prompts that begin alike; 0 for none.
-    - `preempted_bytes`: memory for what was computed of requests that had to give up their slots, and as much again for
-        what several answers to one prompt share; beyond that it is computed again.
-    - `max_logprobs`: the most likely tokens that a request may ask for beside each of its own.
-    - `max_logit_bias`: biases that a request may have.
-    - `cache_dtype`: of keys and values, as `init_cache` has it; None: as `generate` stores them.
-    - `pages`: keys and values are in pages, which slots have as they need them; `prefill_chunk` must be whole pages.
-        None: each slot has room for `max_length` tokens, which is faster where no kernel reads pages (CPU, GPU).
-    - `drafts`: how several tokens of an answer are guessed and verified in one step; None: a step for each. Answers
-        with penalties, constraints or `min_new_tokens` take a step for each in any case.
-    - `batch_invariant`: a step computes all slots, so that an answer's last bits do not depend on how many others there
-        are. False: on a CPU a step computes 1, 2, 4, 8 ... rows, as few as hold all answers, up to three times as fast;
-        other rounding can then choose another token where two are almost equally likely.
+    - `max_batch_size`: requests that are computed at once, each in a slot.
+    - `max_length`: maximum tokens of a prompt and its answer together: the length of a slot.
+    - `prefill_chunk`: prompt tokens that are computed at once; also the size of a block of the prefix cache.
+    - `token_budget`: maximum tokens of one step, those of answers first; one prompt chunk is computed in any case.
+    - `max_waiting`, `max_waiting_tokens`: maximum of waiting requests, and of the tokens of their prompts.
+    - `prefix_cache_bytes`: memory of the prefix cache; 0 for none.
+    - `preempted_bytes`: memory for the contents of preempted slots, and as much again for results that several answers
+        to one prompt share; beyond that they are computed again.
+    - `max_logprobs`: maximum of `logprobs` of a request.
+    - `max_logit_bias`: maximum biases of a request.
+    - `cache_dtype`: format of keys and values, as `init_cache` takes it; None: as `generate` stores them.
+    - `pages`: paged cache, whose pages are allocated to slots as needed; `prefill_chunk` must be whole pages. None:
+        each slot has room for `max_length` tokens, which is faster where no kernel reads pages (CPU, GPU).
+    - `drafts`: speculative decoding: how drafts are made that one step verifies; None: one token a step. Answers with
+        penalties, constraints or `min_new_tokens` always take one token a step.
+    - `batch_invariant`: a step computes all slots, so that an answer's last bits do not depend on the number of others.
+        False: on a CPU a step computes 1, 2, 4, 8 ... rows, the fewest that hold all answers, up to three times as
+        fast; other rounding can then choose another token where two are almost equally likely.
     """
 
     max_batch_size: int = 8
@@ -72,16 +72,17 @@ class EngineConfig:
         check(self.max_length > 1, "EngineConfig.max_length=1 has no room for an answer: at least 2.")
 
     def check_together(self, requests: Sequence[Request]) -> None:
-        """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
+        """Raise ConfigError for requests submitted at once that are more than the queue can ever hold."""
         count, tokens = len(requests), sum(len(request.prompt) for request in requests)
-        few = count <= self.max_waiting
-        check(few, f"n and prompt ask for {count:,} answers: at most max_waiting={self.max_waiting:,} can wait.")
-        short, most = count == 1 or tokens <= self.max_waiting_tokens, self.max_waiting_tokens
-        told = f"the prompts of {count:,} answers have {tokens:,} tokens together"
-        check(short, f"{told}: at most max_waiting_tokens={most:,} can wait. Ask for fewer answers at once.")
+        fits = count <= self.max_waiting
+        check(fits, f"n and prompt ask for {count:,} answers: at most max_waiting={self.max_waiting:,} can wait.")
+        limit = self.max_waiting_tokens
+        fits = count == 1 or tokens <= limit
+        message = f"the prompts of {count:,} answers have {tokens:,} tokens together"
+        check(fits, f"{message}: at most max_waiting_tokens={limit:,} can wait. Ask for fewer answers at once.")
 
     def check_model(self, model: Decoder) -> None:
-        """Raise ConfigError where a model can't do this."""
+        """Raise ConfigError for a model that is not supported."""
         positions = model.config.positions
         limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
         rule = f"EngineConfig.max_length={self.max_length} must be at most {limit}, the model's learned positions"
@@ -89,20 +90,20 @@ class EngineConfig:
         check_drafts(self.drafts, model)
 
     def check_request(self, request: Request, vocab_size: int) -> None:
-        """Raise ConfigError for a request that an engine of a model with so many token ids could never answer."""
+        """Raise ConfigError for a request that an engine with so many token ids could never answer."""
         prompt = np.asarray([request.prompt])
-        known = prompt if request.media is None else without_placeholders(prompt, request.media)
+        ids = prompt if request.media is None else without_placeholders(prompt, request.media)
         text = f"the prompt has {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens}"
         rule = f"together they must be at most max_length={self.max_length}"
         check(len(request.prompt) + request.max_new_tokens <= self.max_length, f"{text}: {rule}.")
         biased = [token for token, _ in request.sampling.logit_bias]
-        for name, ids in (("prompt", known[0].tolist()), ("logit_bias", biased)):
-            wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-            check(wrong is None, f"{name} has the token id {wrong}: ids are from 0 to {vocab_size - 1}.")
+        for name, token_ids in (("prompt", ids[0].tolist()), ("logit_bias", biased)):
+            unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+            check(unknown is None, f"{name} has the token id {unknown}: ids are from 0 to {vocab_size - 1}.")
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(request, field) or 0
             check(count <= self.max_logprobs, f"{field}={count} must be at most {self.max_logprobs}.")
         most, biases = self.max_logit_bias, len(biased)
         check(biases <= most, f"logit_bias has {biases} tokens, of at most {most}.")
-        alone = request.media is None or request.prompt_logprobs is None
-        check(alone, "prompt_logprobs are not given for prompts with images, videos or audio: leave it out.")
+        text_only = request.media is None or request.prompt_logprobs is None
+        check(text_only, "prompt_logprobs are not given for prompts with images, videos or audio: leave it out.")

@@ -1,8 +1,7 @@
-"""The engine: many requests, one model. It decides what each step computes; `ModelRunner` computes it."""
+"""`Engine`: continuous batching of many requests. `Scheduler` plans each step, and `ModelRunner` computes it."""
 
 import dataclasses
 import itertools
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,439 +11,362 @@ import numpy as np
 
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.serving.engine.batch_sizes import rows_for
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.drafters import MTPDrafter
-from eqx_decoders.serving.engine.finished_texts import FinishedTexts
-from eqx_decoders.serving.engine.media_prefill import MediaPrefill, features_bytes, wait_for_one, what_failed
-from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, SampledTokens
-from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput, TokenScore
-from eqx_decoders.serving.engine.request_queue import RequestQueue
+from eqx_decoders.serving.engine.forward import ALL_SCORES, NEXT_TOKEN, ChunkResult, SampledTokens
+from eqx_decoders.serving.engine.model_runner import padded_slots
+from eqx_decoders.serving.engine.multimodal_prefill import (
+    MultimodalPrefill,
+    client_message,
+    features_bytes,
+    wait_for_one,
+)
+from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import token_scores
+from eqx_decoders.serving.engine.scheduler import Scheduler
 from eqx_decoders.serving.engine.sequence import PromptResults, SequenceState, SharedPrompt
 from eqx_decoders.serving.engine.slot_manager import SlotManager
 
 
 class Engine:
-    """Continues the prompts of many requests with one model: each gets the tokens that it would get alone.
+    """Continuous batching engine: each request gets the tokens that it would get alone.
 
-    Requests come and go between steps. A step feeds the last token of every answer, and chunks of prompts as far as
-    `token_budget` goes, in turn. All programs are compiled by `warm_up` (or the first step), except those for images
-    and audio, which depend on their sizes: these are compiled beside the steps. What was written is computed as a
-    prompt when there is nothing else to do, for the conversation's next turn. Not for several threads at once.
+    Requests come and go between steps. A step decodes the next token of every answer, and prefills chunks of prompts
+    within `token_budget`, in turn. All programs are compiled by `warm_up` (or the first step), except those for images
+    and audio, which depend on their sizes: these are compiled in the background. Finished conversations are prefilled
+    for the prefix cache when there is nothing else to do. An engine belongs to one thread.
 
         engine = Engine(model, EngineConfig(max_batch_size=4))
         request_id = engine.submit(Request(prompt=(1, 2, 3), max_new_tokens=20))
         while engine.has_work:
-            for update in engine.step():
+            for output in engine.step():
                 ...
     """
 
     def __init__(self, model: Decoder, config: EngineConfig = EngineConfig()):
         self.model, self.config = model, config
         config.check_model(model)
-        self._seats = SlotManager.create(model, config)
-        self._slots = self._seats.slots
-        self._sight = None
+        self._slot_manager = SlotManager.create(model, config)
+        self._runner = self._slot_manager.runner
+        self._multimodal = None
         if model.config.media is not None:
-            self._sight = MediaPrefill(self._slots.model, config.max_length, self._slots.kind)
-        self._waiting: RequestQueue[SequenceState] = RequestQueue(config.max_waiting, config.max_waiting_tokens)
-        self._turn: list[SequenceState] = []  # whose prompts are being computed, the next one first
-        self._asked = self._slots.asked(config.max_batch_size)
-        self._written, self._shared = FinishedTexts(self._seats), PromptResults()
-        self._last: Any = lambda: None  # the request that came last
+            cache_format = self._runner.config.cache_format
+            self._multimodal = MultimodalPrefill(self._runner.model, config.max_length, cache_format)
+        self._scheduler, self._prompt_results = Scheduler(self._slot_manager, config), PromptResults()
+        self._last_submitted: Any = lambda: None  # weak reference
         self._ids = itertools.count()
         self._cancelled: list[RequestOutput] = []
-        self._counts = EngineStats()
-        self._warm = False
+        self._stats = EngineStats()
+        self._is_compiled = False
 
-    # --- for whoever asks ---
+    # --- public methods ---
 
     def warm_up(self) -> None:
         """Compile all programs."""
-        if not self._warm:
-            self._slots.compile()
-            self._warm = True
+        if not self._is_compiled:
+            self._runner.compile()
+            self._is_compiled = True
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for its turn; returns the id by which its updates are known.
+        """Queue a request, and return the id that its outputs have.
 
         Raises ConfigError for a request that could never be answered, and QueueFull if too many wait.
         """
         self.config.check_request(request, self.model.config.vocab_size)
-        if self._seats.paging is not None:
+        if self._slot_manager.block_manager is not None:
             longest = len(request.prompt) + request.max_new_tokens
-            self._seats.paging.check_fits(longest, self.config.prefill_chunk)
-        self._waiting.check_room(request)
-        job = SequenceState(request_id=next(self._ids), request=request)
-        last: SequenceState | None = self._last()
-        last = last if last is not None and last.is_alike(request) else None
-        job.join(SharedPrompt(features_bytes=features_bytes(self._sight, request)) if last is None else last.shared)
+            self._slot_manager.block_manager.check_fits(longest, self.config.prefill_chunk)
+        self._scheduler.queue.check_room(request)
+        sequence = SequenceState(request_id=next(self._ids), request=request)
+        last: SequenceState | None = self._last_submitted()
+        last = last if last is not None and last.has_same_prompt(request) else None
+        size = features_bytes(self._multimodal, request) if last is None else 0
+        sequence.join(SharedPrompt(features_bytes=size) if last is None else last.shared)
         if request.media is None:
-            prefixes = self._seats.prefixes
-            job.names = prefixes.names(request.prompt, request.cache_salt) if last is None else last.names
-        self._last = weakref.ref(job)
-        self._wait(job)
-        return job.request_id
+            hash_blocks = self._slot_manager.prefix_cache.hash_blocks
+            hashes = hash_blocks(request.prompt, request.cache_salt) if last is None else last.block_hashes
+            sequence.block_hashes = hashes
+        self._last_submitted = weakref.ref(sequence)
+        self._scheduler.enqueue(sequence)
+        return sequence.request_id
 
     def check_together(self, requests: Sequence[Request]) -> None:
-        """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
+        """Raise ConfigError for requests submitted at once that are more than the queue can ever hold."""
         self.config.check_together(requests)
 
     def cancel(self, request_id: int) -> None:
-        """Give up a request; its last update says so. One that has ended already, or never was, is ignored."""
-        job = self._waiting.remove(request_id)
-        if job is None:
-            job = next((job for job in self._seats.jobs.values() if job.request_id == request_id), None)
-            if job is None or job.idle:
+        """Cancel a request; its last output says so. Unknown and finished requests are ignored."""
+        sequence = self._scheduler.queue.remove(request_id)
+        if sequence is None:
+            running = self._slot_manager.sequences.values()
+            sequence = next((each for each in running if each.request_id == request_id), None)
+            if sequence is None or sequence.background:
                 return
-            self._leave(job)
-        if job.decodes:  # whoever reads it may have found its end
-            self._written.add(job)
-        job.wait_no_more()
+            self._scheduler.release(sequence)
+        if sequence.is_decoding:  # the client may have stopped it at the end of its answer
+            self._scheduler.prefix_warmup.add(sequence)
+        sequence.stop_waiting()
         self._cancelled.append(RequestOutput(request_id=request_id, finish_reason="cancelled"))
 
     def close(self) -> None:
-        """End what is compiled and encoded beside the steps; there are none after it."""
-        if self._sight is not None:
-            self._sight.close()
+        """Stop background encoding and compilation; no step may follow."""
+        if self._multimodal is not None:
+            self._multimodal.close()
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self._seats.jobs or len(self._waiting) or self._cancelled or self._written)
+        """True where a step would do anything."""
+        return bool(
+            self._slot_manager.sequences
+            or len(self._scheduler.queue)
+            or self._cancelled
+            or self._scheduler.prefix_warmup
+        )
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns what it has brought."""
+        """Compute one step, and return its outputs."""
         self.warm_up()
-        updates, self._cancelled = self._cancelled, []
-        if self._sight is not None and any(map(SequenceState.has_to_see, self._waiting)):
-            self._sight.look_ahead(self._waiting.in_turn(SequenceState.shows))
-        updates += self._admit()
-        if self._waiting.first(SequenceState.is_ready) is None and (idle := self._written.next()) is not None:
-            updates += self._enter(*idle)
-        if not self._seats.jobs:
-            wait_for_one([job.shared.seeing for job in self._waiting])
-            return updates
-        updates += self._begin()
+        outputs, self._cancelled = self._cancelled, []
+        if self._multimodal is not None and any(map(SequenceState.needs_encoding, self._scheduler.queue)):
+            self._multimodal.schedule_encoding(self._scheduler.queue.ordered(SequenceState.needs_media))
+        while (sequence := self._scheduler.admit_next()) is not None:
+            outputs += self._assigned(sequence)
+        if (background := self._scheduler.admit_background()) is not None:
+            outputs += self._assigned(background)
+        if not self._slot_manager.sequences:
+            wait_for_one([sequence.shared.encoding for sequence in self._scheduler.queue])
+            return outputs
+        outputs += self._start_prompts()
         self._count(steps=1)
-        answers = self._plan_answers()
-        chunks = self._plan_chunks(self.config.token_budget - len(answers), alone=not answers)
-        updates += self._bind(answers)
-        self._seats.set_tables()
-        # all of it is begun before anything is waited for
+        answers = self._scheduler.schedule_decode()
+        chunks = self._scheduler.schedule_prefill(self.config.token_budget - len(answers), alone=not answers)
+        outputs += self._prepare_sampling(answers)
+        self._slot_manager.set_page_tables()
+        # everything is dispatched before any result is waited for
         decoded = self._decode(answers)
         results = [self._prefill(*chunk) for chunk in chunks]
         if decoded is not None:
-            updates += self._finish_decoding(*decoded)
+            outputs += self._finish_decode(*decoded)
         for chunk, result in zip(chunks, results, strict=True):
-            updates += self._finish_chunk(*chunk, result)
-        return updates
+            outputs += self._finish_prefill(*chunk, result)
+        return outputs
 
     def run(self, requests: Iterable[Request]) -> list[tuple[int, ...]]:
-        """The answers to some requests, in their order, with nothing else going on."""
+        """Return the answers to some requests, in their order; no others may be open."""
         order: list[int] = []
         answers: dict[int, tuple[int, ...]] = {}
 
         def step() -> None:
-            for update in self.step():
-                check(update.finish_reason != "error", f"request {update.request_id} failed: {update.error}")
-                answers[update.request_id] += update.tokens
+            for output in self.step():
+                check(output.finish_reason != "error", f"request {output.request_id} failed: {output.error}")
+                answers[output.request_id] += output.tokens
 
         for request in requests:
-            while self._waiting.is_full_for(request):
+            while self._scheduler.queue.is_full_for(request):
                 step()
             order.append(self.submit(request))
             answers[order[-1]] = ()
         while self.has_work:
             step()
-        return [answers[number] for number in order]
+        return [answers[request_id] for request_id in order]
 
-    def forget_prefixes(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Empty the prefix cache."""
-        self._written.clear()
-        if self._written.current is not None:
-            self._leave(self._written.current)
-        self._seats.prefixes.clear()
+        self._scheduler.prefix_warmup.clear()
+        if self._scheduler.prefix_warmup.current is not None:
+            self._scheduler.release(self._scheduler.prefix_warmup.current)
+        self._slot_manager.prefix_cache.clear()
 
     def counts(self) -> EngineStats:
-        """How it stands."""
-        running = sum(not job.idle for job in self._seats.jobs.values())
-        now = dict(running=running, waiting=len(self._waiting), cache_usage=self._seats.usage)
-        return dataclasses.replace(self._counts, **now)
+        """Return the current statistics."""
+        running = sum(not sequence.background for sequence in self._slot_manager.sequences.values())
+        now = dict(running=running, waiting=len(self._scheduler.queue), cache_usage=self._slot_manager.usage)
+        return dataclasses.replace(self._stats, preemptions=self._scheduler.preemptions, **now)
 
-    def _count(self, **more: int) -> None:
-        """Add to the counts."""
-        new = {name: getattr(self._counts, name) + number for name, number in more.items()}
-        self._counts = dataclasses.replace(self._counts, **new)
+    def _count(self, **increments: int) -> None:
+        """Add to the statistics."""
+        new = {name: getattr(self._stats, name) + number for name, number in increments.items()}
+        self._stats = dataclasses.replace(self._stats, **new)
 
-    # --- who gets a slot ---
-
-    def _wait(self, job: SequenceState) -> None:
-        self._waiting.add(job, {other.request.client for other in self._seats.jobs.values()})
-
-    def _admit(self) -> list[RequestOutput]:
-        """Give slots to those whose turn it is, taking them from lower priorities where there are no others."""
-        updates: list[RequestOutput] = []
-        while (job := self._waiting.first(SequenceState.is_ready)) is not None:
-            free = self._seats.free
-            if free is None or not self._seats.has_room(job):
-                victim = self._written.current or self._seats.last()
-                if victim is None or (not victim.idle and victim.request.priority >= job.request.priority):
-                    break
-                self._give_way(victim)
-                continue
-            self._waiting.remove(job.request_id)
-            updates += self._enter(job, free)
-        return updates
-
-    def _enter(self, job: SequenceState, slot: int) -> list[RequestOutput]:
-        """Give a request a slot."""
-        request = job.request
-        returns = job.saved is not None or job.repeats
-        job.queue_seconds = job.queue_seconds if returns else time.monotonic() - job.arrived
-        self._asked.sampling.set(slot, request.sampling)
-        self._asked.prompt_length[slot], self._asked.count[slot] = len(request.prompt), 0
-        self._seats.enter(job, slot)
-        if request.media is not None and not job.decodes:
-            return self._see(job)
-        if not job.decodes:
-            self._turn.append(job)
+    def _assigned(self, sequence: SequenceState) -> list[RequestOutput]:
+        """Start, resume or restart a sequence that has got a slot."""
+        if sequence.is_decoding:
+            return []
+        if sequence.request.media is not None:
+            return self._prefill_multimodal(sequence)
+        self._scheduler.prefilling.append(sequence)
         return []
 
-    def _give_way(self, job: SequenceState) -> None:
-        """Take the slot of a request, which goes on later from where it stands, or begins again."""
-        if job.idle:
-            self._leave(job)
-            return
-        self._rest(job)
-        self._seats.interrupt(job, self.config.preempted_bytes - sum(other.saved_bytes for other in self._waiting))
-        if job.request.media is not None and job.saved is None:
-            job.join(SharedPrompt(features_bytes=job.shared.features_bytes))
-        self._count(preemptions=1)
-        self._wait(job)
+    # --- prefill ---
 
-    def _leave(self, job: SequenceState) -> None:
-        """Free the slot of a request that is complete, or given up."""
-        self._rest(job)
-        self._seats.leave(job)
-        if job.idle:
-            self._written.current = None
-
-    def _rest(self, job: SequenceState) -> None:
-        """Nothing is computed for a slot."""
-        if job in self._turn:
-            self._turn.remove(job)
-        self._asked.masked[job.slot] = False
-
-    # --- prompts ---
-
-    def _plan_chunks(self, budget: int, *, alone: bool) -> list[tuple[SequenceState, int, int]]:
-        """Chunks of prompts, one of each in turn, while the budget lasts: whose, where they begin, and their tokens.
-
-        At least one; where there are no pages for any, and nothing else is done (`alone`), others give theirs.
-        """
-        chunks: list[tuple[SequenceState, int, int]] = []
-        planned: dict[int, int] = {}
-        held: list[SequenceState] = []
-        self._turn.sort(key=lambda job: job.idle and not job.awaited)
-        while self._turn and (budget > 0 or not chunks):
-            job = self._turn.pop(0)
-            busy = not alone or any(not other.idle for other, _, _ in chunks)
-            if (job.idle and not job.awaited and busy) or not job.begun:
-                held.append(job)
-                continue
-            begin = planned.get(job.request_id, job.done)
-            count = min(self._seats.block, len(job.request.prompt) - begin)
-            if not self._seats.reserve(job, begin, begin + count):
-                victim = self._written.current or (self._seats.last(besides=[job]) if alone and not chunks else None)
-                if victim is None:
-                    held.append(job)
-                    continue
-                held = [other for other in held if other is not victim]
-                self._turn.insert(0, job)
-                self._give_way(victim)  # perhaps itself
-                continue
-            chunks.append((job, begin, count))
-            planned[job.request_id] = begin + count
-            if begin + count < len(job.request.prompt):
-                # pages behind windows are given back chunk by chunk, so two can't be planned ahead
-                (self._turn if self._seats.paging is None else held).append(job)
-            budget -= count
-        self._turn += held
-        return chunks
-
-    def _begin(self) -> list[RequestOutput]:
-        """Begin prompts with what is known of them, but for those that need what others are computing."""
-        updates: list[RequestOutput] = []
-        for job in [job for job in self._turn if not job.begun]:
-            leader, shared = self._seats.leader(job), job.shared
+    def _start_prompts(self) -> list[RequestOutput]:
+        """Restore cached prefixes of new prompts, except those that wait for a prefix being prefilled."""
+        outputs: list[RequestOutput] = []
+        for sequence in [each for each in self._scheduler.prefilling if not each.started]:
+            leader, shared = self._slot_manager.find_leader(sequence), sequence.shared
             if leader is not None:
                 leader.awaited = True
                 continue
-            end = shared.end
-            self._seats.begin(job)
-            if not (job.idle or job.wants_scores or job.told):
-                self._count(prefix_queries=len(job.request.prompt), prefix_hits=job.cached)
-            if end is not None and not job.wants_scores and self._seats.take_end(job, *end[:2]):
-                self._shared.use(shared, self.config.preempted_bytes)
-                self._turn.remove(job)
-                updates += self._answer(job, end[2])
-        return updates
+            prompt_end = shared.prompt_end
+            self._slot_manager.start(sequence)
+            if not (sequence.background or sequence.needs_prompt_scores or sequence.delivered):
+                self._count(prefix_queries=len(sequence.request.prompt), prefix_hits=sequence.num_cached)
+            if prompt_end is None or sequence.needs_prompt_scores:
+                continue
+            snapshot, state, logits = prompt_end
+            if self._slot_manager.restore_prompt_end(sequence, snapshot, state):
+                self._prompt_results.use(shared, self.config.preempted_bytes)
+                self._scheduler.prefilling.remove(sequence)
+                outputs += self._first_output(sequence, logits)
+        return outputs
 
-    def _prefill(self, job: SequenceState, begin: int, count: int) -> Any:
-        """Begin to compute a chunk of a prompt."""
-        request = job.request
+    def _prefill(self, sequence: SequenceState, begin: int, count: int) -> ChunkResult:
+        """Dispatch a prefill chunk."""
+        request, slot = sequence.request, sequence.slot
         chunk, following = request.prompt[begin : begin + count], request.prompt[begin + 1 : begin + count + 1]
-        wanted = NEXT_TOKEN if begin + count == len(request.prompt) and not job.idle else 0
-        wanted += ALL_SCORES if job.wants_scores else 0
-        asked = self._asked.of([job.slot], request.logprobs is not None)
-        result = self._slots.prefill(job.slot, np.asarray(chunk), begin, np.asarray(following), wanted, asked)
-        job.done += count
-        self._seats.remember(job)
-        if not job.idle:
-            self._waiting.serve(request.client, count)
+        wanted = NEXT_TOKEN if begin + count == len(request.prompt) and not sequence.background else 0
+        wanted += ALL_SCORES if sequence.needs_prompt_scores else 0
+        batch = self._slot_manager.sampling_batch.of([slot], request.logprobs is not None)
+        result = self._runner.prefill(slot, np.asarray(chunk), begin, np.asarray(following), wanted, batch)
+        sequence.num_computed += count
+        self._slot_manager.cache_block(sequence)
+        if not sequence.background:
+            self._scheduler.queue.charge(request.client, count)
         return result
 
-    def _bind(self, answers: dict[SequenceState, list[int]]) -> list[RequestOutput]:
-        """Say how the next tokens are chosen. Where that fails, the request ends, and the others go on without it."""
-        updates = []
-        for job in list(answers):
-            try:
-                self._choose_for(job)
-            except Exception as error:  # of its constraint
-                del answers[job]
-                updates.append(self._failed(job, f"{type(error).__name__}: {error}"))
-        return updates
-
-    def _choose_for(self, job: SequenceState) -> None:
-        """Say how the next token of one request is chosen."""
-        self._asked.count[job.slot] = len(job.answer)
-        self._asked.masked[job.slot] = job.mask(self._asked.allowed[job.slot])
-
-    def _failed(self, job: SequenceState, error: str) -> RequestOutput:
-        """End a request with an error of its own."""
-        self._leave(job)
-        job.wait_no_more()
-        return RequestOutput(request_id=job.request_id, finish_reason="error", error=error)
-
-    def _finish_chunk(self, job: SequenceState, begin: int, count: int, result: Any) -> list[RequestOutput]:
-        """What a chunk has brought."""
-        request = job.request
-        if job.wants_scores:
+    def _finish_prefill(
+        self, sequence: SequenceState, begin: int, count: int, result: ChunkResult
+    ) -> list[RequestOutput]:
+        """Return the output of a prefill chunk, if it is the last of its prompt."""
+        request = sequence.request
+        if sequence.needs_prompt_scores:
             following = request.prompt[begin + 1 : begin + count + 1]
-            scores = jax.device_get(result.scores)
-            job.prompt_scores += token_scores(scores, range(len(following)), following, request.prompt_logprobs or 0)
+            scores, num_top = jax.device_get(result.scores), request.prompt_logprobs or 0
+            sequence.prompt_scores += token_scores(scores, range(len(following)), following, num_top)
         if begin + count < len(request.prompt):
             return []
-        if job.idle:
-            self._leave(job)
+        if sequence.background:
+            self._scheduler.release(sequence)
             return []
-        if job.wants_scores:
-            job.shared.scores = tuple(job.prompt_scores)
-        job.drafted = isinstance(self.config.drafts, MTPDrafter)
-        if job.shared.waiting > 0 and not job.drafted:  # drafts by depths depend on the first token
-            job.shared.end = *self._seats.keep_end(job), result.logits
-            self._shared.use(job.shared, self.config.preempted_bytes)
-        return self._answer(job, result.logits)
+        if sequence.needs_prompt_scores:
+            sequence.shared.scores = tuple(sequence.prompt_scores)
+        sequence.has_drafts = isinstance(self.config.drafts, MTPDrafter)
+        if sequence.shared.num_waiting > 0 and not sequence.has_drafts:  # MTP drafts depend on the first token
+            sequence.shared.prompt_end = *self._slot_manager.save_prompt_end(sequence), result.logits
+            self._prompt_results.use(sequence.shared, self.config.preempted_bytes)
+        return self._first_output(sequence, result.logits)
 
-    def _answer(self, job: SequenceState, logits: Any) -> list[RequestOutput]:
-        """The first token of an answer, with what is told once."""
-        request = job.request
+    def _prefill_multimodal(self, sequence: SequenceState) -> list[RequestOutput]:
+        """Prefill a prompt with images, videos or audio in one pass."""
+        request, shared = sequence.request, sequence.shared
         try:
-            self._choose_for(job)
-        except Exception as error:  # of its constraint
-            return [self._failed(job, f"{type(error).__name__}: {error}")]
-        asked = self._asked.of([job.slot], request.logprobs is not None)
-        chosen = jax.device_get(self._slots.first_token(logits, np.asarray(request.prompt), asked))
-        if not job.told:
-            self._count(prompt_tokens=len(request.prompt))
-        scores = () if request.prompt_logprobs is None else job.shared.scores or ()
-        told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=scores)
-        return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
-
-    def _see(self, job: SequenceState) -> list[RequestOutput]:
-        """Read a prompt with images, videos or audio at once."""
-        request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
-        try:
-            seen = shared.seen
-            if seen is None:
-                assert self._sight is not None and shared.seeing is not None
-                # awaited: what goes wrong in it must not reach the state of all slots
-                seen = shared.seen = jax.block_until_ready(self._sight.read(shared.seeing.result()))
-            cache, logits = seen
+            prefilled = shared.prefilled
+            if prefilled is None:
+                assert self._multimodal is not None and shared.encoding is not None
+                # waited for: an error in it must not reach the state of all slots
+                prefilled = jax.block_until_ready(self._multimodal.prefill(shared.encoding.result()))
+                shared.prefilled = prefilled
+            cache, logits = prefilled
         except Exception as error:
-            return [self._failed(job, what_failed(error))]
-        job.wait_no_more()
-        self._shared.use(shared, self.config.preempted_bytes)
-        self._seats.take_whole(job, cache, prompt[0])
-        self._waiting.serve(request.client, len(request.prompt))
-        return self._answer(job, logits)
+            return [self._fail(sequence, client_message(error))]
+        sequence.stop_waiting()
+        self._prompt_results.use(shared, self.config.preempted_bytes)
+        self._slot_manager.insert_cache(sequence, cache, np.asarray(request.prompt, np.int32))
+        self._scheduler.queue.charge(request.client, len(request.prompt))
+        return self._first_output(sequence, logits)
 
-    # --- answers ---
+    def _first_output(self, sequence: SequenceState, logits: Any) -> list[RequestOutput]:
+        """Sample the first token of an answer, and return it with the values that are reported once."""
+        request = sequence.request
+        try:
+            self._prepare_row(sequence)
+        except Exception as error:  # of its constraint
+            return [self._fail(sequence, f"{type(error).__name__}: {error}")]
+        batch = self._slot_manager.sampling_batch.of([sequence.slot], request.logprobs is not None)
+        sampled = jax.device_get(self._runner.first_token(logits, np.asarray(request.prompt), batch))
+        if not sequence.delivered:
+            self._count(prompt_tokens=len(request.prompt))
+        scores = () if request.prompt_logprobs is None else sequence.shared.scores or ()
+        once = dict(cached_tokens=sequence.num_cached, queue_seconds=sequence.queue_seconds, prompt_scores=scores)
+        return self._append_tokens(sequence, sampled.tokens[0, :1].tolist(), sampled.scores, 0, **once)
 
-    def _plan_answers(self) -> dict[SequenceState, list[int]]:
-        """The answers that go on, with the drafts for each; who finds no page makes the last one give way."""
-        planned: dict[SequenceState, list[int]] = {}
-        jobs = [job for job in self._seats.jobs.values() if job.decodes]
-        for job in sorted(jobs, key=lambda job: (-job.request.priority, job.request_id)):
-            drafts = job.drafts(self.config.drafts)
-            while job.slot >= 0 and not self._seats.reserve(job, job.done, job.done + 1 + len(drafts)):
-                victim = self._written.current or self._seats.last(besides=planned)
-                assert victim is not None
-                self._give_way(victim)
-            if job.slot >= 0:
-                planned[job] = drafts
-        return planned
+    # --- decoding ---
+
+    def _prepare_sampling(self, answers: dict[SequenceState, list[int]]) -> list[RequestOutput]:
+        """Write the sampling inputs of all answers; a request whose constraint fails ends, without the others."""
+        outputs = []
+        for sequence in list(answers):
+            try:
+                self._prepare_row(sequence)
+            except Exception as error:  # of its constraint
+                del answers[sequence]
+                outputs.append(self._fail(sequence, f"{type(error).__name__}: {error}"))
+        return outputs
+
+    def _prepare_row(self, sequence: SequenceState) -> None:
+        """Write the sampling inputs of one sequence."""
+        batch, slot = self._slot_manager.sampling_batch, sequence.slot
+        batch.count[slot] = len(sequence.answer)
+        batch.masked[slot] = sequence.fill_mask(batch.allowed[slot])
+
+    def _fail(self, sequence: SequenceState, error: str) -> RequestOutput:
+        """End a request with an error."""
+        self._scheduler.release(sequence)
+        sequence.stop_waiting()
+        return RequestOutput(request_id=sequence.request_id, finish_reason="error", error=error)
 
     def _decode(self, answers: dict[SequenceState, list[int]]) -> tuple[dict[SequenceState, int], SampledTokens] | None:
-        """Begin a step of these answers; returns in which row each is, and what is chosen."""
+        """Dispatch a decoding step of these answers; returns the row of each, and the sampled tokens."""
         if not answers:
             return None
-        by_slot = {job.slot: job for job in answers}
-        slots = rows_for(by_slot, self._slots.rows)
+        by_slot, sizes = {sequence.slot: sequence for sequence in answers}, self._runner.config
+        slots = padded_slots(by_slot, sizes.batch_sizes)
         rows = {by_slot[slot]: row for row, slot in enumerate(slots) if slot in by_slot}
         self._count(draft_tokens=sum(map(len, answers.values())))
-        asked, columns = self._asked, self._slots.columns[-1 if any(answers.values()) else 0]
-        tokens, positions = np.zeros((len(slots), columns), np.int32), np.full((len(slots), columns), -1, np.int32)
-        for job, drafts in answers.items():
-            fed, row = [job.answer[-1], *drafts], rows[job]
-            tokens[row, : len(fed)] = fed
-            positions[row, : len(fed)] = np.arange(job.done, job.done + len(fed))
-            job.drafted = True
-        wants = any(job.request.logprobs is not None for job in answers)
-        return rows, self._slots.decode(slots, tokens, positions, asked.of(slots, wants))
+        shape = len(slots), sizes.columns[-1 if any(answers.values()) else 0]
+        tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        for sequence, drafts in answers.items():
+            inputs, row = [sequence.answer[-1], *drafts], rows[sequence]
+            tokens[row, : len(inputs)] = inputs
+            positions[row, : len(inputs)] = np.arange(sequence.num_computed, sequence.num_computed + len(inputs))
+            sequence.has_drafts = True
+        wants_scores = any(sequence.request.logprobs is not None for sequence in answers)
+        return rows, self._runner.decode(
+            slots, tokens, positions, self._slot_manager.sampling_batch.of(slots, wants_scores)
+        )
 
-    def _finish_decoding(self, rows: dict[SequenceState, int], chosen: SampledTokens) -> list[RequestOutput]:
-        """What a step of answers has brought, each in its row."""
-        chosen = jax.device_get(chosen)
-        columns, updates = chosen.tokens.shape[1], []
-        self._count(accepted_draft_tokens=int(sum(chosen.kept[row] - 1 for row in rows.values())))
-        for job, row in rows.items():
-            tokens = chosen.tokens[row, : chosen.kept[row]].tolist()
-            job.done += len(tokens)
-            updates += self._grown(job, tokens, chosen.scores, row * columns)
-            self._waiting.serve(job.request.client, len(tokens))
-        return updates
+    def _finish_decode(self, rows: dict[SequenceState, int], sampled: SampledTokens) -> list[RequestOutput]:
+        """Return the outputs of a decoding step, by the row of each sequence."""
+        sampled = jax.device_get(sampled)
+        columns, outputs = sampled.tokens.shape[1], []
+        self._count(accepted_draft_tokens=int(sum(sampled.num_accepted[row] - 1 for row in rows.values())))
+        for sequence, row in rows.items():
+            tokens = sampled.tokens[row, : sampled.num_accepted[row]].tolist()
+            sequence.num_computed += len(tokens)
+            outputs += self._append_tokens(sequence, tokens, sampled.scores, row * columns)
+            self._scheduler.queue.charge(sequence.request.client, len(tokens))
+        return outputs
 
-    def _grown(self, job: SequenceState, tokens: list[int], scores: Any, at: int, **first: Any) -> list[RequestOutput]:
-        """The answer with more tokens, cut where it ends; its slot is free then. What was told is not told again."""
-        if job.repeats:
-            job.answer.append(job.told[len(job.answer)])
+    def _append_tokens(
+        self, sequence: SequenceState, tokens: list[int], scores: Any, first_row: int, **once: Any
+    ) -> list[RequestOutput]:
+        """Append tokens to an answer up to its end, where its slot is freed. A replayed token is not returned again."""
+        if sequence.is_replaying:
+            sequence.answer.append(sequence.delivered[len(sequence.answer)])
             return []
-        request, reason, error = job.request, None, None
+        request, reason, error = sequence.request, None, None
         for index, token in enumerate(tokens):
-            job.answer.append(token)
-            reason, error = job.ends(token)
+            sequence.answer.append(token)
+            reason, error = sequence.finish_reason(token)
             if reason is not None:
                 tokens = tokens[: index + 1]
                 break
-        found: tuple[TokenScore, ...] = ()
+        output: dict[str, Any] = dict(tokens=tuple(tokens), finish_reason=reason, error=error)
         if request.logprobs is not None:
-            found = tuple(token_scores(scores, range(at, at + len(tokens)), tokens, request.logprobs))
+            rows = range(first_row, first_row + len(tokens))
+            output["scores"] = tuple(token_scores(scores, rows, tokens, request.logprobs))
         self._count(generated_tokens=len(tokens))
         if reason is not None:
-            self._leave(job)
-            self._written.add(job)
-        told: dict[str, Any] = dict(tokens=tuple(tokens), scores=found, finish_reason=reason, error=error)
-        return [RequestOutput(request_id=job.request_id, **told, **first)]
+            self._scheduler.release(sequence)
+            self._scheduler.prefix_warmup.add(sequence)
+        return [RequestOutput(request_id=sequence.request_id, **output, **once)]

@@ -1,9 +1,9 @@
-"""Prompts that begin alike are computed once: what a model remembers of them is kept in blocks, found by content.
+"""Prefix cache: prompts that begin alike are prefilled once, in blocks that are found by their content.
 
-A block is as many tokens as a whole chunk of a prompt, and is known by a hash of its tokens and of all before it.
-Chunks begin where blocks do, so a prompt with a prefix from here is computed in the same pieces as one without: its
-answer has the same bits. What is not by token, such as the state of a recurrence, is kept behind some of the blocks
-(`rest`), and only such a block can end a prefix of models that have it.
+A block has as many tokens as a prefill chunk, and is named by a hash of its tokens and of all tokens before it. Chunks
+begin where blocks do, so a prompt with a cached prefix is prefilled in the same pieces as one without: its answer has
+the same bits. Recurrent states, which have no entry per token, are saved after some of the blocks, and only such a
+block can end a cached prefix of models that have them.
 """
 
 import collections
@@ -17,126 +17,130 @@ import jax
 import numpy as np
 
 from eqx_decoders.serving.engine.block_manager import Pages
-from eqx_decoders.serving.engine.model_runner import CacheSnapshot
+from eqx_decoders.serving.engine.slot_state import CacheSnapshot
 
 
 @dataclasses.dataclass
 class CachedBlock:
-    """One block of a prefix.
+    """Block of a cached prefix.
 
     **Arguments:**
 
-    - `kept`: what is remembered of its tokens.
-    - `rest`: what is remembered behind it of all tokens together; None: not kept.
-    - `pages`: those that hold its tokens, with a reference each; None without pages.
+    - `snapshot`: cache entries of its tokens.
+    - `state`: recurrent and convolution states after its last token; None: not saved.
+    - `pages`: pages that hold its tokens, with a reference each; None without a paged cache.
     """
 
-    kept: CacheSnapshot
-    rest: Any = None
+    snapshot: CacheSnapshot
+    state: Any = None
     pages: Pages | None = None
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
-        return self.kept.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(self.rest))
+        """Size in bytes."""
+        return self.snapshot.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
 
 class PrefixCache:
-    """Blocks by their content, those used last within a number of bytes.
+    """Cached blocks by the hash of their content; the least recently used ones are evicted.
 
     **Arguments:**
 
-    - `block`: tokens of each.
-    - `capacity`: bytes that all may take; 0 keeps nothing.
-    - `needs_rest`: whether the model remembers what is not by token.
-    - `release`: called with each block that goes.
+    - `block_size`: tokens of a block.
+    - `capacity`: bytes that all blocks may take; 0 caches nothing.
+    - `needs_state`: whether the model has states that have no entry per token.
+    - `on_evict`: called with each block that is evicted.
     """
 
     def __init__(
-        self, block: int, capacity: int, needs_rest: bool, release: Callable[[CachedBlock], None] = lambda _: None
+        self,
+        block_size: int,
+        capacity: int,
+        needs_state: bool,
+        on_evict: Callable[[CachedBlock], None] = lambda _: None,
     ):
-        self.block, self.capacity, self.nbytes, self._needs_rest = block, capacity, 0, needs_rest
-        self._release = release
+        self.block_size, self.capacity, self.nbytes, self._needs_state = block_size, capacity, 0, needs_state
+        self._on_evict = on_evict
         self._blocks: collections.OrderedDict[bytes, CachedBlock] = collections.OrderedDict()
-        self._secret = secrets.token_bytes(16)  # hashes can't be made to meet by who doesn't know it
+        self._secret = secrets.token_bytes(16)  # clients, who don't know it, can't make hashes collide
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def names(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
-        """The names of the whole blocks that a prompt begins with."""
-        found, name = [], hashlib.blake2b(salt.encode(), key=self._secret, digest_size=16).digest()
+    def hash_blocks(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """Return the hashes of the whole blocks of a prompt."""
+        hashes, digest = [], hashlib.blake2b(salt.encode(), key=self._secret, digest_size=16).digest()
         if self.capacity == 0:
-            return found
+            return hashes
         ids = np.asarray(tokens, np.int32)
-        for begin in range(0, len(ids) - self.block + 1, self.block):
-            content = name + ids[begin : begin + self.block].tobytes()
-            name = hashlib.blake2b(content, key=self._secret, digest_size=16).digest()
-            found.append(name)
-        return found
+        for begin in range(0, len(ids) - self.block_size + 1, self.block_size):
+            content = digest + ids[begin : begin + self.block_size].tobytes()
+            digest = hashlib.blake2b(content, key=self._secret, digest_size=16).digest()
+            hashes.append(digest)
+        return hashes
 
-    def find(self, names: Sequence[bytes], length: int) -> list[CachedBlock]:
-        """The blocks of the longest known prefix that leaves at least one of the prompt's `length` tokens over."""
-        known: list[CachedBlock] = []
-        for name in names[: (length - 1) // self.block]:
-            if name not in self._blocks:
+    def find(self, hashes: Sequence[bytes], length: int) -> list[CachedBlock]:
+        """Return the blocks of the longest cached prefix that leaves at least one of `length` tokens to compute."""
+        blocks: list[CachedBlock] = []
+        for block_hash in hashes[: (length - 1) // self.block_size]:
+            if block_hash not in self._blocks:
                 break
-            known.append(self._blocks[name])
-        self._use(names[: len(known)])
-        while known and self._needs_rest and known[-1].rest is None:
-            known.pop()
-        return known
+            blocks.append(self._blocks[block_hash])
+        self._touch(hashes[: len(blocks)])
+        while blocks and self._needs_state and blocks[-1].state is None:
+            blocks.pop()
+        return blocks
 
-    def known(self, names: Sequence[bytes]) -> int:
-        """How many blocks of a prompt are here, one after another."""
-        return next((index for index, name in enumerate(names) if name not in self._blocks), len(names))
+    def count_cached(self, hashes: Sequence[bytes]) -> int:
+        """Count the leading blocks of a prompt that are cached."""
+        return next((index for index, name in enumerate(hashes) if name not in self._blocks), len(hashes))
 
-    def lacks(self, name: bytes, *, rest: bool) -> bool:
-        """Whether a block is not here, or is without its `rest` where that is asked for."""
-        block = self._blocks.get(name)
-        return block is None or (rest and self._needs_rest and block.rest is None)
+    def lacks(self, block_hash: bytes, *, state: bool) -> bool:
+        """Return whether a block is missing, or, with `state`, has no saved state."""
+        block = self._blocks.get(block_hash)
+        return block is None or (state and self._needs_state and block.state is None)
 
-    def add(self, names: Sequence[bytes], block: CachedBlock) -> None:
-        """Keep the block behind all of `names` but the last, which is its own; the ones used longest ago go for it.
+    def add(self, hashes: Sequence[bytes], block: CachedBlock) -> None:
+        """Cache the block with the last of `hashes`, and evict others for it.
 
-        It is not kept if those before it are gone: it could not be found.
+        It is released at once if one of the blocks before it is missing: it could not be found.
         """
-        if self.known(names[:-1]) < len(names) - 1 or block.nbytes > self.capacity:
-            self._release(block)
+        if self.count_cached(hashes[:-1]) < len(hashes) - 1 or block.nbytes > self.capacity:
+            self._on_evict(block)
             return
-        if names[-1] in self._blocks:
-            self._drop(names[-1])
-        self._blocks[names[-1]] = block
+        if hashes[-1] in self._blocks:
+            self._drop(hashes[-1])
+        self._blocks[hashes[-1]] = block
         self.nbytes += block.nbytes
-        self._use(names)
+        self._touch(hashes)
         while self.nbytes > self.capacity:
-            self.forget_one()
+            self.evict_one()
 
-    def forget_one(self) -> bool:
-        """Let go of the block that was used longest ago; False if there is none."""
+    def evict_one(self) -> bool:
+        """Evict the least recently used block; False if there is none."""
         if self._blocks:
             self._drop(next(iter(self._blocks)))
             return True
         return False
 
     def clear(self) -> None:
-        """Forget all."""
-        while self.forget_one():
+        """Evict all blocks."""
+        while self.evict_one():
             pass
 
-    def _drop(self, name: bytes) -> None:
-        block = self._blocks.pop(name)
+    def _drop(self, block_hash: bytes) -> None:
+        block = self._blocks.pop(block_hash)
         self.nbytes -= block.nbytes
-        self._release(block)
+        self._on_evict(block)
 
-    def _use(self, names: Iterable[bytes]) -> None:
-        """The last of a prefix first: so no block is older than what comes behind it, and ends go before beginnings."""
-        for name in reversed(tuple(names)):
-            self._blocks.move_to_end(name)
+    def _touch(self, hashes: Iterable[bytes]) -> None:
+        """Mark blocks as used, the last one first: no block outlives those before it."""
+        for block_hash in reversed(tuple(hashes)):
+            self._blocks.move_to_end(block_hash)
 
 
-def shared_blocks(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """How many blocks two prompts begin with alike; a name is of all blocks before it, too."""
+def count_shared_blocks(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """Count the leading blocks that two prompts share, by bisection: a hash is of all blocks before it, too."""
     least, most = 0, min(len(first), len(second))
     while least < most:
         middle = (least + most + 1) // 2

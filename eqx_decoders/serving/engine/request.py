@@ -1,110 +1,42 @@
-"""What is asked of the engine, and what it tells of it."""
+"""Requests to an engine, and the outputs and statistics that it returns."""
 
 import dataclasses
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.errors import EqxDecodersError, check, check_integer, check_number
+from eqx_decoders.errors import EqxDecodersError, check, check_integer
+from eqx_decoders.serving.engine.sampler import Constraint, SamplingParams, TokenScore
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class QueueFull(EqxDecodersError):
-    """More requests wait than the engine keeps: come again later."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are chosen.
-
-    In this order: `logit_bias` and penalties, temperature, `top_k`, `top_p`, `min_p`, and one draw. The most likely
-    token is never cut. A draw depends on the seed and on how many tokens the answer has, and on nothing else.
-
-    **Arguments:**
-
-    - `temperature`: divides logits; 0: always the most likely token (of equals the lowest id).
-    - `top_k`, `top_p`, `min_p`: as those of `eqx_decoders.Sample`; None cuts nothing.
-    - `repetition_penalty`: logits of tokens that stand in the prompt or the answer are divided by it where positive,
-        and multiplied where negative (Keskar et al. 2019).
-    - `frequency_penalty`, `presence_penalty`: what is taken off a token's logit for each time that it stands in the
-        answer, and once if it stands there (OpenAI).
-    - `logit_bias`: pairs of a token and what is added to its logit.
-    - `seed`: of the draws.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-
-    def __post_init__(self):
-        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in self.logit_bias))
-        check_number("SamplingParams.temperature", self.temperature, least=0)
-        if self.top_k is not None:
-            check_integer("SamplingParams.top_k", self.top_k)
-        for field in ("top_p", "min_p"):
-            value = getattr(self, field)
-            if value is not None:
-                check_number(f"Sampling.{field}", value, above=0)
-                check(value <= 1, f"Sampling.{field}={value} must be at most 1: it's a probability.")
-        check_number("SamplingParams.repetition_penalty", self.repetition_penalty, above=0)
-        for field in ("frequency_penalty", "presence_penalty"):
-            check_number(f"Sampling.{field}", getattr(self, field))
-        for token, value in self.logit_bias:
-            check_integer("Sampling.logit_bias: token", token, minimum=0)
-            check_number(f"Sampling.logit_bias[{token}]", value)
-        tokens = [token for token, _ in self.logit_bias]
-        check(len(set(tokens)) == len(tokens), "Sampling.logit_bias names a token twice: give each once.")
-        good = isinstance(self.seed, int) and not isinstance(self.seed, bool) and -(2**63) <= self.seed < 2**63
-        check(good, f"Sampling.seed={self.seed!r} must be an integer of 64 bits.")
-
-    @property
-    def penalises(self) -> bool:
-        """Whether choices depend on the tokens that were chosen before."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-
-
-@runtime_checkable
-class Constraint(Protocol):
-    """Which tokens an answer may go on with, such as those that lead to JSON. Belongs to one request."""
-
-    def fill(self, words: np.ndarray) -> None:
-        """Write the mask of allowed tokens: one bit each, the lowest of an int32 word first."""
-        ...
-
-    def accept(self, token: int) -> None:
-        """The answer has gone on with this token."""
-        ...
+    """Error for a request that comes while the queue is full; it can be sent again later."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to be continued.
+    """Prompt to be continued.
 
     **Arguments:**
 
     - `prompt`: token ids, at least one.
-    - `max_new_tokens`: the most that the answer may have.
-    - `sampling`: how its tokens are chosen.
+    - `max_new_tokens`: maximum length of the answer.
+    - `sampling`: sampling parameters.
     - `stop_ids`: an answer ends with one of these, which is its last token.
-    - `min_new_tokens`: before so many tokens none of `stop_ids` is chosen.
-    - `logprobs`: of each token of the answer its log-probability (that of the model itself, before `sampling`) and
-        those of so many most likely ones; None: nothing of it.
-    - `prompt_logprobs`: the same for each token of the prompt but the first.
-    - `constraint`: which tokens are allowed; None: all.
+    - `min_new_tokens`: tokens before which none of `stop_ids` is sampled.
+    - `logprobs`: number of most likely tokens to report with the log-probability of each token of the answer (of the
+        model itself, before `sampling`); None: no log-probabilities.
+    - `prompt_logprobs`: the same for each prompt token but the first.
+    - `constraint`: mask of the allowed tokens; None: all are allowed.
     - `media`: images, videos and audio, from `Media.create` for this prompt alone.
-    - `priority`: requests with a higher one come first, and take the places of lower ones.
-    - `client`: requests of one priority take turns by whom they come from.
-    - `cache_salt`: prefixes are shared only among requests with the same one.
+    - `priority`: requests with a higher one come first, and preempt those with a lower one.
+    - `client`: clients take turns within a priority.
+    - `cache_salt`: cached prefixes are shared only among requests with the same salt.
     """
 
     prompt: tuple[int, ...]
@@ -132,30 +64,23 @@ class Request:
                 check_integer(f"Request.{field}", getattr(self, field), minimum=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenScore:
-    """The log-probability of a token, and the most likely tokens in its place with theirs, best first."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """What one step has brought to one request.
+    """Output of one step for one request.
 
     **Arguments:**
 
-    - `request_id`: as `Engine.submit` returned it.
+    - `request_id`: id that `Engine.submit` returned.
     - `tokens`: new tokens of the answer.
-    - `scores`: of each of them, where `Request.logprobs` asks for it.
-    - `prompt_scores`: of the prompt's tokens from the second on, once, where `Request.prompt_logprobs` asks for it.
-    - `cached_tokens`: tokens of the prompt that were not computed again.
-    - `queue_seconds`: how long the request waited for a slot; with its first token, as is what stands above.
-    - `finish_reason`: why the answer is complete: `"stop"`, one of `stop_ids`; `"length"`, `max_new_tokens` or the
-        engine's `max_length`; `"cancelled"`; `"error"`. None: it goes on.
-    - `error`: what went wrong.
+    - `scores`: log-probabilities of these tokens, where `Request.logprobs` asks for them.
+    - `prompt_scores`: log-probabilities of the prompt tokens from the second on, once, where `Request.prompt_logprobs`
+        asks for them.
+    - `cached_tokens`: prompt tokens taken from the prefix cache.
+    - `queue_seconds`: time that the request waited for a slot. This, `cached_tokens` and `prompt_scores` come with the
+        first token.
+    - `finish_reason`: reason why the answer is complete: `"stop"`, one of `stop_ids`; `"length"`, `max_new_tokens` or
+        the engine's `max_length`; `"cancelled"`; `"error"`. None: it goes on.
+    - `error`: error message.
     """
 
     request_id: int
@@ -170,17 +95,17 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """How an engine stands, and what it has done since its start.
+    """State of an engine, and its totals since the start.
 
     **Arguments:**
 
     - `running`, `waiting`: requests with a slot, and without.
-    - `cache_usage`: share of the slots' (or pages') tokens that are in use, from 0 to 1.
-    - `prompt_tokens`, `generated_tokens`: of all requests.
-    - `prefix_queries`, `prefix_hits`: tokens of prompts that were looked for in the prefix cache, and found.
-    - `preemptions`: how often a request had to give its place to another.
-    - `steps`: of the engine.
-    - `draft_tokens`, `accepted_draft_tokens`: of speculative decoding.
+    - `cache_usage`: share of the slots' (or pages') tokens in use, from 0 to 1.
+    - `prompt_tokens`, `generated_tokens`: tokens of all prompts and answers.
+    - `prefix_queries`, `prefix_hits`: prompt tokens looked up in the prefix cache, and found.
+    - `preemptions`: preempted requests.
+    - `steps`: engine steps.
+    - `draft_tokens`, `accepted_draft_tokens`: tokens of speculative decoding.
     """
 
     running: int = 0

@@ -1,4 +1,4 @@
-"""Requests that wait for a slot: the highest priority first, clients in turn, each client's in order."""
+"""Queue of the requests that wait for a slot: highest priority first, clients in turn, first come first served."""
 
 import collections
 import dataclasses
@@ -10,11 +10,11 @@ from eqx_decoders.serving.engine.request import QueueFull, Request
 
 @runtime_checkable
 class Queued(Protocol):
-    """What can wait."""
+    """Entry of a `RequestQueue`."""
 
     @property
     def request_id(self) -> int:
-        """Increasing in the order of arrival."""
+        """Number that increases in the order of arrival."""
         ...
 
     @property
@@ -26,15 +26,15 @@ T = TypeVar("T", bound=Queued)
 
 @dataclasses.dataclass
 class RequestQueue(Generic[T]):
-    """A bounded queue.
+    """Bounded queue of waiting requests.
 
-    Among those of the highest priority the client comes first that has been served the fewest tokens (Sheng et al.
-    2024, "Fairness in serving large language models"); one who comes new, or again, begins with as many as the least
-    served of those who are there, so that being away earns nothing.
+    Among requests of the highest priority, the client comes first whose requests were charged the fewest tokens (Sheng
+    et al. 2024, "Fairness in serving large language models"). A client who is new, or returns, starts with the count of
+    the least charged active client, so that absence earns nothing.
 
     **Arguments:**
 
-    - `max_requests`, `max_tokens`: how many requests, and tokens of prompts, may wait.
+    - `max_requests`, `max_tokens`: maximum of waiting requests, and of the tokens of their prompts.
     """
 
     max_requests: int
@@ -52,39 +52,39 @@ class RequestQueue(Generic[T]):
         return iter(self._entries.values())
 
     def is_full_for(self, request: Request) -> bool:
-        """Whether one more is too many. A prompt of any length may wait alone."""
+        """Return whether there is no room for a request. A prompt of any length may wait alone."""
         tokens = self._tokens > 0 and self._tokens + len(request.prompt) > self.max_tokens
         return tokens or len(self) >= self.max_requests
 
     def check_room(self, request: Request) -> None:
-        """Raise QueueFull where one more is too many."""
+        """Raise QueueFull where there is no room for a request."""
         if self.is_full_for(request):
             rule = f"of at most {self.max_requests} and {self.max_tokens}"
             raise QueueFull(f"{len(self)} requests with {self._tokens} tokens wait, {rule}: come again later.")
 
     def add(self, entry: T, active: set[str]) -> None:
-        """Let one wait; `active` are the clients that are served now. One that was interrupted is taken at any time."""
-        client, here = entry.request.client, active | {other.request.client for other in self}
-        if client not in here and here:
-            self._served[client] = max(self._served[client], min(self._served[other] for other in here))
+        """Add an entry, even to a full queue; `active` are the clients being served."""
+        client, active_clients = entry.request.client, active | {other.request.client for other in self}
+        if client not in active_clients and active_clients:
+            self._served[client] = max(self._served[client], min(self._served[other] for other in active_clients))
         self._entries[entry.request_id] = entry
         self._tokens += len(entry.request.prompt)
 
     def first(self, ready: Callable[[T], bool] = lambda _: True) -> T | None:
-        """Whose turn it is, of those that are ready."""
+        """Return the first of the entries that are ready."""
         return min(filter(ready, self), key=self._rank, default=None)
 
-    def in_turn(self, which: Callable[[T], bool]) -> list[T]:
-        """Those of some kind, whose turn comes first first."""
-        return sorted(filter(which, self), key=self._rank)
+    def ordered(self, condition: Callable[[T], bool]) -> list[T]:
+        """Return the entries that meet a condition, in their order."""
+        return sorted(filter(condition, self), key=self._rank)
 
     def remove(self, request_id: int) -> T | None:
-        """Take one out."""
+        """Remove an entry, and return it."""
         entry = self._entries.pop(request_id, None)
         self._tokens -= 0 if entry is None else len(entry.request.prompt)
         return entry
 
-    def serve(self, client: str, tokens: int) -> None:
+    def charge(self, client: str, tokens: int) -> None:
         """Count tokens that were computed for a client."""
         self._served[client] += tokens
         if len(self._served) > 4096:  # clients come and go

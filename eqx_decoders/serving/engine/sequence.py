@@ -1,4 +1,4 @@
-"""A request on its way through the engine."""
+"""`SequenceState`: a request and its progress. `SharedPrompt`: results that requests of one prompt share."""
 
 import collections
 import concurrent.futures
@@ -10,187 +10,188 @@ import jax
 import numpy as np
 
 from eqx_decoders.serving.engine.drafters import Drafts, PromptLookup
-from eqx_decoders.serving.engine.model_runner import CacheSnapshot
-from eqx_decoders.serving.engine.request import FinishReason, Request, TokenScore
+from eqx_decoders.serving.engine.request import FinishReason, Request
+from eqx_decoders.serving.engine.sampler import TokenScore
+from eqx_decoders.serving.engine.slot_state import CacheSnapshot
 
 
 @dataclasses.dataclass(eq=False)
 class SharedPrompt:
-    """What the requests of one prompt, those for several answers to it, compute once.
+    """Results that several requests with the same prompt share.
 
     **Arguments:**
 
-    - `scores`: of all the prompt's tokens, where they are asked for; None: not known yet.
-    - `features_bytes`: memory of what the encoders make.
-    - `seeing`: brings what the encoders make of its images, videos and audio; None: not begun.
-    - `seen`: the prompt's cache and the logits behind it, while others wait for them.
-    - `end`: what a slot remembers of the prompt's last tokens, and of all of it, and the logits behind it.
-    - `waiting`: how many of the requests have not begun.
+    - `scores`: log-probabilities of all prompt tokens; None: not computed.
+    - `features_bytes`: memory of the features that the encoders compute.
+    - `encoding`: future of the encoded images, videos and audio; None: not started.
+    - `prefilled`: cache and last logits of a multimodal prompt, while other requests wait for them.
+    - `prompt_end`: snapshot of the prompt's last block, states after the prompt, and the last logits.
+    - `num_waiting`: requests that have not started.
     """
 
     scores: tuple[TokenScore, ...] | None = None
     features_bytes: int = 0
-    seeing: concurrent.futures.Future | None = None
-    seen: tuple[Any, Any] | None = None
-    end: tuple[CacheSnapshot, Any, Any] | None = None
-    waiting: int = 0
+    encoding: concurrent.futures.Future | None = None
+    prefilled: tuple[Any, Any] | None = None
+    prompt_end: tuple[CacheSnapshot, Any, Any] | None = None
+    num_waiting: int = 0
 
     def leave(self) -> None:
-        """One of the requests waits no more; what waits for nobody is given up."""
-        self.waiting -= 1
-        if self.waiting == 0:
-            self.look_away()
-            self.seen = self.end = None
+        """Count one waiting request less; results that no request waits for are dropped."""
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.drop_encoding()
+            self.prefilled = self.prompt_end = None
 
-    def look_away(self) -> None:
-        """Give up what encoders make."""
-        if self.seeing is not None:
-            self.seeing.cancel()
-        self.seeing = None
+    def drop_encoding(self) -> None:
+        """Cancel the encoding, and drop its features."""
+        if self.encoding is not None:
+            self.encoding.cancel()
+        self.encoding = None
 
 
 class PromptResults:
-    """Prompts whose results are kept for requests that have not begun: those used last, as far as memory goes."""
+    """Shared prompts whose results are in memory for waiting requests, the most recently used ones."""
 
     def __init__(self):
         self._sizes: collections.OrderedDict[SharedPrompt, int] = collections.OrderedDict()
 
-    def use(self, shared: SharedPrompt, room: int) -> None:
-        """Count one that was used. Others give up theirs beyond `room` bytes; it is computed again if it is needed."""
-        self._sizes[shared] = sum(leaf.nbytes for leaf in jax.tree.leaves((shared.seen, shared.end)))
+    def use(self, shared: SharedPrompt, capacity: int) -> None:
+        """Mark a prompt as used, and drop the results of others beyond `capacity` bytes."""
+        self._sizes[shared] = sum(leaf.nbytes for leaf in jax.tree.leaves((shared.prefilled, shared.prompt_end)))
         self._sizes.move_to_end(shared)
-        for other in [each for each in self._sizes if each.seen is None and each.end is None]:
+        for other in [each for each in self._sizes if each.prefilled is None and each.prompt_end is None]:
             del self._sizes[other]
-        while len(self._sizes) > 1 and sum(self._sizes.values()) > room:
+        while len(self._sizes) > 1 and sum(self._sizes.values()) > capacity:
             oldest, _ = self._sizes.popitem(last=False)
-            oldest.seen = oldest.end = None
+            oldest.prefilled = oldest.prompt_end = None
 
 
 @dataclasses.dataclass(eq=False)
 class SequenceState:
-    """A request, and how far it is.
+    """A request and its progress.
 
     **Arguments:**
 
-    - `names`: of the blocks of its prompt, as the prefix cache knows them.
-    - `shared`: what it has in common with other requests of its prompt.
-    - `idle`: it is no request of anybody: a text that was written is computed as a prompt, for the prefix cache.
-    - `awaited`: whether a request waits for what it computes.
-    - `begun`: whether it has looked for what is known of its prompt.
-    - `branches`: after how many blocks other prompts part from its own: what ends there is kept.
-    - `arrived`, `queue_seconds`: when it came, by `time.monotonic`, and how long it waited for a slot.
-    - `slot`: its place; -1 while it waits.
-    - `done`: tokens of the prompt, and then of the answer, that the cache holds.
-    - `cached`: tokens of the prompt that were not computed again.
-    - `answer`: its tokens.
-    - `told`: those that were told before it had to begin again; they are fed once more, and told no more.
-    - `drafted`: whether drafts have been made on the device since it came to its slot.
-    - `prompt_scores`: of the prompt's tokens, as far as it is done.
-    - `saved`: what its slot held when it had to give it up, and `saved_bytes`, how much that is.
+    - `block_hashes`: names of the blocks of its prompt in the prefix cache.
+    - `shared`: results shared with other requests of its prompt.
+    - `background`: nobody's request: a finished text that is prefilled for the prefix cache.
+    - `awaited`: another sequence waits for the blocks that it prefills.
+    - `started`: the prefix cache was searched for its prompt.
+    - `branch_points`: numbers of blocks after which other prompts diverge from its own; states are saved there.
+    - `arrived`, `queue_seconds`: arrival by `time.monotonic`, and the time that it waited for a slot.
+    - `slot`: its slot; -1 while it waits.
+    - `num_computed`: tokens of the prompt, and then of the answer, that the cache holds.
+    - `num_cached`: prompt tokens taken from the prefix cache.
+    - `answer`: tokens of the answer.
+    - `delivered`: tokens that were returned before it was restarted; they are fed again, and not returned again.
+    - `has_drafts`: drafts were made on the device since it got its slot.
+    - `prompt_scores`: scores of the prompt tokens computed so far.
+    - `saved`, `saved_bytes`: contents of its slot when it was preempted, and their size.
     """
 
     request_id: int
     request: Request
-    names: list[bytes] = dataclasses.field(default_factory=list)
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     shared: SharedPrompt = dataclasses.field(default_factory=SharedPrompt)
-    idle: bool = False
+    background: bool = False
     awaited: bool = False
-    begun: bool = False
-    branches: set[int] = dataclasses.field(default_factory=set)
+    started: bool = False
+    branch_points: set[int] = dataclasses.field(default_factory=set)
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     queue_seconds: float = 0.0
     slot: int = -1
-    done: int = 0
-    cached: int = 0
+    num_computed: int = 0
+    num_cached: int = 0
     answer: list[int] = dataclasses.field(default_factory=list)
-    told: list[int] = dataclasses.field(default_factory=list)
-    drafted: bool = False
+    delivered: list[int] = dataclasses.field(default_factory=list)
+    has_drafts: bool = False
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
     saved: "tuple[list[CacheSnapshot], Any] | None" = None
     saved_bytes: int = 0
 
     def __post_init__(self):
-        self._waits = False
-        self._text: np.ndarray | None = None
-        self._filled = 0
+        self._is_waiting = False
+        self._ids: np.ndarray | None = None
+        self._num_written = 0
 
     @property
-    def decodes(self) -> bool:
-        """Whether its prompt is done."""
+    def is_decoding(self) -> bool:
+        """True when its prompt is prefilled."""
         return len(self.answer) > 0
 
-    def shows(self) -> bool:
-        """Whether its prompt shows something, and is not in its slot or kept of it."""
+    def needs_media(self) -> bool:
+        """Return whether its prompt has images, videos or audio that are not in a saved slot."""
         return self.request.media is not None and self.saved is None
 
-    def has_to_see(self) -> bool:
-        """Whether it needs what encoders make for its prompt."""
-        return self.shows() and self.shared.seen is None
+    def needs_encoding(self) -> bool:
+        """Return whether it needs the features of its prompt."""
+        return self.needs_media() and self.shared.prefilled is None
 
     def is_ready(self) -> bool:
-        """Whether what encoders make for its prompt is there."""
-        seeing = self.shared.seeing
-        return not self.has_to_see() or (seeing is not None and seeing.done())
+        """Return whether the features that it needs are encoded."""
+        encoding = self.shared.encoding
+        return not self.needs_encoding() or (encoding is not None and encoding.done())
 
     @property
-    def repeats(self) -> bool:
-        """Whether its next token has been told before."""
-        return len(self.answer) < len(self.told)
+    def is_replaying(self) -> bool:
+        """True while it feeds tokens that were returned before."""
+        return len(self.answer) < len(self.delivered)
 
     @property
-    def wants_scores(self) -> bool:
-        """Whether its prompt has to be computed for the log-probabilities of all its tokens."""
+    def needs_prompt_scores(self) -> bool:
+        """True where its whole prompt must be computed for the log-probabilities of its tokens."""
         return self.request.prompt_logprobs is not None and self.shared.scores is None
 
-    def is_alike(self, request: Request) -> bool:
-        """Whether a request has the same prompt, and asks for the same of it."""
-        own = self.request
-        same = own.media is request.media and own.cache_salt == request.cache_salt
-        return same and own.prompt_logprobs == request.prompt_logprobs and own.prompt == request.prompt
+    def has_same_prompt(self, request: Request) -> bool:
+        """Return whether a request has the same prompt, and needs the same results of it."""
+        mine = self.request
+        same = mine.media is request.media and mine.cache_salt == request.cache_salt
+        return same and mine.prompt_logprobs == request.prompt_logprobs and mine.prompt == request.prompt
 
     def restart(self) -> None:
-        """Forget all that was computed of it; what was told stays told."""
-        self.told = self.told if self.repeats else list(self.answer)
+        """Forget all computed results, but remember the tokens that were returned."""
+        self.delivered = self.delivered if self.is_replaying else list(self.answer)
         self.answer, self.prompt_scores, self.saved, self.saved_bytes = [], [], None, 0
-        self.done, self.begun, self.drafted = 0, False, False
+        self.num_computed, self.started, self.has_drafts = 0, False, False
 
     def join(self, shared: SharedPrompt) -> None:
-        """Wait with others of its prompt."""
-        self.shared, self._waits = shared, True
-        shared.waiting += 1
+        """Wait with the other requests of its prompt."""
+        self.shared, self._is_waiting = shared, True
+        shared.num_waiting += 1
 
-    def wait_no_more(self) -> None:
-        """It has what it waited for with others, or was given up."""
-        if self._waits:
-            self._waits = False
+    def stop_waiting(self) -> None:
+        """Leave the requests that wait for the results of its prompt."""
+        if self._is_waiting:
+            self._is_waiting = False
             self.shared.leave()
 
-    def text(self) -> np.ndarray:
-        """Its prompt and its answer, of which only new tokens are written: a long text is looked at in every step."""
-        count, have = len(self.request.prompt), len(self.answer)
-        if self._text is None:
-            self._text = np.zeros(count + self.request.max_new_tokens, np.int32)
-            self._text[:count] = self.request.prompt
-        self._text[count + self._filled : count + have] = self.answer[self._filled :]
-        self._filled = have
-        return self._text[: count + have]
+    def token_ids(self) -> np.ndarray:
+        """Return its prompt and answer, writing only new tokens: every step reads all of a long text."""
+        count, length = len(self.request.prompt), len(self.answer)
+        if self._ids is None:
+            self._ids = np.zeros(count + self.request.max_new_tokens, np.int32)
+            self._ids[:count] = self.request.prompt
+        self._ids[count + self._num_written : count + length] = self.answer[self._num_written :]
+        self._num_written = length
+        return self._ids[: count + length]
 
-    def drafts(self, config: Drafts | None) -> list[int]:
-        """The drafts for its next step; -1 for one that the device knows."""
+    def draft_tokens(self, config: Drafts | None) -> list[int]:
+        """Return the drafts for its next step; -1 stands for a draft that is on the device."""
         request = self.request
         room = request.max_new_tokens - len(self.answer) - 1
-        apart = request.sampling.penalises or request.constraint is not None or self.repeats
-        if config is None or room < 1 or apart or len(self.answer) < request.min_new_tokens:
+        single = request.sampling.penalizes or request.constraint is not None or self.is_replaying
+        if config is None or room < 1 or single or len(self.answer) < request.min_new_tokens:
             return []
         if isinstance(config, PromptLookup):
-            return config.find(self.text())[:room]
-        return [-1] * min(config.num_tokens, room) if self.drafted else []
+            return config.find(self.token_ids())[:room]
+        return [-1] * min(config.num_tokens, room) if self.has_drafts else []
 
-    def mask(self, words: np.ndarray) -> bool:
-        """Whether only some tokens are allowed next: then the bits of these are set in `words`, 32 in each."""
+    def fill_mask(self, words: np.ndarray) -> bool:
+        """Write the bits of the tokens that are allowed next, 32 in each word; False where all are allowed."""
         request = self.request
         early = len(self.answer) < request.min_new_tokens and len(request.stop_ids) > 0
-        if self.repeats or (not early and request.constraint is None):
+        if self.is_replaying or (not early and request.constraint is None):
             return False
         words[:] = -1
         if request.constraint is not None:
@@ -200,8 +201,8 @@ class SequenceState:
                 words[token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
         return True
 
-    def ends(self, token: int) -> tuple[FinishReason | None, str | None]:
-        """Whether the answer is complete with this token, its last one, and why."""
+    def finish_reason(self, token: int) -> tuple[FinishReason | None, str | None]:
+        """Return why the answer ends with this token, its last one, and an error; None where it goes on."""
         request = self.request
         if token in request.stop_ids and len(self.answer) > request.min_new_tokens:
             return "stop", None

@@ -1,4 +1,4 @@
-"""Who has which slot, and what stands in it: what is known of a prompt, pages, and what was interrupted."""
+"""`SlotManager`: assigns slots to sequences, and fills them from the prefix cache or from saved contents."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -11,237 +11,250 @@ from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.serving.engine.batch_sizes import row_counts
 from eqx_decoders.serving.engine.block_manager import BlockManager, Pages
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.drafters import DraftModel, device_drafting
-from eqx_decoders.serving.engine.model_runner import CacheSnapshot, ModelRunner
+from eqx_decoders.serving.engine.model_runner import ModelRunner, RunnerConfig, batch_sizes
 from eqx_decoders.serving.engine.page_pool import OutOfPages
-from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache, shared_blocks
+from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache, count_shared_blocks
 from eqx_decoders.serving.engine.sequence import SequenceState
+from eqx_decoders.serving.engine.slot_state import CacheSnapshot
 
 
 class SlotManager:
-    """The slots and who has them.
+    """The slots, the sequences that hold them, and their sampling inputs (`sampling_batch`).
 
     **Arguments:**
 
-    - `slots`: the state on the device.
-    - `pages`: how its cache is in pages; None: it is not.
-    - `prefix_bytes`: memory for prompts that begin alike.
+    - `runner`: the state on the device.
+    - `pages`: layout of a paged cache; None: the cache is not paged.
+    - `prefix_bytes`: memory of the prefix cache.
     """
 
-    def __init__(self, slots: ModelRunner, pages: PageConfig | None, prefix_bytes: int):
-        self.slots, windows = slots, slots.windows
-        self.paging = None if pages is None or not windows else BlockManager(pages, windows, slots.count)
-        self.prefixes = PrefixCache(slots.block, prefix_bytes, slots.keeps_rest, self._release)
-        self.jobs: dict[int, SequenceState] = {}  # by slot
+    def __init__(self, runner: ModelRunner, pages: PageConfig | None, prefix_bytes: int):
+        self.runner, windows = runner, runner.windows
+        self.block_manager = None if pages is None or not windows else BlockManager(pages, windows, runner.num_slots)
+        self.prefix_cache = PrefixCache(runner.block_size, prefix_bytes, runner.has_state, self._free_pages)
+        self.sequences: dict[int, SequenceState] = {}  # by slot
+        self.sampling_batch = runner.greedy_batch(runner.num_slots)
 
     @classmethod
     def create(cls, model: Decoder, config: EngineConfig) -> "SlotManager":
-        """Empty slots for a model."""
+        """Create empty slots for a model."""
         # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
-        layout, drafts = model.execution.layout, config.drafts
-        apart = not config.batch_invariant and drafts is None and layout.single and layout.platform == "cpu"
-        slots = ModelRunner(
-            model,
-            count=config.max_batch_size,
+        layout, drafts, dtype = model.execution.layout, config.drafts, config.cache_dtype
+        few_rows = not config.batch_invariant and drafts is None and layout.single and layout.platform == "cpu"
+        runner_config = RunnerConfig(
+            num_slots=config.max_batch_size,
             length=config.max_length,
-            chunks=(*sorted(sizes), config.prefill_chunk),
-            rows=row_counts(config.max_batch_size) if apart else (config.max_batch_size,),
+            chunk_sizes=(*sorted(sizes), config.prefill_chunk),
+            batch_sizes=batch_sizes(config.max_batch_size) if few_rows else (config.max_batch_size,),
             columns=(1,) if drafts is None else (1, 1 + drafts.num_tokens),
-            biases=config.max_logit_bias,
-            top=config.max_logprobs,
-            kind=default_cache_format(model.execution)
-            if config.cache_dtype is None
-            else CacheFormat.of(config.cache_dtype),
+            max_biases=config.max_logit_bias,
+            max_logprobs=config.max_logprobs,
+            cache_format=default_cache_format(model.execution) if dtype is None else CacheFormat.of(dtype),
             pages=config.pages,
-            small=drafts.model if isinstance(drafts, DraftModel) else None,
-            drafting=device_drafting(drafts),
         )
-        return cls(slots, config.pages, config.prefix_cache_bytes)
+        draft_model = drafts.model if isinstance(drafts, DraftModel) else None
+        runner = ModelRunner(model, runner_config, draft_model=draft_model, drafting=device_drafting(drafts))
+        return cls(runner, config.pages, config.prefix_cache_bytes)
 
     @property
-    def block(self) -> int:
-        """Tokens of a chunk of a prompt, and of a block of the prefix cache."""
-        return self.slots.block
+    def block_size(self) -> int:
+        """Tokens of a prefill chunk, and of a block of the prefix cache."""
+        return self.runner.block_size
 
     @property
-    def free(self) -> int | None:
-        """A slot that nobody has."""
-        return next((slot for slot in range(self.slots.count) if slot not in self.jobs), None)
+    def free_slot(self) -> int | None:
+        """The first free slot, if there is one."""
+        return next((slot for slot in range(self.runner.num_slots) if slot not in self.sequences), None)
 
     @property
     def usage(self) -> float:
-        """Share of all room that is in use, from 0 to 1."""
-        if self.paging is not None:
-            return self.paging.usage
-        return sum(job.done for job in self.jobs.values()) / (self.slots.count * self.slots.length)
+        """Share of the cache in use, from 0 to 1."""
+        if self.block_manager is not None:
+            return self.block_manager.usage
+        num_tokens = sum(sequence.num_computed for sequence in self.sequences.values())
+        return num_tokens / (self.runner.num_slots * self.runner.length)
 
-    def last(self, besides: Collection[SequenceState] = ()) -> SequenceState | None:
-        """Who has to give way first: of the lowest priority the one that came last; None where there is no request."""
-        jobs = (job for job in self.jobs.values() if job not in besides and not job.idle)
-        return min(jobs, key=lambda job: (job.request.priority, -job.request_id), default=None)
+    def preemption_victim(self, besides: Collection[SequenceState] = ()) -> SequenceState | None:
+        """Return the last arrival of the lowest priority; None where there is no request."""
+        requests = (each for each in self.sequences.values() if each not in besides and not each.background)
+        return min(requests, key=lambda each: (each.request.priority, -each.request_id), default=None)
 
-    # --- coming and going ---
+    # --- assignment ---
 
-    def enter(self, job: SequenceState, slot: int) -> None:
-        """Give a request a slot, with what it held where it had one before."""
-        job.slot, self.jobs[slot] = slot, job
-        self.slots.empty(slot)
-        if job.saved is not None:
-            self._return(job, *job.saved)
+    def assign(self, sequence: SequenceState, slot: int) -> None:
+        """Give a sequence a slot, and restore its saved contents, if it was preempted."""
+        sequence.slot, self.sequences[slot] = slot, sequence
+        request, batch = sequence.request, self.sampling_batch
+        batch.sampling.set(slot, request.sampling)
+        batch.prompt_length[slot], batch.count[slot] = len(request.prompt), 0
+        self.runner.empty(slot)
+        if sequence.saved is not None:
+            self._restore_saved(sequence, *sequence.saved)
 
-    def leave(self, job: SequenceState) -> None:
-        """Free a slot."""
-        del self.jobs[job.slot]
-        if self.paging is not None:
-            self.paging.release(job.slot)
-        job.slot, job.drafted = -1, False
+    def release(self, sequence: SequenceState) -> None:
+        """Free the slot of a sequence."""
+        del self.sequences[sequence.slot]
+        self.sampling_batch.masked[sequence.slot] = False
+        if self.block_manager is not None:
+            self.block_manager.release(sequence.slot)
+        sequence.slot, sequence.has_drafts = -1, False
 
-    def interrupt(self, job: SequenceState, room: int) -> None:
-        """Free a slot, and keep what stands in it for when the request goes on.
+    def preempt(self, sequence: SequenceState, capacity: int) -> None:
+        """Free a slot, and save its contents for when the sequence resumes.
 
-        That is at most `room` bytes: a request with more is computed from its beginning again.
+        A sequence with more than `capacity` bytes is computed from its beginning again.
         """
-        size = self.slots.kept_bytes(job.done)
-        if size > room or job.done == 0:
-            job.restart()
+        size = self.runner.saved_bytes(sequence.num_computed)
+        if size > capacity or sequence.num_computed == 0:
+            sequence.restart()
         else:
-            blocks = [self.slots.keep(job.slot, begin) for begin in range(0, job.done, self.block)]
-            job.saved, job.saved_bytes = (blocks, self.slots.keep_rest(job.slot)), size
-            if self.paging is not None:  # memory of the device is what is short
-                job.saved = jax.device_get(job.saved)
-        self.leave(job)
+            starts = range(0, sequence.num_computed, self.block_size)
+            blocks = [self.runner.save(sequence.slot, begin) for begin in starts]
+            sequence.saved, sequence.saved_bytes = (blocks, self.runner.save_state(sequence.slot)), size
+            if self.block_manager is not None:  # memory of the device is what is short
+                sequence.saved = jax.device_get(sequence.saved)
+        self.release(sequence)
 
-    def _return(self, job: SequenceState, blocks: Iterable[Any], rest: Any) -> None:
-        job.saved, job.saved_bytes = None, 0
-        self._reserve_seen(job)
-        for index, kept in enumerate(blocks):
-            self.slots.restore(job.slot, index * self.block, kept)
-        self.slots.restore_rest(job.slot, job.done, rest)
+    def _restore_saved(self, sequence: SequenceState, blocks: Iterable[CacheSnapshot], state: Any) -> None:
+        sequence.saved, sequence.saved_bytes = None, 0
+        self._reserve_visible(sequence)
+        for index, snapshot in enumerate(blocks):
+            self.runner.restore(sequence.slot, index * self.block_size, snapshot)
+        self.runner.restore_state(sequence.slot, sequence.num_computed, state)
 
-    def take_whole(self, job: SequenceState, cache: Cache, prompt: np.ndarray) -> None:
-        """Put a prompt's cache, made elsewhere, into a slot."""
-        job.done = len(prompt)
-        self._reserve_seen(job)
-        self.slots.take_whole(job.slot, cache, prompt)
+    def insert_cache(self, sequence: SequenceState, cache: Cache, prompt: np.ndarray) -> None:
+        """Write a prompt's cache, prefilled outside the engine state, into the slot of a sequence."""
+        sequence.num_computed = len(prompt)
+        self._reserve_visible(sequence)
+        self.runner.insert_cache(sequence.slot, cache, prompt)
 
     # --- prompts that begin alike ---
 
-    def leader(self, job: SequenceState) -> SequenceState | None:
-        """Who computes now what a request will need, which waits for it: the same prompt, or one that begins alike."""
-        for other in self.jobs.values():
-            if other is job or not other.begun or other.decodes:
+    def find_leader(self, sequence: SequenceState) -> SequenceState | None:
+        """Return a sequence that is prefilling the same prompt or a shared prefix, for which this one should wait."""
+        last_block = self._last_block_start(sequence)
+        for other in self.sequences.values():
+            if other is sequence or not other.started or other.is_decoding:
                 continue
-            if other.shared is job.shared and (job.wants_scores or job.names or self._last_block(job) == 0):
+            same_prompt = other.shared is sequence.shared
+            if same_prompt and (sequence.needs_prompt_scores or sequence.block_hashes or last_block == 0):
                 return other
-            if job.wants_scores:
+            if sequence.needs_prompt_scores:
                 continue
-            count = min(shared_blocks(other.names, job.names), self._last_block(job) // self.block)
-            if other.done < count * self.block and self.prefixes.known(job.names[:count]) < count:
-                other.branches.add(count)
+            count = count_shared_blocks(other.block_hashes, sequence.block_hashes)
+            count = min(count, last_block // self.block_size)
+            pending = other.num_computed < count * self.block_size
+            if pending and self.prefix_cache.count_cached(sequence.block_hashes[:count]) < count:
+                other.branch_points.add(count)
                 return other
         return None
 
-    def begin(self, job: SequenceState) -> None:
-        """Put what is known of a prompt into its slot, unless it has to be computed for the scores of its tokens."""
-        job.begun = True
-        job.wait_no_more()
-        if job.wants_scores:
+    def start(self, sequence: SequenceState) -> None:
+        """Restore the cached prefix of a prompt, unless all of the prompt must be computed for its scores."""
+        sequence.started = True
+        sequence.stop_waiting()
+        if sequence.needs_prompt_scores:
             return
-        known, block = self.prefixes.find(job.names, len(job.request.prompt)), self.block
-        while known and self.paging is not None and not self.paging.sees_all(_pages(known), len(known) * block):
-            known = [] if self.slots.keeps_rest else known[:-1]
-        job.branches.add(self.prefixes.known(job.names))
-        job.done = job.cached = len(known) * block
-        if not known:
+        hashes, size, manager = sequence.block_hashes, self.block_size, self.block_manager
+        blocks = self.prefix_cache.find(hashes, len(sequence.request.prompt))
+        while blocks and manager is not None and not manager.has_visible_pages(_pages(blocks), len(blocks) * size):
+            blocks = [] if self.runner.has_state else blocks[:-1]
+        sequence.branch_points.add(self.prefix_cache.count_cached(hashes))
+        sequence.num_computed = sequence.num_cached = len(blocks) * size
+        if not blocks:
             return
-        if self.paging is not None:
-            self.paging.adopt(job.slot, _pages(known), job.done)
-        for index, each in enumerate(known):
-            self.slots.restore(job.slot, index * block, each.kept, pages=False)
-        self.slots.restore_rest(job.slot, job.done, known[-1].rest)
+        if manager is not None:
+            manager.adopt(sequence.slot, _pages(blocks), sequence.num_computed)
+        for index, block in enumerate(blocks):
+            self.runner.restore(sequence.slot, index * size, block.snapshot, pages=False)
+        self.runner.restore_state(sequence.slot, sequence.num_computed, blocks[-1].state)
 
-    def _last_block(self, job: SequenceState) -> int:
-        """Where the last block of a prompt begins, of which a token is left to compute at least."""
-        return (len(job.request.prompt) - 1) // self.block * self.block
+    def _last_block_start(self, sequence: SequenceState) -> int:
+        """Return the start of the block of the prompt's last token, which is always computed."""
+        return (len(sequence.request.prompt) - 1) // self.block_size * self.block_size
 
-    def keep_end(self, job: SequenceState) -> tuple[CacheSnapshot, Any]:
-        """What a slot remembers of the last block of a prompt, complete or not, and of all of it."""
-        return self.slots.keep(job.slot, self._last_block(job)), self.slots.keep_rest(job.slot)
+    def save_prompt_end(self, sequence: SequenceState) -> tuple[CacheSnapshot, Any]:
+        """Copy the last block of a prompt, complete or not, and the states after the prompt."""
+        snapshot = self.runner.save(sequence.slot, self._last_block_start(sequence))
+        return snapshot, self.runner.save_state(sequence.slot)
 
-    def take_end(self, job: SequenceState, kept: CacheSnapshot, rest: Any) -> bool:
-        """Put the last block of a prompt behind what is known of it; False where more is missing, or room for it."""
-        begin, end = job.done, len(job.request.prompt)
-        if begin != self._last_block(job) or not self.reserve(job, begin, end):
+    def restore_prompt_end(self, sequence: SequenceState, snapshot: CacheSnapshot, state: Any) -> bool:
+        """Write back what `save_prompt_end` returned; False where tokens before it, or pages for it, are missing."""
+        begin, end = sequence.num_computed, len(sequence.request.prompt)
+        if begin != self._last_block_start(sequence) or not self.reserve(sequence, begin, end):
             return False
-        job.done = end
-        self.set_tables()
-        self.slots.restore(job.slot, begin, kept)
-        self.slots.restore_rest(job.slot, end, rest)
+        sequence.num_computed = end
+        self.set_page_tables()
+        self.runner.restore(sequence.slot, begin, snapshot)
+        self.runner.restore_state(sequence.slot, end, state)
         return True
 
-    def remember(self, job: SequenceState) -> None:
-        """Keep the last block of a prompt for others, if it is complete."""
-        index = job.done // self.block
-        if job.done % self.block > 0 or index > len(job.names):
+    def cache_block(self, sequence: SequenceState) -> None:
+        """Add the last computed block of a prompt to the prefix cache, if it is complete."""
+        end, size = sequence.num_computed, self.block_size
+        index = end // size
+        if end % size > 0 or index > len(sequence.block_hashes):
             return
-        names, count, begin = job.names[:index], len(job.request.prompt), job.done - self.block
-        # where the same prompt, a longer one, or one that parts from a known one here, would go on
-        wanted = self.slots.keeps_rest and index in {(count - 1) // self.block, count // self.block, *job.branches}
-        if self.prefixes.lacks(names[-1], rest=wanted):
-            pages = None if self.paging is None else self.paging.pages(job.slot, begin, job.done)
-            kept = self.slots.keep(job.slot, begin, pages=False)
-            rest = self.slots.keep_rest(job.slot) if wanted else None
-            self.prefixes.add(names, CachedBlock(kept, rest, pages))
+        hashes, count = sequence.block_hashes[:index], len(sequence.request.prompt)
+        # where the same prompt, a longer one, or one that diverges from a cached one here, would go on
+        resume_points = {(count - 1) // size, count // size, *sequence.branch_points}
+        with_state = self.runner.has_state and index in resume_points
+        if self.prefix_cache.lacks(hashes[-1], state=with_state):
+            manager = self.block_manager
+            pages = None if manager is None else manager.share(sequence.slot, end - size, end)
+            snapshot = self.runner.save(sequence.slot, end - size, pages=False)
+            state = self.runner.save_state(sequence.slot) if with_state else None
+            self.prefix_cache.add(hashes, CachedBlock(snapshot, state, pages))
 
-    def _release(self, block: CachedBlock) -> None:
-        """A block of the prefix cache goes."""
-        if self.paging is not None and block.pages is not None:
-            self.paging.free(block.pages)
+    def _free_pages(self, block: CachedBlock) -> None:
+        """Free the pages of an evicted block."""
+        if self.block_manager is not None and block.pages is not None:
+            self.block_manager.free(block.pages)
 
     # --- pages ---
 
-    def has_room(self, job: SequenceState) -> bool:
-        """Whether there are pages for what a request begins with, once those have gone that nobody uses."""
-        while self.paging is not None:
-            known = self.prefixes.known(job.names) * self.block if job.saved is None else 0
-            length = max(job.done, len(job.request.prompt)) + 1
-            if self.paging.has_room(length - min(known, length - 1)):
+    def has_room(self, sequence: SequenceState) -> bool:
+        """Return whether pages are free for the known tokens of a sequence, evicting cached blocks for them."""
+        while self.block_manager is not None:
+            num_blocks = self.prefix_cache.count_cached(sequence.block_hashes) if sequence.saved is None else 0
+            length = max(sequence.num_computed, len(sequence.request.prompt)) + 1
+            if self.block_manager.has_room(length - min(num_blocks * self.block_size, length - 1)):
                 break
-            if job.idle or not self.prefixes.forget_one():
+            if sequence.background or not self.prefix_cache.evict_one():
                 return False
         return True
 
-    def reserve(self, job: SequenceState, begin: int, end: int) -> bool:
-        """Pages for tokens that are about to be computed; False if there are none.
+    def reserve(self, sequence: SequenceState, begin: int, end: int) -> bool:
+        """Allocate pages for tokens that are computed next; False if there are too few.
 
-        Prompts that nobody uses go for them, but not for one that is computed to be such a prompt.
+        Cached blocks are evicted for them, but not for a text that is prefilled only to be cached.
         """
-        while self.paging is not None:
+        while self.block_manager is not None:
             try:
-                self.paging.reserve(job.slot, begin, end)
+                self.block_manager.reserve(sequence.slot, begin, end)
                 break
             except OutOfPages:
-                if job.idle or not self.prefixes.forget_one():
+                if sequence.background or not self.prefix_cache.evict_one():
                     return False
         return True
 
-    def set_tables(self) -> None:
-        """Tell the device who has which pages, before it computes."""
-        if self.paging is not None:
-            lengths = np.zeros(self.slots.count, np.int32)
-            for job in self.jobs.values():
-                lengths[job.slot] = job.done
-            self.slots.set_tables(self.paging.arrays, lengths)
+    def set_page_tables(self) -> None:
+        """Copy the page tables and lengths to the device, before it computes."""
+        if self.block_manager is not None:
+            lengths = np.zeros(self.runner.num_slots, np.int32)
+            for sequence in self.sequences.values():
+                lengths[sequence.slot] = sequence.num_computed
+            self.runner.set_page_tables(self.block_manager.arrays, lengths)
 
-    def _reserve_seen(self, job: SequenceState) -> None:
-        """Pages for what comes at once into a slot; `has_room` has seen to it that there are."""
-        if self.paging is not None:
-            self.paging.reserve_seen(job.slot, job.done)
-            self.set_tables()
+    def _reserve_visible(self, sequence: SequenceState) -> None:
+        """Allocate pages for tokens that are written into a slot at once; `has_room` has checked that they are free."""
+        if self.block_manager is not None:
+            self.block_manager.reserve_visible(sequence.slot, sequence.num_computed)
+            self.set_page_tables()
 
 
 def _pages(blocks: list[CachedBlock]) -> list[Pages]:

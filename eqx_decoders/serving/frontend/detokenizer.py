@@ -1,4 +1,4 @@
-"""Tokens of an answer as text, as they come: no halves of characters, and nothing of a stop string."""
+"""Incremental detokenization: text without partial characters, cut at stop strings."""
 
 import copy
 import functools
@@ -8,20 +8,20 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 
 
 UNKNOWN = "\ufffd"  # what bytes that are no UTF-8 decode to
-LONGEST = 3  # of these at the end may be the beginning of a character: one for each of its bytes
-MOST = 32  # ids that are decoded again with the next one, where they never become whole characters
-CONTEXT = 16  # ids of a prompt that are looked at for where a text goes on
+LONGEST = 3  # of these at the end may be an incomplete character: one for each of its bytes
+MOST = 32  # ids that are decoded again with the next one, if they never become whole characters
+CONTEXT = 16  # last ids of a prompt that are decoded before an answer
 
 
 class Detokenizer:
-    """The text of ids, one after the other, that is certain: what more ids could change is held back.
+    """Incremental converter of ids to text, which holds back text that more ids could change.
 
     All pieces together, and what `flush` returns, are the text of all ids; they depend on the ids alone.
 
     **Arguments:**
 
-    - `before`: ids that the text goes on from. Some tokenizers write a word differently where a text begins.
-    - `special`: special tokens stand as their names, and are not left out.
+    - `before`: ids before the text. Some tokenizers write a word differently where a text begins.
+    - `special`: write special tokens as their names, instead of leaving them out.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), *, special: bool = False):
@@ -29,60 +29,60 @@ class Detokenizer:
         self._context: list[int] = []  # the ids of the piece before this one
         self._ids: list[int] = []  # those whose text is not whole yet
         self._shown = 0  # characters of theirs that were returned
-        for token in self._end_of(list(before[-CONTEXT:])):
+        for token in self._last_whole(list(before[-CONTEXT:])):
             self.push(token)
 
     def copy(self) -> "Detokenizer":
-        """One that goes on from here by itself."""
+        """Return a copy that goes on from here by itself."""
         other = copy.copy(self)
         other._context, other._ids = [*self._context], [*self._ids]
         return other
 
-    def _end_of(self, before: list[int]) -> list[int]:
-        """The last ids, beginning with a whole character. The last one may be cut."""
+    def _last_whole(self, before: list[int]) -> list[int]:
+        """Return the last ids, starting with a whole character. The last character may be cut."""
 
-        def begins_well(ids: list[int]) -> bool:
-            wholes = (ids[: len(ids) - cut] for cut in range(LONGEST + 1))
-            return any(not self._decode(whole).startswith(UNKNOWN) for whole in wholes if whole)
+        def starts_whole(ids: list[int]) -> bool:
+            shorter = (ids[: len(ids) - cut] for cut in range(LONGEST + 1))
+            return any(not self._decode(ids_).startswith(UNKNOWN) for ids_ in shorter if ids_)
 
         ends = (before[-size:] for size in range(CONTEXT, CONTEXT - LONGEST - 1, -1))
-        return next(filter(begins_well, ends), before[-CONTEXT:])
+        return next(filter(starts_whole, ends), before[-CONTEXT:])
 
     def push(self, token: int) -> str:
-        """Take the next id; the text that is certain now."""
+        """Add the next id, and return the text that is certain now."""
         self._ids.append(token)
         text = self._new()
-        ending = len(text) - len(text.rstrip(UNKNOWN))
+        num_unknown = len(text) - len(text.rstrip(UNKNOWN))
         if len(self._ids) > MOST:
-            ending = 0
-        piece = text[self._shown : len(text) - min(ending, LONGEST)]
-        if ending:
+            num_unknown = 0
+        piece = text[self._shown : len(text) - min(num_unknown, LONGEST)]
+        if num_unknown:
             self._shown += len(piece)
         elif text or len(self._ids) > MOST:  # special ids have none: what a word begins with depends on those before
             self._context, self._ids, self._shown = self._ids, [], 0
         return piece
 
     def flush(self) -> str:
-        """What was held back, as no more ids come."""
+        """Return the text that was held back, as no more ids come."""
         text = self._new()[self._shown :]
         self._context, self._ids, self._shown = self._ids, [], 0
         return text
 
     def _new(self) -> str:
-        """The text of `self._ids` behind that of the ids before."""
-        old, text = self._decode(self._context), self._decode(self._context + self._ids)
-        return text[len(old) :] if text.startswith(old) else self._decode(self._ids)
+        """Return the text that `self._ids` add to the ids before."""
+        before, text = self._decode(self._context), self._decode(self._context + self._ids)
+        return text[len(before) :] if text.startswith(before) else self._decode(self._ids)
 
 
 class StopStrings:
-    """Text up to the first stop string, as it comes. Of the end only what could be the beginning of one is held back.
+    """Search for stop strings in text that comes in pieces; what could be the start of one is held back.
 
-    Of several stop strings that whose end comes first counts, and of equal ends the longest.
+    Of several stop strings the one that ends first counts, and of equal ends the longest.
 
     **Arguments:**
 
-    - `stops`: none of them is empty.
-    - `include`: the stop string is the end of the text, and not cut off.
+    - `stops`: the stop strings; none is empty.
+    - `include`: keep the stop string at the end of the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False):
@@ -91,74 +91,74 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Take more text; what can be shown. After a stop string has been found that is nothing."""
+        """Add text, and return what can be shown; nothing after a stop string."""
         if self.found is not None:
             return ""
         if not self._stops:
             return text
-        whole = self._held + text
-        places = ((whole.find(stop), stop) for stop in self._stops)
-        ends = ((place + len(stop), -len(stop), stop) for place, stop in places if place >= 0)
+        pending = self._held + text
+        starts = ((pending.find(stop), stop) for stop in self._stops)
+        ends = ((start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0)
         first = min(ends, default=None)
         if first is not None:
             end, _, self.found = first
             self._held = ""
-            return whole[: end if self._include else end - len(self.found)]
-        keep = self._beginning(whole)
-        self._held = whole[len(whole) - keep :]
-        return whole[: len(whole) - keep]
+            return pending[: end if self._include else end - len(self.found)]
+        held = self._partial_match(pending)
+        self._held = pending[len(pending) - held :]
+        return pending[: len(pending) - held]
 
     def flush(self) -> str:
-        """What was held back, as no more text comes."""
+        """Return the text that was held back, as no more text comes."""
         held, self._held = self._held, ""
         return held
 
-    def _beginning(self, text: str) -> int:
-        """How many characters of the end may be the beginning of a stop string."""
+    def _partial_match(self, text: str) -> int:
+        """Return the number of characters at the end that may be the start of a stop string."""
         longest = min(len(self._stops[0]) - 1, len(text))
         endings = (text[len(text) - size :] for size in range(longest, 0, -1))
-        return next((len(end) for end in endings if any(stop.startswith(end) for stop in self._stops)), 0)
+        return next((len(ending) for ending in endings if any(stop.startswith(ending) for stop in self._stops)), 0)
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
-    """The text of ids; with `special`, those that are special stand as their names."""
+    """Return the text of ids; with `special`, special tokens are written as their names."""
     if special and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.decode(ids, special=True)
     return tokenizer.decode(ids)
 
 
 class TokenTexts:
-    """What single tokens are called, as texts and as bytes, where their log-probabilities are shown."""
+    """Texts and bytes of single tokens, for log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._letter = tokenizer.encode("a").tolist()[-1:]
-        self._known: dict[int, tuple[str, bytes]] = {}
+        self._cache: dict[int, tuple[str, bytes]] = {}
 
     def text(self, token: int) -> str:
-        """Its text, with a space before a word; U+FFFD where it's no whole character."""
-        return self._both(token)[0]
+        """Return the text of a token, with a space before a word; U+FFFD where it's no whole character."""
+        return self._text_and_bytes(token)[0]
 
     def content(self, token: int) -> bytes:
-        """Its bytes, also of a part of a character."""
-        return self._both(token)[1]
+        """Return the bytes of a token, which may be a part of a character."""
+        return self._text_and_bytes(token)[1]
 
     def key(self, token: int) -> str:
-        """Its text, or `bytes:\\xe4\\xbd` for a part of a character."""
-        text, content = self._both(token)
+        """Return the text of a token, or `bytes:\\xe4\\xbd` for a part of a character."""
+        text, content = self._text_and_bytes(token)
         return text if UNKNOWN not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
-    def _both(self, token: int) -> tuple[str, bytes]:
-        if token not in self._known:
+    def _text_and_bytes(self, token: int) -> tuple[str, bytes]:
+        if token not in self._cache:
             text = self._text(token)
-            self._known[token] = (text, self._bytes(token, text))
-        return self._known[token]
+            self._cache[token] = (text, self._bytes(token, text))
+        return self._cache[token]
 
     def _text(self, token: int) -> str:
         # behind a letter: some tokenizers drop the space of a word that stands alone
         decode_ = functools.partial(decode, self._tokenizer, special=True)
-        before, both = decode_(self._letter), decode_([*self._letter, token])
-        return both[len(before) :] if both.startswith(before) else decode_([token])
+        before, joined = decode_(self._letter), decode_([*self._letter, token])
+        return joined[len(before) :] if joined.startswith(before) else decode_([token])
 
     def _bytes(self, token: int, text: str) -> bytes:
         if UNKNOWN not in text:
@@ -174,7 +174,9 @@ class TokenTexts:
 
 @functools.cache
 def byte_letters() -> dict[str, int]:
-    """The letters that stand for bytes in vocabularies like GPT-2's: printable ones for themselves, others from 256."""
+    """Return the byte of each letter in vocabularies like GPT-2's: printable bytes are themselves, others from 256
+    on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

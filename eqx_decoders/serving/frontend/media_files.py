@@ -1,8 +1,9 @@
-"""Images, videos and audio that clients send, decoded in processes that can be ended (`io.processors.decode_worker`).
+"""Decoding of images, videos and audio that clients send, in processes that can be killed
+(`io.processors.decode_worker`).
 
-There are a few, started ahead. A process that takes too long, too much memory, or whose client has gone, is ended, and
-another one started: the request that it worked for gets an error, and no other notices. Clients take turns, and videos
-leave one process to images.
+A few processes are started ahead. A process that takes too long or too much memory, or whose client has disconnected,
+is killed, and another one started: the request that it worked for gets an error, and no other notices. Clients take
+turns, and videos leave one process to images.
 """
 
 import asyncio
@@ -30,20 +31,20 @@ from eqx_decoders.errors import DataError, check_integer, check_number
 from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.text.chat_template import ENVIRONMENT
-from eqx_decoders.serving.frontend.fair_turns import FairTurns
-from eqx_decoders.serving.http.json_fields import ApiError
+from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
+from eqx_decoders.serving.frontend.json_fields import ApiError
 
 
-GRACE = 0.3  # seconds in which work may end whose client has gone: another process takes longer to start
-PART = 1 << 20  # letters of a file that are sent at once
-KINDS = "iufb"  # of the numbers that a process may hand back
+GRACE = 0.3  # seconds that work may take to end after its client has gone: a new process takes longer to start
+PART = 1 << 20  # characters of a file that are sent at once
+KINDS = "iufb"  # dtype kinds that a process may return
 _WORKER = Path(__file__).parents[2] / "io" / "processors" / "decode_worker.py"
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
 class Upload(NamedTuple):
-    """A file as a client sent it: base64 in `text`, from `begin` on; `where` is how errors call it."""
+    """File as a client sent it: base64 in `text`, from `begin` on; `where` names its field in errors."""
 
     where: str
     text: str
@@ -51,27 +52,27 @@ class Upload(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Letters of it."""
+        """Number of base64 characters."""
         return len(self.text) - self.begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaFilesConfig:
-    """What files of clients may take.
+    """Limits on the files of clients.
 
     **Arguments:**
 
-    - `limits`: bounds on what is decoded for one request.
-    - `processes`: that decode; None: two, or as many as there are groups of four processors, at most four.
-    - `seconds`: of processor time, for all files of a request.
-    - `wall_seconds`: that these may take, and the start of a process: longer, since other programs may keep the machine
-        busy.
-    - `memory`: bytes that one process may take.
-    - `max_request_bytes`: of what the files of one request become.
-    - `max_bytes`: of what those of all requests have become that are not yet answered: while they have more, no further
-        ones are decoded, but for clients of whose files nothing is kept, up to twice as much.
-    - `max_waiting`, `max_waiting_bytes`: requests that wait for a process, and letters of their files in base64, twice
-        as many with those of clients that have one request each.
+    - `limits`: limits on the media decoded for one request.
+    - `processes`: decoding processes; None: two, or one for each four processors, at most four.
+    - `seconds`: processor time for all files of a request.
+    - `wall_seconds`: time for all files of a request and the start of a process: longer, since other programs may keep
+        the machine busy.
+    - `memory`: bytes of one process.
+    - `max_request_bytes`: bytes of the arrays decoded for one request.
+    - `max_bytes`: bytes of the arrays decoded for all open requests. Beyond it no files are decoded, except for clients
+        that hold none, up to twice as much.
+    - `max_waiting`, `max_waiting_bytes`: requests that may wait for a process, and base64 characters of their files;
+        twice as many with those of clients that have one request each.
     """
 
     limits: MediaLimits = MediaLimits(
@@ -93,29 +94,30 @@ class MediaFilesConfig:
 
     def __post_init__(self):
         for name in ("memory", "max_request_bytes", "max_bytes", "max_waiting", "max_waiting_bytes"):
-            check_integer(f"FilesConfig.{name}", getattr(self, name))
+            check_integer(f"MediaFilesConfig.{name}", getattr(self, name))
         if self.processes is not None:
             check_integer("MediaFilesConfig.processes", self.processes)
         for name in ("seconds", "wall_seconds"):
-            check_number(f"FilesConfig.{name}", getattr(self, name), above=0)
+            check_number(f"MediaFilesConfig.{name}", getattr(self, name), above=0)
 
     @property
     def count(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.processes or min(4, max(2, (os.cpu_count() or 1) // 4))
 
 
 class MediaFiles:
-    """Decodes files of requests. All of it belongs to one event loop.
+    """Decoder of the files of requests. It belongs to one event loop.
 
     **Arguments:**
 
-    - `directory`: of the model, whose settings say what becomes of files.
-    - `max_tokens`: the most that the files of one request may become.
+    - `directory`: directory of the model, with the settings of its processor.
+    - `max_tokens`: maximum tokens that the files of one request may become.
     """
 
     def __init__(self, directory: str | Path, max_tokens: int, config: MediaFilesConfig = MediaFilesConfig()):
-        self.config, self._kept, self._sent = config, _Share(config.max_bytes), _Share(config.max_waiting_bytes)
+        self.config = config
+        self._decoded, self._waiting = _ClientBytes(config.max_bytes), _ClientBytes(config.max_waiting_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task = dict(
             path=sys.path,
@@ -126,8 +128,8 @@ class MediaFiles:
             most_bytes=config.max_request_bytes,
             most_tokens=max_tokens,
         )
-        self._turns = FairTurns("files", config.count, config.max_waiting, self._kept.has_room)
-        self._videos = FairTurns("videos", max(1, config.count - 1), config.max_waiting)
+        self._semaphore = FairSemaphore("files", config.count, config.max_waiting, self._decoded.has_room)
+        self._video_semaphore = FairSemaphore("videos", max(1, config.count - 1), config.max_waiting)
         self._threads = concurrent.futures.ThreadPoolExecutor(config.count, "files")
         self._idle: list[DecodingProcess] = []
         self._all: set[DecodingProcess] = set()
@@ -139,37 +141,38 @@ class MediaFiles:
     async def read(
         self, files: Mapping[str, Sequence[Upload]], client: str = ""
     ) -> AsyncIterator[dict[str, list[ProcessedFile]]]:
-        """What `FileReader.read` gives for files by kind; others take their turn when the block has ended.
+        """Decode files by kind, with `FileReader.read`; the process is free for others when the block has ended.
 
         Raises ApiError 400 for files that cannot be read or take too much, and 429 where too many wait. If this is
         cancelled, the work ends.
         """
-        size, most = sum(file.size for given in files.values() for file in given), self.config.max_waiting_bytes
-        if self._sent.total > 0 and not self._sent.has_room(client, size):
-            told = f"The files of other requests have {self._sent.total:,} bytes, and at most {most:,} may wait"
-            raise ApiError(429, f"{told}: come again later.", code="busy", retry_after=1)
-        self._sent.add(client, size)
+        size = sum(file.size for uploads in files.values() for file in uploads)
+        if self._waiting.total > 0 and not self._waiting.has_room(client, size):
+            waiting, limit = self._waiting.total, self.config.max_waiting_bytes
+            message = f"The files of other requests have {waiting:,} bytes, and at most {limit:,} may wait"
+            raise ApiError(429, f"{message}: come again later.", code="busy", retry_after=1)
+        self._waiting.add(client, size)
         try:
-            video = self._videos.turn(client) if files.get("video") else contextlib.nullcontext()
-            async with video, self._turns.turn(client):
+            video = self._video_semaphore.acquire(client) if files.get("video") else contextlib.nullcontext()
+            async with video, self._semaphore.acquire(client):
                 yield await self._read(files)
         finally:
-            self._sent.add(client, -size)
+            self._waiting.add(client, -size)
 
     @property
     def bytes(self) -> int:
-        """Of what files have become, for requests that are not yet answered."""
-        return self._kept.total
+        """Bytes of the arrays that open requests hold."""
+        return self._decoded.total
 
     def hold(self, arrays: Any, client: str = "") -> None:
-        """Count the memory of these arrays as this client's until they are gone."""
+        """Count the memory of arrays for a client until they are freed."""
         for array in jax.tree.leaves(arrays):
             if isinstance(array, np.ndarray):
-                self._kept.add(client, array.nbytes)
+                self._decoded.add(client, array.nbytes)
                 weakref.finalize(array, self._drop, array.nbytes, client).atexit = False
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """Kill all processes."""
         self._closed = True
         for process in self._all:
             process.end()
@@ -196,7 +199,7 @@ class MediaFiles:
         except DataError as error:
             raise ApiError(400, str(error)) from error
         except asyncio.CancelledError as error:
-            if work.cancelled():  # before a thread had begun
+            if work.cancelled():  # before a thread has started
                 raise ApiError(503, "The server is stopping.", retry_after=1) from error
             raise
         finally:
@@ -213,11 +216,11 @@ class MediaFiles:
         process.end()
         self._all.discard(process)
         if not work.done():
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is there to hear it
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieves the exception
         self._add()
 
     def _add(self) -> None:
-        """Another process, which starts meanwhile: no request should wait for that."""
+        """Add a process, which starts in the background: no request should wait for that."""
         process = DecodingProcess(self._task)
         self._idle.insert(0, process)
         self._all.add(process)
@@ -225,37 +228,37 @@ class MediaFiles:
             self._threads.submit(process.start)
 
     def _drop(self, size: int, client: str) -> None:
-        """Whichever thread has let go of an array."""
+        """Count freed memory; called in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._dropped, size, client)
+            self._loop.call_soon_threadsafe(self._count_dropped, size, client)
 
-    def _dropped(self, size: int, client: str) -> None:
-        self._kept.add(client, -size)
-        self._turns.wake()
+    def _count_dropped(self, size: int, client: str) -> None:
+        self._decoded.add(client, -size)
+        self._semaphore.wake()
 
 
-class _Share:
-    """Bytes of clients, bounded so that what one of them has keeps nobody else out."""
+class _ClientBytes:
+    """Bytes by client, bounded so that one client cannot keep out the others."""
 
-    def __init__(self, most: int):
-        self._most, self.total = most, 0
-        self._of: collections.Counter[str] = collections.Counter()
+    def __init__(self, limit: int):
+        self._limit, self.total = limit, 0
+        self._by_client: collections.Counter[str] = collections.Counter()
 
     def has_room(self, client: str, size: int = 1) -> bool:
-        """Whether this client may have so many more: within the bound, or within its double who has none."""
-        return self.total + size <= (self._most if self._of[client] else 2 * self._most)
+        """Return whether a client may add so many bytes. Clients without any may add up to twice the limit."""
+        return self.total + size <= (self._limit if self._by_client[client] else 2 * self._limit)
 
     def add(self, client: str, size: int) -> None:
-        """This client has so many more."""
+        """Add bytes of a client; they may be negative."""
         self.total += size
-        self._of[client] += size
-        if not self._of[client]:
-            del self._of[client]
+        self._by_client[client] += size
+        if not self._by_client[client]:
+            del self._by_client[client]
 
 
 class DecodingProcess:
-    """One process of `io.processors.decode_worker`. `end` may be called from any thread, the rest from one."""
+    """One process of `io.processors.decode_worker`. `end` may be called in any thread, the rest in one."""
 
     def __init__(self, task: Mapping[str, Any]):
         self._task, self._lock, self._ended = task, threading.Lock(), False
@@ -263,34 +266,36 @@ class DecodingProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes work, or will when it has started."""
+        """True where it takes work, or will when it has started."""
         return not self._ended and (self._process is None or self._process.poll() is None)
 
     def start(self) -> None:
-        """Start it, if it has not been."""
+        """Start the process, unless it has started."""
         with self._lock:
             if self._process is not None or self._ended:
                 return
             environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
             command = [sys.executable, "-I", str(_WORKER), json.dumps(self._task)]
-            more = {"JAX_PLATFORMS": "cpu"}  # it computes nothing with JAX, and must not take a device
-            self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment | more)
+            platform = {"JAX_PLATFORMS": "cpu"}  # it computes nothing with JAX, and must not take a device
+            self._process = subprocess.Popen(
+                command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment | platform
+            )
 
     def read(self, files: Mapping[str, Sequence[Upload]]) -> dict[str, list[ProcessedFile]]:
-        """What becomes of files. Raises DataError for what it says of them, ApiError if it ends before it has answered.
+        """Decode files. Raises DataError with the process's error, and ApiError if it ends before it has answered.
 
-        It must be ended from another thread to let it go before.
+        To interrupt this, call `end` in another thread.
         """
         self.start()
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise ApiError(503, "The server is stopping.", retry_after=1)
         try:
-            if not self._greeted:
-                self._greet(process.stdout)
-            given = [(kind, file) for kind, many in files.items() for file in many]
-            process.stdin.write(json.dumps([[kind, file.size, file.where] for kind, file in given]).encode() + b"\n")
-            for _, file in given:
+            if not self._started:
+                self._check_started(process.stdout)
+            uploads = [(kind, file) for kind, group in files.items() for file in group]
+            process.stdin.write(json.dumps([[kind, file.size, file.where] for kind, file in uploads]).encode() + b"\n")
+            for _, file in uploads:
                 for begin in range(file.begin, len(file.text), PART):  # encoding holds the interpreter
                     process.stdin.write(file.text[begin : begin + PART].encode("ascii", "replace"))
             process.stdin.flush()
@@ -299,23 +304,23 @@ class DecodingProcess:
             self.discard()
             raise self._failure(process.returncode) from error
 
-    _greeted = False
+    _started = False
 
-    def _greet(self, answers: Any) -> None:
-        said = json.loads(_line(answers))
-        if "error" in said:
+    def _check_started(self, answers: Any) -> None:
+        message = json.loads(_read_line(answers))
+        if "error" in message:
             self.end()
-            _log.error("files cannot be read: %s", said["error"])
+            _log.error("files cannot be read: %s", message["error"])
             raise ApiError(500, "The server cannot read files: its log tells why.")
-        self._greeted = True
+        self._started = True
 
     def _answer(self, answers: Any) -> dict[str, list[ProcessedFile]]:
-        said = json.loads(_line(answers))
-        if "last" in said:
+        message = json.loads(_read_line(answers))
+        if "last" in message:
             self.end()
-        if "error" in said:
-            raise DataError(said["error"])
-        return _arrays(answers, said["read"], self._task["most_bytes"])
+        if "error" in message:
+            raise DataError(message["error"])
+        return _read_arrays(answers, message["read"], self._task["most_bytes"])
 
     def _failure(self, code: int) -> ApiError:
         if code in (-27, -24):  # SIGPROF, SIGXCPU
@@ -324,45 +329,45 @@ class DecodingProcess:
         return ApiError(500, f"The process that decoded the files has ended ({code}): are they damaged, or too large?")
 
     def end(self) -> None:
-        """End it; what waits for it in `read` comes back."""
+        """Kill the process; a `read` that waits for it returns."""
         with self._lock:
             self._ended = True
             if self._process is not None:
                 self._process.kill()
 
     def discard(self) -> None:
-        """End it, and close its pipes; by whoever uses it, or nobody does."""
+        """Kill the process and close its pipes; no other thread may be reading."""
         self.end()
         if self._process is not None:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(OSError):  # what could not be sent
+                with contextlib.suppress(OSError):  # with unsent data
                     _ = pipe is None or pipe.close()
 
 
-def _line(answers: Any) -> bytes:
+def _read_line(answers: Any) -> bytes:
     line = answers.readline()
     if not line.endswith(b"\n"):
         raise EOFError
     return line
 
 
-def _arrays(answers: Any, read: Sequence[Any], most: int) -> dict[str, list[ProcessedFile]]:
-    """What follows. The process may have been taken over: what it says is looked at, and never run."""
-    found = dict[str, list[ProcessedFile]]()
-    for kind, text, told in read:
+def _read_arrays(answers: Any, results: Sequence[Any], bytes_left: int) -> dict[str, list[ProcessedFile]]:
+    """Read the arrays after an answer. The process may be compromised: its data is checked, and never executed."""
+    decoded = dict[str, list[ProcessedFile]]()
+    for kind, text, specs in results:
         arrays = {}
-        for name, dtype, shape in told:
-            form = np.dtype(dtype)
-            most -= math.prod(shape) * form.itemsize
-            if form.kind not in KINDS or most < 0 or min(shape, default=0) < 0:
+        for name, dtype, shape in specs:
+            array_dtype = np.dtype(dtype)
+            bytes_left -= math.prod(shape) * array_dtype.itemsize
+            if array_dtype.kind not in KINDS or bytes_left < 0 or min(shape, default=0) < 0:
                 raise ValueError(f"array of {dtype}, {shape}")
-            arrays[name] = np.empty(shape, form)
+            arrays[name] = np.empty(shape, array_dtype)
             view = memoryview(arrays[name]).cast("B") if arrays[name].size else b""
             while len(view):
                 count = answers.readinto(view)
                 if not count:
                     raise EOFError
                 view = view[count:]
-        found.setdefault(kind, []).append(ProcessedFile(arrays, text))
-    return found
+        decoded.setdefault(kind, []).append(ProcessedFile(arrays, text))
+    return decoded

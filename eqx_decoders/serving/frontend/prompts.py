@@ -1,8 +1,7 @@
-"""From what clients send to what a model reads: texts, conversations and the images in them."""
+"""Preparation of prompts: token ids and media of texts and conversations."""
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import json
@@ -12,29 +11,28 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.errors import ConversionError
-from eqx_decoders.inference.text_model import TextModel, prompt_ids
+from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.serving.frontend.chat_rendering import Renderer
-from eqx_decoders.serving.frontend.fair_turns import FairTurns
+from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
+from eqx_decoders.serving.frontend.json_fields import ApiError, JsonFields, refuse
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
-from eqx_decoders.serving.frontend.threads import SLOW, unless_small
-from eqx_decoders.serving.http.json_fields import ApiError, JsonFields, refuse
+from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
 
 
-# Of each kind of part the field that holds its file, and how that is written.
+# Kind of media by the type of a message part, which is also the name of its field.
 FILES = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
-HEAD = 1000  # letters of a data: URL before its content
-SHRINKS = 4  # letters that a normaliser may make one of
-LETTERS = 8  # of a token: shorter texts are encoded without a look at their beginning
-PIECE = 1 << 14  # letters that are encoded at once, to see whether a text is too long
-AROUND = 256  # letters around blanks that tell whether these are dropped: more than the name of a special token has
-ENTRIES, PER_TOKEN = 20_000, 8  # of lists and objects in a conversation, at most; more where more tokens are taken
+HEAD = 1000  # characters of a data: URL before its content
+SHRINKS = 4  # characters that a normalizer may merge into one
+TYPICAL_CHARACTERS = 8  # per token: shorter texts are encoded without a check of their beginning
+PIECE = 1 << 14  # characters that are encoded at once, to check the length of a text
+AROUND = 256  # characters around blanks that decide if a tokenizer drops these: longer than any special token
+ENTRIES, PER_TOKEN = 20_000, 8  # maximum entries of lists and objects in a conversation, and more per token
 
 _blanks = re.compile(r"\s+")
 
@@ -42,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class PreparedPrompt(NamedTuple):
-    """A prompt's token ids, and what the model sees and hears beside them."""
+    """Token ids of a prompt, and its images, videos and audio."""
 
     ids: tuple[int, ...]
     media: Media | None = None
@@ -50,15 +48,15 @@ class PreparedPrompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFrontend:
-    """What lies between a model and text.
+    """Tokenizer, chat template and processor of a model.
 
     **Arguments:**
 
     - `tokenizer`, `chat`, `published`: those of `TextModel`.
     - `stop_ids`: tokens that end an answer.
-    - `defaults`: sampling settings that were published with the model.
-    - `config`, `processor`, `directory`: of a model that sees or hears, the last with the settings of its processor;
-        None for one that reads text alone.
+    - `defaults`: sampling settings published with the model.
+    - `config`, `processor`, `directory`: configuration, processor and directory of a multimodal model; None for a text
+        model.
     """
 
     tokenizer: Tokenizer
@@ -70,41 +68,13 @@ class TextFrontend:
     processor: Processor | None = None
     directory: str | None = None
 
-    @classmethod
-    def of(cls, text: TextModel, *, special_tokens_in_content: bool = False) -> "TextFrontend":
-        """That of a model, with the rules for its files where its directory has some.
-
-        special_tokens_in_content: names of special tokens in messages become these; else they are letters, since
-        clients pass on what strangers wrote.
-        """
-        text = text if special_tokens_in_content else text.with_letters()
-        origin, tokenizer, processor = text.model.origin, text.tokenizer, None
-        folder = None if origin is None or text.model.config.media is None else origin.directory
-        if folder is not None and isinstance(tokenizer, JsonTokenizer):
-            with contextlib.suppress(ConversionError):  # a directory without the rules for its files: it reads text
-                processor = Processor.load(folder)  # with a tokenizer of its own, for its own thread
-                processor = processor.with_letters(() if text.chat is None else text.chat.literal)
-        for one in (tokenizer, None if processor is None else processor.tokenizer):
-            if isinstance(one, JsonTokenizer) and text.chat is not None and text.chat.literal:
-                one.renamed  # noqa: B018 - made now, as it takes a second
-        return cls(
-            tokenizer=tokenizer,
-            chat=text.chat,
-            published=text.published,
-            stop_ids=text.stop_ids,
-            defaults=text.model.generation_config,
-            config=text.model.config if processor is not None else None,
-            processor=processor,
-            directory=None if processor is None or folder is None else str(folder),
-        )
-
     @property
-    def sees(self) -> bool:
-        """Whether images can be given."""
+    def takes_images(self) -> bool:
+        """True for models that take images."""
         return self.processor is not None and self.processor.images is not None
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """The ids of a text to be continued; without `special`, nothing is put before it."""
+        """Encode a text to be continued; without `special`, no tokens are put before it."""
         tokenizer = self.tokenizer
         if not special:
             ids = (
@@ -116,109 +86,112 @@ class TextFrontend:
             ids = prompt_ids(tokenizer, text)
         return tuple(ids.tolist())
 
-    def seen(self, text: Rendered, read: Mapping[str, Sequence[ProcessedFile]]) -> PreparedPrompt:
-        """A rendered conversation with files, which `MediaFiles` has read."""
+    def join_media(self, rendered: Rendered, files: Mapping[str, Sequence[ProcessedFile]]) -> PreparedPrompt:
+        """Combine a rendered conversation with its decoded files."""
         assert self.processor is not None and self.config is not None
-        made = self.processor.join(text, read)
-        arrays: dict[str, Any] = dict(made.arrays)
-        media = Media.create(self.config, made.input_ids, **arrays) if arrays else None
-        return PreparedPrompt(tuple(made.input_ids[0].tolist()), media)
+        joined = self.processor.join(rendered, files)
+        arrays: dict[str, Any] = dict(joined.arrays)
+        media = Media.create(self.config, joined.input_ids, **arrays) if arrays else None
+        return PreparedPrompt(tuple(joined.input_ids[0].tolist()), media)
 
 
 class PromptPreparer:
-    """Reads prompts beside the event loop: tokenizers are not made for several threads, so each has one of its own.
+    """Preparation of prompts in threads: a tokenizer is not thread-safe, so it has a thread of its own.
 
     Files are decoded in processes (see `MediaFiles`), for which texts do not wait.
     """
 
     def __init__(
         self,
-        language: TextFrontend,
+        frontend: TextFrontend,
         *,
         max_length: int,
         max_files: int = 16,
         files: MediaFilesConfig = MediaFilesConfig(),
     ):
-        self.language = language
+        self.frontend = frontend
         self._max_length, self._max_files = max_length, max_files
-        self._most = max_length * longest_token(language.tokenizer) * SHRINKS
+        self._max_characters = max_length * longest_token(frontend.tokenizer) * SHRINKS
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
-        self._turns = FairTurns("their prompts", 1)
-        self._packing = concurrent.futures.ThreadPoolExecutor(1, "packing")
-        self._files = None if language.directory is None else MediaFiles(language.directory, max_length, files)
+        self._semaphore = FairSemaphore("their prompts", 1)
+        self._media_thread = concurrent.futures.ThreadPoolExecutor(1, "packing")
+        self._files = None if frontend.directory is None else MediaFiles(frontend.directory, max_length, files)
         # errors of the template go to clients, who need not know where it is
-        chat = None if language.chat is None else dataclasses.replace(language.chat, where="The chat template")
+        chat = None if frontend.chat is None else dataclasses.replace(frontend.chat, where="The chat template")
         self._renderer = None if chat is None else Renderer(chat)
-        videos = None if language.processor is None else language.processor.videos
-        own = None if videos is None else videos.template  # of conversations with videos
-        self._video_renderer = None if chat is None or own is None else Renderer(dataclasses.replace(chat, source=own))
+        videos = None if frontend.processor is None else frontend.processor.videos
+        video_template = None if videos is None else videos.template  # of conversations with videos
+        self._video_renderer = None
+        if chat is not None and video_template is not None:
+            self._video_renderer = Renderer(dataclasses.replace(chat, source=video_template))
 
     async def run(self, call: Callable[..., Result], *args: Any, client: str = "", **options: Any) -> Result:
-        """Call something that takes the tokenizer, in its thread; clients take turns."""
-        whole = functools.partial(call, *args, **options)
-        async with self._turns.turn(client):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, whole)
+        """Call a function that uses the tokenizer, in its thread; clients take turns."""
+        bound = functools.partial(call, *args, **options)
+        async with self._semaphore.acquire(client):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, bound)
 
     async def text(self, text: str, *, special: bool = True, client: str = "") -> PreparedPrompt:
-        """The ids of a text."""
+        """Encode a text."""
         await self.check(text, client)
-        return PreparedPrompt(await self.run(self.language.encode, text, special=special, client=client))
+        return PreparedPrompt(await self.run(self.frontend.encode, text, special=special, client=client))
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str = ""
     ) -> PreparedPrompt:
-        """The ids of a conversation, and its files."""
-        chat, tokenizer = self.language.chat, self.language.tokenizer
+        """Prepare a conversation and its files."""
+        chat, tokenizer = self.frontend.chat, self.frontend.tokenizer
         if chat is None or not isinstance(tokenizer, JsonTokenizer):
             raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
         if "tools" in variables and "tools" not in chat.source:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
-        found = _Parts(self.language, self._max_files, self._max_length)
-        count = sum(len(one["content"]) if isinstance(one.get("content"), list) else 1 for one in messages)
-        plain = await unless_small(SLOW * count, lambda: [found.message(*pair) for pair in enumerate(messages)])
-        if found.files:
-            return await self._seen(plain, variables, answer=answer, client=client)
-        rendered = await self._render(Conversation(plain, variables, answer), client)
+        reader = _PartReader(self.frontend, self._max_files, self._max_length)
+        contents = [message.get("content") for message in messages]
+        size = SLOW * sum(len(content) if isinstance(content, list) else 1 for content in contents)
+        converted = await run_in_worker_if_large(size, lambda: [reader.message(*pair) for pair in enumerate(messages)])
+        if reader.files:
+            return await self._with_media(converted, variables, answer=answer, client=client)
+        rendered = await self._render(Conversation(converted, variables, answer), client)
         await self.check(rendered.text, client)
         ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal, client=client)
         return PreparedPrompt(tuple(ids.tolist()))
 
-    async def _seen(
+    async def _with_media(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str
     ) -> PreparedPrompt:
-        """The same with files. The text comes first: what cannot be rendered needs no files."""
+        """Prepare a conversation with files. It is rendered first: one that cannot be rendered needs no files."""
         assert self._files is not None
-        whole, files = await unless_small(SLOW * len(messages), lambda: check_parts(messages))
+        checked, files = await run_in_worker_if_large(SLOW * len(messages), lambda: check_parts(messages))
         renderer = self._video_renderer if files["video"] else None
-        text = await self._render(Conversation(whole, variables, answer), client, check=list, renderer=renderer)
-        await self.check(text.text, client)
-        async with self._files.read(files, client) as read:
-            make = functools.partial(self.language.seen, text, read)
-            made = await asyncio.get_running_loop().run_in_executor(self._packing, make)
-            self._files.hold(made.media, client)
-            return made
+        rendered = await self._render(Conversation(checked, variables, answer), client, check=list, renderer=renderer)
+        await self.check(rendered.text, client)
+        async with self._files.read(files, client) as decoded:
+            join = functools.partial(self.frontend.join_media, rendered, decoded)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._media_thread, join)
+            self._files.hold(prompt.media, client)
+            return prompt
 
     def close(self) -> None:
-        """End the threads, and the processes."""
+        """End the threads and processes."""
         for renderer in (self._renderer, self._video_renderer):
             if renderer is not None:
                 renderer.close()
         if self._files is not None:
             self._files.close()
-        for thread in (self._thread, self._packing):
+        for thread in (self._thread, self._media_thread):
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def check(self, text: str, client: str = "") -> None:
-        """ApiError for a text that cannot fit, before it is encoded whole: millions of letters take seconds."""
-        if len(text) > self._most or (
-            len(text) > LETTERS * self._max_length
-            and await self.run(is_too_long, self.language.tokenizer, text, self._max_length, client=client)
+        """Raise ApiError for a text that is too long, without encoding all of it: that could take seconds."""
+        if len(text) > self._max_characters or (
+            len(text) > TYPICAL_CHARACTERS * self._max_length
+            and await self.run(is_too_long, self.frontend.tokenizer, text, self._max_length, client=client)
         ):
             self._refuse(len(text))
 
-    def _refuse(self, letters: int) -> NoReturn:
-        told = f"The prompt has {letters:,} characters, which are more than {self._max_length:,} tokens"
-        raise ApiError(400, f"{told}: shorten it.", code="context_length_exceeded")
+    def _refuse(self, length: int) -> NoReturn:
+        message = f"The prompt has {length:,} characters, which are more than {self._max_length:,} tokens"
+        raise ApiError(400, f"{message}: shorten it.", code="context_length_exceeded")
 
     async def _render(
         self,
@@ -227,32 +200,33 @@ class PromptPreparer:
         check: Callable[[Sequence[Any]], list[Any]] = check_messages,
         renderer: Renderer | None = None,
     ) -> Rendered:
-        """The text of a conversation."""
+        """Render a conversation."""
         renderer = self._renderer if renderer is None else renderer
         assert renderer is not None
 
-        def measured() -> tuple[Conversation, int, int]:
-            whole = conversation._replace(messages=check(conversation.messages))
-            if "tool_calls" not in renderer.source and any(one.get("tool_calls") for one in whole.messages):
+        def check_and_measure() -> tuple[Conversation, int, int]:
+            messages = check(conversation.messages)
+            if "tool_calls" not in renderer.source and any(message.get("tool_calls") for message in messages):
                 rule = "This model's chat template leaves out tool_calls: write them as text."
                 raise ApiError(400, rule, param="messages")
-            return whole, *size_of(conversation)
+            return conversation._replace(messages=messages), *size_of(conversation)
 
-        checked, letters, entries = await unless_small(SLOW * len(conversation.messages), measured)
-        if letters > self._most:
-            self._refuse(letters)
+        num_messages = len(conversation.messages)
+        checked, length, entries = await run_in_worker_if_large(SLOW * num_messages, check_and_measure)
+        if length > self._max_characters:
+            self._refuse(length)
         if entries > ENTRIES + PER_TOKEN * self._max_length:
             raise ApiError(400, f"messages, tools and chat_template_kwargs have {entries:,} entries: send fewer.")
-        return await renderer.render(checked, letters + entries, client)
+        return await renderer.render(checked, length + entries, client)
 
 
-def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:
-    """Whether a text surely has more than so many tokens, as far as its beginning tells.
+def is_too_long(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
+    """Return whether a text surely has more than `max_tokens` tokens, judged from its beginning.
 
-    It is encoded piece by piece, until these have twice as many tokens. A text may have fewer than its pieces: where it
-    is cut, two tokens for one. So of each piece two tokens don't count; what is left is at most twice what the whole
-    has, whatever the tokenizer's normaliser, longest token or rules of merging are: those act within words. Some drop
-    blanks, depending on what is around them: a piece that begins or ends with some is encoded with that.
+    The text is encoded piece by piece, until the pieces have twice as many tokens. Cutting a text can add tokens: two
+    at each cut. So two tokens of each piece don't count; the rest is at most twice the number of the whole text,
+    whatever the tokenizer's normalizer, longest token or merges are: those act within words. Some tokenizers drop
+    blanks, depending on their neighbors: a piece that begins or ends with blanks is encoded with its neighbors.
     """
 
     def size(text: str) -> int:
@@ -260,70 +234,70 @@ def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:
             return len(tokenizer.encode(text, special=True))
         return len(tokenizer.encode(text))
 
-    count = start = stop = 0  # the last two: of the blanks at a piece's begin, and at its end
+    count = start = stop = 0  # start of the blanks before a piece, and end of the blanks after it
     for begin in range(0, len(text), PIECE):
         piece, end = text[begin : begin + PIECE], min(begin + PIECE, len(text))
         if stop < end:
             stop = _after_blanks(text, end)
-        before = text[max(0, start - AROUND) : start] if piece[0].isspace() else ""
-        behind = text[stop : stop + AROUND] if piece[-1].isspace() else ""
-        count += max(0, size(before + piece + behind) - size(before) - size(behind) - 2)
-        if count > 2 * most:
+        left = text[max(0, start - AROUND) : start] if piece[0].isspace() else ""
+        right = text[stop : stop + AROUND] if piece[-1].isspace() else ""
+        count += max(0, size(left + piece + right) - size(left) - size(right) - 2)
+        if count > 2 * max_tokens:
             return True
-        shown = len(piece.rstrip())
-        start = begin + shown if shown else start
+        num_visible = len(piece.rstrip())
+        start = begin + num_visible if num_visible else start
     return False
 
 
-def _after_blanks(text: str, at: int) -> int:
-    while (found := _blanks.match(text, at, at + PIECE)) is not None:
-        at = found.end()
-    return at
+def _after_blanks(text: str, begin: int) -> int:
+    while (match := _blanks.match(text, begin, begin + PIECE)) is not None:
+        begin = match.end()
+    return begin
 
 
 def size_of(value: Any) -> tuple[int, int]:
-    """Count the characters of all texts within a JSON value, keys among them, and the entries of lists and objects."""
-    letters, entries, left = 0, 0, [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            letters += len(one)
-        elif isinstance(one, dict | list | tuple):
-            left.extend([*one, *one.values()] if isinstance(one, dict) else one)
-            entries += len(one)
-    return letters, entries
+    """Count the characters of all texts in a JSON value, keys included, and the entries of its lists and objects."""
+    characters, entries, pending = 0, 0, [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            characters += len(item)
+        elif isinstance(item, dict | list | tuple):
+            pending.extend([*item, *item.values()] if isinstance(item, dict) else item)
+            entries += len(item)
+    return characters, entries
 
 
-class _Parts:
-    """Turns OpenAI's messages into those of chat templates. Only what is known here of a part goes on."""
+class _PartReader:
+    """Converter of OpenAI's messages to those of chat templates. Only known fields of a part are passed on."""
 
-    def __init__(self, language: TextFrontend, max_files: int, max_parts: int):
-        self._language, self._max_files, self._left = language, max_files, max_parts
+    def __init__(self, frontend: TextFrontend, max_files: int, max_parts: int):
+        self._frontend, self._max_files, self._parts_left = frontend, max_files, max_parts
         self.files = 0
 
-    def message(self, number: int, given: Mapping[str, Any]) -> dict[str, Any]:
-        where, content = f"messages[{number}]", given.get("content")
-        role = "system" if given["role"] == "developer" else given["role"]
-        message = {**given, "role": role}
-        if given.get("tool_calls") is not None:
-            message["tool_calls"] = _tool_calls(where, given["tool_calls"])
+    def message(self, index: int, original: Mapping[str, Any]) -> dict[str, Any]:
+        where, content = f"messages[{index}]", original.get("content")
+        role = "system" if original["role"] == "developer" else original["role"]
+        message = {**original, "role": role}
+        if original.get("tool_calls") is not None:
+            message["tool_calls"] = _tool_calls(where, original["tool_calls"])
         if isinstance(content, list):
-            self._left -= len(content)
-            if self._left < 0:
-                told = f"{where}.content: messages have more parts than the model takes tokens"
-                raise ApiError(400, f"{told}: send fewer.", param="messages", code="context_length_exceeded")
+            self._parts_left -= len(content)
+            if self._parts_left < 0:
+                rule = f"{where}.content: messages have more parts than the model takes tokens"
+                raise ApiError(400, f"{rule}: send fewer.", param="messages", code="context_length_exceeded")
             parts = [self._part(f"{where}.content[{at}]", part) for at, part in enumerate(content)]
             texts = [part["text"] for part in parts if part["type"] == "text"]
             message["content"] = "\n".join(texts) if len(texts) == len(parts) else parts
         return message
 
-    def _part(self, where: str, given: Any) -> dict[str, Any]:
-        if not isinstance(given, dict):
-            raise refuse(where, given, "must be an object with a type")
-        fields = JsonFields(given, where)
+    def _part(self, where: str, part: Any) -> dict[str, Any]:
+        if not isinstance(part, dict):
+            raise refuse(where, part, "must be an object with a type")
+        fields = JsonFields(part, where)
         kind = fields.word("type", ("text", *FILES))
         if kind is None:
-            raise refuse(where, given, f"must have a type: text, {', '.join(FILES)}")
+            raise refuse(where, part, f"must have a type: text, {', '.join(FILES)}")
         if kind == "text":
             text = fields.text("text")
             if text is None:
@@ -332,10 +306,10 @@ class _Parts:
         return self._file(fields, kind)
 
     def _file(self, fields: JsonFields, kind: str) -> dict[str, Any]:
-        name, processor = FILES[kind], self._language.processor
-        takes = {"image": "images", "video": "videos", "audio": "audio"}[name]
-        if processor is None or getattr(processor, takes) is None:
-            raise ApiError(400, f"{fields.name('type')}: this model takes no {takes}.", param=fields.name("type"))
+        name, processor = FILES[kind], self._frontend.processor
+        plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
+        if processor is None or getattr(processor, plural) is None:
+            raise ApiError(400, f"{fields.name('type')}: this model takes no {plural}.", param=fields.name("type"))
         self.files += 1
         if self.files > self._max_files:
             raise ApiError(400, f"messages have more than {self._max_files} files.", param="messages")
@@ -343,16 +317,16 @@ class _Parts:
         if inner is None:
             raise fields.refuse(kind, "must be an object with the file")
         field = "data" if kind == "input_audio" else "url"
-        return {"type": name, name: _upload(inner, field, whole=field == "url")}
+        return {"type": name, name: _upload(inner, field, is_url=field == "url")}
 
 
-def _upload(fields: JsonFields, field: str, *, whole: bool) -> Upload:
-    """What is in base64, of a data: URL where `whole`. Nothing is fetched from a network."""
+def _upload(fields: JsonFields, field: str, *, is_url: bool) -> Upload:
+    """Return the base64 text of a field, which is a data: URL where `is_url`. Nothing is fetched from a network."""
     text = fields.text(field)
     if text is None:
         raise fields.refuse(field, "must be a text")
     begin = 0
-    if whole:
+    if is_url:
         begin = text.find(",", 0, HEAD) + 1
         head = text[: max(0, begin - 1)].lower()
         if not head.startswith("data:") or not head.endswith(";base64"):
@@ -363,26 +337,26 @@ def _upload(fields: JsonFields, field: str, *, whole: bool) -> Upload:
     return Upload(fields.name(field), text, begin)
 
 
-def _tool_calls(where: str, given: Any) -> list[Any]:
-    """Calls whose arguments are objects, as templates take them; OpenAI has them as texts."""
-    if not isinstance(given, list):
-        raise refuse(f"{where}.tool_calls", given, "must be a list")
+def _tool_calls(where: str, value: Any) -> list[Any]:
+    """Return tool calls with arguments as objects, as templates take them; OpenAI has them as texts."""
+    if not isinstance(value, list):
+        raise refuse(f"{where}.tool_calls", value, "must be a list")
     calls = []
-    for one in given:
-        function = one.get("function") if isinstance(one, dict) else None
+    for call in value:
+        function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise refuse(f"{where}.tool_calls", one, "must be objects with a function")
-        given_arguments = function.get("arguments")
+            raise refuse(f"{where}.tool_calls", call, "must be objects with a function")
+        raw_arguments = function.get("arguments")
         try:
-            arguments = json.loads(given_arguments) if isinstance(given_arguments, str) else given_arguments
+            arguments = json.loads(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
         except (ValueError, RecursionError) as error:
-            raise refuse(f"{where}.tool_calls", given_arguments, "must have arguments in JSON") from error
-        calls.append({**one, "function": {**function, "arguments": arguments}})
+            raise refuse(f"{where}.tool_calls", raw_arguments, "must have arguments in JSON") from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
 
 def longest_token(tokenizer: Tokenizer) -> int:
-    """The most letters that one token stands for."""
+    """Return the number of characters of the longest token."""
     if not isinstance(tokenizer, JsonTokenizer):
         return 1
     return max((len(tokenizer.name_of(index) or "") for index in range(tokenizer.vocab_size)), default=1)

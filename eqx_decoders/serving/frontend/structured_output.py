@@ -1,8 +1,9 @@
-"""Answers of a form: JSON of a schema, a regular expression, one of some texts, a grammar (llguidance, extra "serve").
+"""Structured output (llguidance, extra "serve"): JSON of a schema, a regular expression, one of some texts, or a
+grammar.
 
 The library walks the grammar and the vocabulary together, in microseconds for a token. Grammars come from strangers:
-its limits on their size and on the work for one token bound what they may cost. Compiling one may take a second of a
-thread, which nothing can end: two at once, clients in turn, and each form once.
+the library's limits on their size and on the work for one token bound their cost. Compiling one may take a second of a
+thread, which cannot be interrupted: two run at once, clients take turns, and each grammar is compiled once.
 """
 
 import asyncio
@@ -18,24 +19,24 @@ import numpy as np
 
 from eqx_decoders.errors import ConfigError, check, need_extra
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
-from eqx_decoders.serving.engine.request import Constraint
-from eqx_decoders.serving.frontend.fair_turns import FairTurns
-from eqx_decoders.serving.http.json_fields import ApiError
+from eqx_decoders.serving.engine.sampler import Constraint
+from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
+from eqx_decoders.serving.frontend.json_fields import ApiError
 
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
-BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"  # between the parts of JSON: a model may otherwise write spaces for ever
-KEPT, KEPT_SECONDS = 32, 2.0  # grammars, compiled or found to be none; a second makes some 100 MB
-MOST = 100_000  # characters of one
-SYMBOLS = 100_000  # of its productions
-THREADS, WAITING = 2, 64  # that compile, and forms that wait for them
-SECONDS = 30.0  # that a request waits for its form
-TOLD = 300  # characters of what the library says of one
+BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"  # between the parts of JSON: without a limit a model may write spaces for ever
+MAX_CACHED, MAX_CACHED_SECONDS = 32, 2.0  # grammars and their compilation time; a second makes some 100 MB
+MAX_CHARACTERS = 100_000  # of a grammar
+MAX_SYMBOLS = 100_000  # in the productions of a grammar
+THREADS, MAX_WAITING = 2, 64  # compiling threads, and grammars that wait for them
+SECONDS = 30.0  # that a request waits for its grammar
+MAX_MESSAGE = 300  # characters of the library's error
 
 
 class Grammar(NamedTuple):
-    """What an answer must be.
+    """Grammar that an answer must match.
 
     - `kind`: `"json"`, `"regex"`, `"choice"` or `"grammar"`.
     - `content`: the JSON schema as a text, the regular expression (of Rust's crate `regex`, without look-around), the
@@ -50,7 +51,7 @@ ANY_OBJECT = Grammar("json", '{"type": "object"}')
 
 
 class TokenConstraint(Constraint):
-    """Walks with one answer. When the form is complete, or can no more be kept, only the stop ids are allowed."""
+    """Constraint of one answer. When the grammar is complete, or cannot be matched, only stop ids are allowed."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
@@ -62,189 +63,192 @@ class TokenConstraint(Constraint):
         words[len(mask) :] = 0
 
     def accept(self, token: int) -> None:
-        """The answer has gone on with this token."""
+        """Advance by one token of the answer."""
         self._matcher.consume_token(token)
 
     @property
     def error(self) -> str:
-        """Why the form can no more be kept, such as a limit; empty if it can."""
+        """Reason why the grammar cannot be matched, such as a limit; empty if it can."""
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
-class _Compiling:
-    """A form on its way, whose turn it takes, how many requests wait for it, and whether a thread has begun."""
+class _Compilation:
+    """Compilation of a grammar that waits or runs, with the client whose turn it takes and the number of waiting
+    requests.
+    """
 
     task: asyncio.Future[Any]
-    client, requests, begun = "", 0, False
+    client, requests, started = "", 0, False
 
 
 class GrammarCompiler:
-    """Compiles what answers must be for one vocabulary.
+    """Compiler of grammars for one vocabulary.
 
     **Arguments:**
 
-    - `tokenizer`: of the model.
-    - `vocab_size`: the number of its logits.
-    - `stop_ids`: all ids that end an answer: the only ones that are allowed when a form is complete.
+    - `tokenizer`: the model's tokenizer.
+    - `vocab_size`: number of logits.
+    - `stop_ids`: all ids that end an answer: the only ones allowed when a grammar is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
-        self._lock, self._first = threading.Lock(), threading.Lock()  # of what is known, and of the vocabulary
+        self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
         self._vocabulary: Any = None
-        # matchers or ConfigErrors, each with the processor time that it took
-        self._known: collections.OrderedDict[Grammar, tuple[Any, float]] = collections.OrderedDict()
-        self._compiling: dict[Grammar, _Compiling] = {}
+        # matchers or ConfigErrors, each with its compilation time
+        self._cache: collections.OrderedDict[Grammar, tuple[Any, float]] = collections.OrderedDict()
+        self._compiling: dict[Grammar, _Compilation] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, "forms")
-        self._turns = FairTurns("their forms", THREADS, WAITING)
+        self._semaphore = FairSemaphore("their forms", THREADS, MAX_WAITING)
 
     def warm_up(self) -> None:
-        """Read the vocabulary, and compile what "any object" is, in a thread: no request should wait for these."""
-        self._threads.submit(self._find, ANY_OBJECT)
+        """Read the vocabulary, and compile the grammar of any object, in a thread: no request should wait for these."""
+        self._threads.submit(self._compile_cached, ANY_OBJECT)
 
     def close(self) -> None:
-        """End the threads when they have compiled what they have begun."""
+        """End the threads when their current compilations are done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, form: Grammar, count: int, client: str = "") -> list[TokenConstraint]:
-        """Compile a form beside the event loop, and give what keeps so many answers in it.
+    async def prepare(self, grammar: Grammar, count: int, client: str = "") -> list[TokenConstraint]:
+        """Compile a grammar in a thread, and return `count` constraints for it.
 
-        Raises ConfigError, with the library's reason, for one that is none, and ApiError 429 where too many wait, or
-        too long.
+        Raises ConfigError, with the library's reason, for an invalid one, and ApiError 429 where too many wait, or too
+        long.
         """
-        found = self._look_up(form)
-        if found is None:
-            _check_size(form)
-        while found is None:
-            work = self._compiling.get(form) or self._begin(form, client)
+        compiled = self._look_up(grammar)
+        if compiled is None:
+            _check_size(grammar)
+        while compiled is None:
+            compilation = self._compiling.get(grammar) or self._start(grammar, client)
             try:
-                found = await self._wait(form, work)
+                compiled = await self._wait(grammar, compilation)
             except ApiError:
-                # another client's turn, which was taken from it for having too many, is no reason to refuse this one
-                if work.client == client or not work.task.done():
+                # the turn of another client was refused, since it has too many: this client tries again
+                if compilation.client == client or not compilation.task.done():
                     raise
-        return _copies(found, count)
+        return _copies(compiled, count)
 
-    def _begin(self, form: Grammar, client: str) -> _Compiling:
-        work = self._compiling[form] = _Compiling()
-        work.client = client
-        work.task = asyncio.ensure_future(self._in_turn(form, client, work))
+    def _start(self, grammar: Grammar, client: str) -> _Compilation:
+        compilation = self._compiling[grammar] = _Compilation()
+        compilation.client = client
+        compilation.task = asyncio.ensure_future(self._compile_in_thread(grammar, client, compilation))
 
-        def ended(task: asyncio.Future[Any]) -> None:
-            _ = task.cancelled() or task.exception()  # also where nobody waits any more to hear it
-            if self._compiling.get(form) is work:
-                del self._compiling[form]
+        def on_done(task: asyncio.Future[Any]) -> None:
+            _ = task.cancelled() or task.exception()  # retrieves the exception, where nobody waits any more
+            if self._compiling.get(grammar) is compilation:
+                del self._compiling[grammar]
 
-        work.task.add_done_callback(ended)  # before those who wait are woken
-        return work
+        compilation.task.add_done_callback(on_done)  # before those who wait are woken
+        return compilation
 
-    async def _in_turn(self, form: Grammar, client: str, work: _Compiling) -> Any:
-        async with self._turns.turn(client):
-            work.begun = True
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, form)
+    async def _compile_in_thread(self, grammar: Grammar, client: str, compilation: _Compilation) -> Any:
+        async with self._semaphore.acquire(client):
+            compilation.started = True
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile_cached, grammar)
 
-    async def _wait(self, form: Grammar, work: _Compiling) -> Any:
-        """What it gives. When nobody waits any more, it is dropped, unless a thread has begun."""
-        work.requests += 1
+    async def _wait(self, grammar: Grammar, compilation: _Compilation) -> Any:
+        """Return the result of a compilation. It is dropped when nobody waits any more, unless a thread has started."""
+        compilation.requests += 1
         try:
             async with asyncio.timeout(SECONDS):
-                return await asyncio.shield(work.task)
+                return await asyncio.shield(compilation.task)
         except TimeoutError as error:
-            told = f"The form that was asked for was not compiled within {SECONDS:g} s: make it simpler, or come again"
-            raise ApiError(429, f"{told} later.", code="busy", retry_after=1) from error
+            message = f"The form that was asked for was not compiled within {SECONDS:g} s"
+            remedy = "make it simpler, or come again later"
+            raise ApiError(429, f"{message}: {remedy}.", code="busy", retry_after=1) from error
         finally:
-            work.requests -= 1
-            if work.requests == 0 and not work.begun and not work.task.done():
-                self._compiling.pop(form, None)
-                work.task.cancel()
+            compilation.requests -= 1
+            if compilation.requests == 0 and not compilation.started and not compilation.task.done():
+                self._compiling.pop(grammar, None)
+                compilation.task.cancel()
 
-    def _look_up(self, form: Grammar) -> Any:
+    def _look_up(self, grammar: Grammar) -> Any:
         with self._lock:
-            if form in self._known:
-                self._known.move_to_end(form)
-            return self._known.get(form, (None, 0.0))[0]
+            if grammar in self._cache:
+                self._cache.move_to_end(grammar)
+            return self._cache.get(grammar, (None, 0.0))[0]
 
-    def _find(self, form: Grammar) -> Any:
-        """A matcher, or the ConfigError that says why there is none."""
-        found = self._look_up(form)
-        if found is None:
-            _check_size(form)
-            begun = time.thread_time()
+    def _compile_cached(self, grammar: Grammar) -> Any:
+        """Return a matcher, or the ConfigError for an invalid grammar, from the cache or compiled."""
+        compiled = self._look_up(grammar)
+        if compiled is None:
+            _check_size(grammar)
+            start_time = time.thread_time()
             try:
-                found = self._compile(form)
+                compiled = self._compile(grammar)
             except ConfigError as error:
-                found = ConfigError(str(error))  # without the frames of its traceback
-            self._keep(form, found, time.thread_time() - begun)
-        return found
+                compiled = ConfigError(str(error))  # without the frames of its traceback
+            self._store(grammar, compiled, time.thread_time() - start_time)
+        return compiled
 
-    def _keep(self, form: Grammar, found: Any, seconds: float) -> None:
+    def _store(self, grammar: Grammar, compiled: Any, seconds: float) -> None:
         with self._lock:
-            self._known[form] = found, 0.0 if isinstance(found, ConfigError) else seconds
-            if ANY_OBJECT in self._known:
-                self._known.move_to_end(ANY_OBJECT)  # which many ask for
-            spent = sum(each for _, each in self._known.values())
-            while len(self._known) > KEPT or (spent > KEPT_SECONDS and len(self._known) > 2):
-                spent -= self._known.popitem(last=False)[1][1]
+            self._cache[grammar] = compiled, 0.0 if isinstance(compiled, ConfigError) else seconds
+            if ANY_OBJECT in self._cache:
+                self._cache.move_to_end(ANY_OBJECT)  # the most common one
+            spent = sum(each for _, each in self._cache.values())
+            while len(self._cache) > MAX_CACHED or (spent > MAX_CACHED_SECONDS and len(self._cache) > 2):
+                spent -= self._cache.popitem(last=False)[1][1]
 
-    def _compile(self, form: Grammar) -> Any:
+    def _compile(self, grammar: Grammar) -> Any:
         try:
             import llguidance
         except ImportError as error:
             raise need_extra("llguidance", "serve") from error
-        check(len(self._stop_ids) > 0, f"{form.kind} needs a model with a token that ends its answers.")
-        with self._first:
+        check(len(self._stop_ids) > 0, f"{grammar.kind} needs a model with a token that ends its answers.")
+        with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = _vocabulary(llguidance, self._tokenizer, self._vocab_size, self._stop_ids)
         try:
-            grammar = _grammar(llguidance.LLMatcher, form)
+            source = _to_llguidance(llguidance.LLMatcher, grammar)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{form.kind} cannot be read: {_first_line(str(error))}.") from error
-        limits = llguidance.LLParserLimits(max_grammar_size=SYMBOLS, verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+            raise ConfigError(f"{grammar.kind} cannot be read: {_first_line(str(error))}.") from error
+        limits = llguidance.LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what is too large for its lexer shows here
         if matcher.is_error():
-            raise ConfigError(f"{form.kind} cannot be kept: {_first_line(matcher.get_error())}.")
+            raise ConfigError(f"{grammar.kind} cannot be kept: {_first_line(matcher.get_error())}.")
         return matcher
 
 
-def _check_size(form: Grammar) -> None:
-    size = sum(map(len, form.content))
-    check(size <= MOST, f"{form.kind} has {size:,} characters: at most {MOST:,} are taken.")
+def _check_size(grammar: Grammar) -> None:
+    length = sum(map(len, grammar.content))
+    check(length <= MAX_CHARACTERS, f"{grammar.kind} has {length:,} characters: at most {MAX_CHARACTERS:,} are taken.")
 
 
-def _copies(found: Any, count: int) -> list[TokenConstraint]:
-    """Of a matcher; a ConfigError is raised."""
-    if isinstance(found, ConfigError):
-        raise ConfigError(str(found))
-    return [TokenConstraint(found.deep_copy()) for _ in range(count)]
+def _copies(compiled: Any, count: int) -> list[TokenConstraint]:
+    """Copy a matcher for each answer, or raise its ConfigError."""
+    if isinstance(compiled, ConfigError):
+        raise ConfigError(str(compiled))
+    return [TokenConstraint(compiled.deep_copy()) for _ in range(count)]
 
 
-def _grammar(matcher: Any, form: Grammar) -> str:
-    """What the library compiles."""
-    if isinstance(form.content, tuple):
-        return matcher.grammar_from_lark("start: " + " | ".join(_quoted(text) for text in form.content))
-    if form.kind == "json":
-        return matcher.grammar_from_json_schema(form.content, overrides={"whitespace_pattern": BLANKS})
-    return matcher.grammar_from_regex(form.content) if form.kind == "regex" else form.content
+def _to_llguidance(matcher: Any, grammar: Grammar) -> str:
+    """Return the library's form of a grammar."""
+    if isinstance(grammar.content, tuple):
+        return matcher.grammar_from_lark("start: " + " | ".join(_quoted(text) for text in grammar.content))
+    if grammar.kind == "json":
+        return matcher.grammar_from_json_schema(grammar.content, overrides={"whitespace_pattern": BLANKS})
+    return matcher.grammar_from_regex(grammar.content) if grammar.kind == "regex" else grammar.content
 
 
 def _quoted(text: str) -> str:
-    """A text as a literal of Lark."""
+    """Write a text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # which the library wants to be escaped
 
 
 def _first_line(text: str) -> str:
-    """The beginning of what the library says; behind it stands the grammar."""
+    """Return the first line of the library's error; the grammar comes after it."""
     if "coerce_one_of" in text:  # an option of the library, which clients can't set
         return "of several schemas in oneOf it is not certain that they exclude each other: give anyOf"
     lines = [line.strip() for line in text.strip().split("\n")]
-    said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
-    return said.removeprefix("error: ")[:TOLD].rstrip(".")
+    error = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
+    return error.removeprefix("error: ")[:MAX_MESSAGE].rstrip(".")
 
 
 class _Bytes:
-    """`ByteTokenizer` as the library asks for it."""
+    """`ByteTokenizer` with the interface that the library needs."""
 
     def __init__(self, vocab_size: int, stop_ids: Sequence[int]):
         self.eos_token_id, self.bos_token_id = stop_ids[0], None

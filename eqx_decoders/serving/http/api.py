@@ -1,7 +1,8 @@
-"""OpenAI's API in front of an engine: what each address does, whatever carries the requests (see `app.py`)."""
+"""OpenAI's API in front of an engine: the handlers of all endpoints, without the transport (see `app.py`)."""
 
 import contextlib
 import dataclasses
+import functools
 import hmac
 import random
 import secrets
@@ -13,15 +14,15 @@ from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts, decode
+from eqx_decoders.serving.frontend.incremental_json import SMALL
+from eqx_decoders.serving.frontend.json_fields import LARGEST, ApiError, JsonFields, parse, token_of
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, TokenConstraint
-from eqx_decoders.serving.frontend.threads import SLOW, beside, unless_small
-from eqx_decoders.serving.http import known_fields
+from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker, run_in_worker_if_large
+from eqx_decoders.serving.http import request_fields
 from eqx_decoders.serving.http.chat_page import page
 from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
-from eqx_decoders.serving.http.incremental_json import SMALL
-from eqx_decoders.serving.http.json_fields import LARGEST, ApiError, JsonFields, parse, token_of
-from eqx_decoders.serving.http.metrics import Clock, Metrics
+from eqx_decoders.serving.http.metrics import Metrics, RequestTimer
 from eqx_decoders.serving.http.protocol import (
     ApiConfig,
     ChatCompletionRequest,
@@ -37,8 +38,8 @@ from eqx_decoders.serving.http.responses import ChatResponseBuilder, Choice, Ech
 from eqx_decoders.serving.http.streaming import EventStream, HttpResponse, PendingResponse
 
 
-LEAST_ENTRIES = 10_000
-ECHOED = 1 << 22  # letters of prompts in one response, at most
+LEAST_ENTRIES = 10_000  # of a list in a large body, which may have more for longer prompts
+MAX_ECHO = 1 << 22  # characters of prompts in one response
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
 Result = TypeVar("Result")
@@ -46,11 +47,11 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpRequest:
-    """One request of HTTP.
+    """HTTP request.
 
-    - `request_id`: under which it is answered and logged.
-    - `client`: requests take turns by it: which API key, or where it is from.
-    - `arrived`: by `time.monotonic`.
+    - `request_id`: id in its response and the log.
+    - `client`: API key or address, by which clients take turns.
+    - `arrived`: arrival by `time.monotonic`.
     """
 
     request_id: str
@@ -61,73 +62,74 @@ class HttpRequest:
 
 
 class Api:
-    """What a server does with requests.
+    """Handlers of the endpoints.
 
     **Arguments:**
 
-    - `language`: what lies between the model and text.
-    - `worker`: of the model's engine, started.
-    - `config`: what is taken.
+    - `frontend`: tokenizer, chat template and processor of the model.
+    - `engine_thread`: thread of the model's engine, started.
+    - `config`: limits and defaults.
     """
 
-    def __init__(self, language: TextFrontend, worker: EngineThread, config: ApiConfig):
-        self.language, self.worker, self.config = language, worker, config
-        self.metrics = Metrics(config.name, lambda: worker.counts)
+    def __init__(self, frontend: TextFrontend, engine_thread: EngineThread, config: ApiConfig):
+        self.frontend, self.engine_thread, self.config = frontend, engine_thread, config
+        self.metrics = Metrics(config.name, lambda: engine_thread.counts)
         self.stopping = False
-        self._reader = PromptPreparer(language, max_length=config.max_length, max_files=config.max_files)
-        self._forms = GrammarCompiler(language.tokenizer, config.vocab_size, language.stop_ids)
-        self._forms.warm_up()
-        self._texts = TokenTexts(language.tokenizer)
+        self._preparer = PromptPreparer(frontend, max_length=config.max_length, max_files=config.max_files)
+        self._grammars = GrammarCompiler(frontend.tokenizer, config.vocab_size, frontend.stop_ids)
+        self._grammars.warm_up()
+        self._texts = TokenTexts(frontend.tokenizer)
         self._entries = max(config.max_length, config.max_choices, LEAST_ENTRIES)  # of a list in a large body
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
-        self._page = page(config.name, max_length=config.max_length, sees=language.sees, key=bool(config.api_keys))
+        options = dict(takes_images=frontend.takes_images, needs_key=bool(config.api_keys))
+        self._page = page(config.name, max_length=config.max_length, **options)
 
-    def key(self, given: str | None) -> int | None:
-        """Which API key a header `Authorization` has; -1 where none is needed, None for a wrong one."""
+    def find_key(self, header: str | None) -> int | None:
+        """Return the index of the key in an `Authorization` header; -1 where none is needed, None for a wrong one."""
         if not self.config.api_keys:
             return -1
-        kind, _, key = (given or "").partition(" ")
-        # all are compared, each in the same time: how long it takes tells nothing
-        same = [hmac.compare_digest(key.strip().encode(), known.encode()) for known in self.config.api_keys]
-        return same.index(True) if any(same) and kind.lower() == "bearer" else None
+        kind, _, key = (header or "").partition(" ")
+        # all are compared, each in constant time: the time tells nothing about a key
+        matches = [hmac.compare_digest(key.strip().encode(), known.encode()) for known in self.config.api_keys]
+        return matches.index(True) if any(matches) and kind.lower() == "bearer" else None
 
     def close(self) -> None:
-        """End the threads that read and compile, and the processes."""
-        self._reader.close()
-        self._forms.close()
+        """End the threads and processes that prepare prompts and compile grammars."""
+        self._preparer.close()
+        self._grammars.close()
 
-    # --- what is asked about the server -------------------------------------------------------------------------------
+    # --- the server ---------------------------------------------------------------------------------------------------
 
-    async def health(self, call: HttpRequest) -> HttpResponse:
-        """200 while requests are taken, 503 from when the server is told to stop, or its engine fails or hangs."""
-        state = "hanging" if self.worker.hangs else "ok" if self.worker.state == "running" else "stopping"
-        state = "failed" if self.worker.state == "failed" else "stopping" if self.stopping else state
-        good = state == "ok"
-        return HttpResponse.json({"status": state}, 200 if good else 503)
+    async def health(self, http_request: HttpRequest) -> HttpResponse:
+        """Report 200 while requests are taken, 503 when the server is stopping, or its engine has failed or hangs."""
+        state = "hanging" if self.engine_thread.hangs else "ok" if self.engine_thread.state == "running" else "stopping"
+        state = "failed" if self.engine_thread.state == "failed" else "stopping" if self.stopping else state
+        healthy = state == "ok"
+        return HttpResponse.json({"status": state}, 200 if healthy else 503)
 
-    async def show_metrics(self, call: HttpRequest) -> HttpResponse:
-        """For Prometheus."""
+    async def show_metrics(self, http_request: HttpRequest) -> HttpResponse:
+        """Return the metrics for Prometheus."""
         return HttpResponse(content=self.metrics.text(), content_type=self.metrics.content_type)
 
-    async def show_page(self, call: HttpRequest) -> HttpResponse:
-        """A page to chat with the model."""
+    async def show_page(self, http_request: HttpRequest) -> HttpResponse:
+        """Return the chat page."""
         html = "text/html; charset=utf-8"
         return HttpResponse(content=self._page.content, content_type=html, headers=self._page.headers)
 
-    async def models(self, call: HttpRequest) -> HttpResponse:
-        """The one model."""
+    async def models(self, http_request: HttpRequest) -> HttpResponse:
+        """List the model."""
         return HttpResponse.json({"object": "list", "data": [self._model]})
 
-    async def model(self, call: HttpRequest, name: str) -> HttpResponse:
-        """What is known of it."""
+    async def model(self, http_request: HttpRequest, name: str) -> HttpResponse:
+        """Describe the model."""
         self._check_model(name)
         return HttpResponse.json(self._model)
 
     @property
     def _model(self) -> dict[str, Any]:
-        found = {"id": self.config.name, "object": "model", "created": self._created, "owned_by": "eqx_decoders"}
-        return {**found, "root": self.config.name, "parent": None, "max_model_len": self.config.max_length}
+        model = {"id": self.config.name, "object": "model", "created": self._created, "owned_by": "eqx_decoders"}
+        return {**model, "root": self.config.name, "parent": None, "max_model_len": self.config.max_length}
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.config.name:
@@ -136,12 +138,12 @@ class Api:
 
     # --- the tokenizer ------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, call: HttpRequest) -> HttpResponse:
-        """The ids of a text, or of a conversation as it is written for an answer."""
+    async def tokenize(self, http_request: HttpRequest) -> HttpResponse:
+        """Return the token ids of a text, or of a conversation as it is rendered for an answer."""
 
         def read(body: dict[str, Any]) -> tuple[str, bool, Sequence[dict[str, Any]], dict[str, Any]]:
             fields = JsonFields(body)
-            fields.check_known(known_fields.TOKENIZE, known_fields.NEUTRAL, known_fields.ADVICE)
+            fields.check_known(request_fields.TOKENIZE, request_fields.NEUTRAL, request_fields.ADVICE)
             if fields.has("messages"):
                 answer, variables = fields.flag("add_generation_prompt", True), read_variables(fields)
                 return "", answer, read_messages(fields, self.config), variables
@@ -150,191 +152,205 @@ class Api:
                 raise ApiError(400, "prompt is missing: give a text.", param="prompt")
             return text, fields.flag("add_special_tokens", True), (), {}
 
-        text, flag, messages, variables = await self._asked(call, read)
-        reading = self._reader.chat(messages, variables, answer=flag, client=call.client) if messages else None
-        if reading is None:
-            reading = self._reader.text(text, special=flag, client=call.client)
-        found = await self._checked(reading)
-        whole = {"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length}
-        return await unless_small(len(found.ids), lambda: HttpResponse.json(whole))
+        text, flag, messages, variables = await self._read(http_request, read)
+        work = self._preparer.chat(messages, variables, answer=flag, client=http_request.client) if messages else None
+        if work is None:
+            work = self._preparer.text(text, special=flag, client=http_request.client)
+        prompt = await self._with_client_errors(work)
+        body = {"tokens": prompt.ids, "count": len(prompt.ids), "max_model_len": self.config.max_length}
+        return await run_in_worker_if_large(len(prompt.ids), lambda: HttpResponse.json(body))
 
-    async def detokenize(self, call: HttpRequest) -> HttpResponse:
-        """The text of ids."""
-        most = self.config.vocab_size
+    async def detokenize(self, http_request: HttpRequest) -> HttpResponse:
+        """Return the text of some token ids."""
+        vocab_size = self.config.vocab_size
 
         def read(body: dict[str, Any]) -> tuple[int, ...]:
             fields = JsonFields(body)
-            fields.check_known(known_fields.DETOKENIZE, known_fields.NEUTRAL, known_fields.ADVICE)
-            rule = f"token ids from 0 to {most - 1}"
-            return fields.many("tokens", lambda value: token_of(value, most), rule, most=self._entries)
+            fields.check_known(request_fields.DETOKENIZE, request_fields.NEUTRAL, request_fields.ADVICE)
+            rule = f"token ids from 0 to {vocab_size - 1}"
+            return fields.many("tokens", lambda value: token_of(value, vocab_size), rule, maximum=self._entries)
 
-        tokens = await self._asked(call, read)
-        made = self._reader.run(decode, self.language.tokenizer, tokens, special=True, client=call.client)
-        text = await self._checked(made)
-        return await unless_small(len(text) // 8, lambda: HttpResponse.json({"prompt": text}))
+        tokens = await self._read(http_request, read)
+        work = self._preparer.run(decode, self.frontend.tokenizer, tokens, special=True, client=http_request.client)
+        text = await self._with_client_errors(work)
+        return await run_in_worker_if_large(len(text) // 8, lambda: HttpResponse.json({"prompt": text}))
 
-    async def tokenizer_info(self, call: HttpRequest) -> HttpResponse:
-        """What a client needs to write prompts itself."""
-        tokenizer, chat = self.language.tokenizer, self.language.chat
+    async def tokenizer_info(self, http_request: HttpRequest) -> HttpResponse:
+        """Describe the tokenizer, for clients that write prompts themselves."""
+        tokenizer, chat = self.frontend.tokenizer, self.frontend.chat
 
         def name(token: int | None) -> str | None:
             return None if token is None or not isinstance(tokenizer, JsonTokenizer) else tokenizer.name_of(token)
 
-        found: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size}
-        found |= {"bos_token": name(tokenizer.bos_id), "eos_token": name(tokenizer.eos_id), "pad_token": None}
-        found |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        found |= {"model_max_length": self.config.max_length, "chat_template": None if chat is None else chat.source}
-        return HttpResponse.json(found)
+        info: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size}
+        info |= {"bos_token": name(tokenizer.bos_id), "eos_token": name(tokenizer.eos_id), "pad_token": None}
+        info |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        info |= {"model_max_length": self.config.max_length, "chat_template": None if chat is None else chat.source}
+        return HttpResponse.json(info)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def completions(self, call: HttpRequest) -> HttpResponse | EventStream:
-        """Texts, or token ids, continued."""
+    async def completions(self, http_request: HttpRequest) -> HttpResponse | EventStream:
+        """Continue texts or token ids."""
         seed = self._seeds.getrandbits(63)
-        asked = await self._asked(call, lambda body: read_completion(body, self.config, seed))
-        reads: list[PreparedPrompt] = []
-        for prompt in asked.prompts:
+        request = await self._read(http_request, lambda body: read_completion(body, self.config, seed))
+        prompts: list[PreparedPrompt] = []
+        for prompt in request.prompts:
             if isinstance(prompt, str):
-                reading = self._reader.text(prompt, special=asked.add_special_tokens, client=call.client)
-                reads.append(await self._checked(reading))
+                work = self._preparer.text(prompt, special=request.add_special_tokens, client=http_request.client)
+                prompts.append(await self._with_client_errors(work))
             else:
-                reads.append(PreparedPrompt(prompt))
-        size = sum(len(read.ids) for read in reads) // 8
-        rooms = await unless_small(size, lambda: self._rooms(asked, reads, usual=16, echo=asked.echo))
-        choices = await self._choices(asked, reads, call.client)
-        shape = ResponseBuilder(call.request_id, self.config.name, asked, self._texts)
-        return await self._answer(call, asked, shape, reads, rooms, choices, echo=asked.echo)
+                prompts.append(PreparedPrompt(prompt))
+        size = sum(len(each.ids) for each in prompts) // 8
+        count_limits = functools.partial(self._answer_limits, request, prompts, default=16, echo=request.echo)
+        limits = await run_in_worker_if_large(size, count_limits)
+        choices = await self._choices(request, prompts, http_request.client)
+        builder = ResponseBuilder(http_request.request_id, self.config.name, request, self._texts)
+        return await self._respond(http_request, request, builder, prompts, limits, choices, echo=request.echo)
 
-    async def chat(self, call: HttpRequest) -> HttpResponse | EventStream:
-        """A conversation, answered."""
+    async def chat(self, http_request: HttpRequest) -> HttpResponse | EventStream:
+        """Answer a conversation."""
         seed = self._seeds.getrandbits(63)
-        asked: ChatCompletionRequest = await self._asked(call, lambda body: read_chat(body, self.config, seed))
-        answer = asked.add_generation_prompt
-        reading = self._reader.chat(asked.messages, asked.variables, answer=answer, client=call.client)
-        read = await self._checked(reading)
-        rooms = self._rooms(asked, [read])
-        choices = [Choice(asked, self.language.tokenizer) for _ in range(asked.n)]
-        shape = ChatResponseBuilder(call.request_id, self.config.name, asked, self._texts)
-        return await self._answer(call, asked, shape, [read], rooms, choices)
+        request: ChatCompletionRequest = await self._read(http_request, lambda body: read_chat(body, self.config, seed))
+        answer = request.add_generation_prompt
+        work = self._preparer.chat(request.messages, request.variables, answer=answer, client=http_request.client)
+        prompt = await self._with_client_errors(work)
+        limits = self._answer_limits(request, [prompt])
+        choices = [Choice(request, self.frontend.tokenizer) for _ in range(request.n)]
+        builder = ChatResponseBuilder(http_request.request_id, self.config.name, request, self._texts)
+        return await self._respond(http_request, request, builder, [prompt], limits, choices)
 
-    async def _choices(self, asked: CompletionRequest, reads: Sequence[PreparedPrompt], client: str) -> list[Choice]:
-        tokenizer = self.language.tokenizer
-        pairs = zip(reads, asked.prompts, strict=True)
-        echoes = [await self._echo(*pair, client) if asked.echo else None for pair in pairs]
-        letters = asked.n * sum(len(echo.text) for echo in echoes if echo is not None)
-        if letters > ECHOED:
-            told = f"echo=true gives prompts of {letters:,} characters back, {asked.n} times each"
-            raise ApiError(400, f"{told}: at most {ECHOED:,} are given.", param="echo", code="too_many")
+    async def _choices(
+        self, request: CompletionRequest, prompts: Sequence[PreparedPrompt], client: str
+    ) -> list[Choice]:
+        tokenizer = self.frontend.tokenizer
+        pairs = zip(prompts, request.prompts, strict=True)
+        echoes = [await self._echo(*pair, client) if request.echo else None for pair in pairs]
+        length = request.n * sum(len(echo.text) for echo in echoes if echo is not None)
+        if length > MAX_ECHO:
+            message = f"echo=true gives prompts of {length:,} characters back, {request.n} times each"
+            raise ApiError(400, f"{message}: at most {MAX_ECHO:,} are given.", param="echo", code="too_many")
 
-        def begin() -> list[Detokenizer]:
-            return [Detokenizer(tokenizer, read.ids, special=asked.special) for read in reads]
+        def detokenizers() -> list[Detokenizer]:
+            return [Detokenizer(tokenizer, each.ids, special=request.keep_special_tokens) for each in prompts]
 
-        options: dict[str, Any] = {"write": asked.max_tokens != 0}
-        texts = await unless_small(2 * CONTEXT * SLOW * len(reads), begin)
-        each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(asked.n)]
-        return [Choice(asked, tokenizer, text=text, echo=echo, **options) for text, echo in each]
+        texts = await run_in_worker_if_large(2 * CONTEXT * SLOW * len(prompts), detokenizers)
+        wanted = request.max_tokens != 0
+        each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(request.n)]
+        return [Choice(request, tokenizer, text=text, echo=echo, wanted=wanted) for text, echo in each]
 
-    async def _echo(self, read: PreparedPrompt, prompt: str | Sequence[int], client: str) -> Echo:
+    async def _echo(self, prepared: PreparedPrompt, prompt: str | Sequence[int], client: str) -> Echo:
         if isinstance(prompt, str):
-            return Echo(text=prompt, ids=read.ids)
-        return Echo(text=await self._reader.run(decode, self.language.tokenizer, prompt, client=client), ids=read.ids)
+            return Echo(text=prompt, ids=prepared.ids)
+        text = await self._preparer.run(decode, self.frontend.tokenizer, prompt, client=client)
+        return Echo(text=text, ids=prepared.ids)
 
-    def _rooms(
-        self, asked: GenerationRequest, reads: Sequence[PreparedPrompt], *, usual: int = LARGEST, echo: bool = False
+    def _answer_limits(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[PreparedPrompt],
+        *,
+        default: int = LARGEST,
+        echo: bool = False,
     ) -> list[int]:
-        """The most tokens of the answers to each prompt, or ApiError where that cannot be, or has too many scores."""
-        rooms = [self._room(read, asked.max_tokens, usual) for read in reads]
-        if asked.logprobs is None:
-            return rooms
-        each, most = asked.n * (1 + asked.logprobs), self.config.max_scores
-        scored = sum(len(read.ids) for read in reads) if echo else 0
-        left = most // each - scored  # tokens of the answers to all prompts
-        wanted = len(reads) if asked.max_tokens is None else sum(rooms)
-        if wanted > left:
-            told = f"{scored + wanted:,} tokens with {1 + asked.logprobs} log-probabilities each, {asked.n} times"
-            raise ApiError(400, f"{told}, are more than {most:,}: ask for fewer.", param="logprobs", code="too_many")
-        return [min(room, left // len(reads)) if asked.max_tokens is None else room for room in rooms]
+        """Return the maximum length of the answers to each prompt; ApiError where no tokens or scores are left."""
+        limits = [self._answer_limit(prompt, request.max_tokens, default) for prompt in prompts]
+        if request.logprobs is None:
+            return limits
+        scores_per_token, max_scores = request.n * (1 + request.logprobs), self.config.max_scores
+        num_scored = sum(len(prompt.ids) for prompt in prompts) if echo else 0
+        remaining = max_scores // scores_per_token - num_scored  # tokens of the answers to all prompts
+        num_wanted = len(prompts) if request.max_tokens is None else sum(limits)
+        if num_wanted > remaining:
+            message = f"{num_scored + num_wanted:,} tokens with {1 + request.logprobs} log-probabilities each"
+            message = f"{message}, {request.n} times, are more than {max_scores:,}: ask for fewer."
+            raise ApiError(400, message, param="logprobs", code="too_many")
+        return [min(limit, remaining // len(prompts)) if request.max_tokens is None else limit for limit in limits]
 
-    def _room(self, read: PreparedPrompt, asked: int | None, usual: int) -> int:
-        """The most tokens that an answer may have, or ApiError for a prompt that leaves too little room for it."""
-        count, most = len(read.ids), self.config.max_length
+    def _answer_limit(self, prompt: PreparedPrompt, max_tokens: int | None, default: int) -> int:
+        """Return the maximum length of an answer; ApiError for a prompt that leaves no room for it."""
+        count, max_length = len(prompt.ids), self.config.max_length
         if count == 0:
             raise ApiError(
                 400, "prompt='' is empty, and the tokenizer has no token that begins a text.", param="prompt"
             )
-        if max(read.ids) >= self.config.vocab_size:
-            raise ApiError(400, f"prompt has token {max(read.ids)}, which the model does not know.", param="prompt")
-        told = f"This model takes {most:,} tokens of prompt and answer together. The prompt has {count:,}"
-        if count >= most:
-            raise ApiError(400, f"{told}: shorten it.", param="prompt", code="context_length_exceeded")
-        room = most - count
-        if asked is not None and asked > room:
-            message = f"{told}, and max_tokens={asked:,}: at most {room:,} fit."
-            raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
-        return max(1, min(usual, room) if asked is None else asked)
+        if max(prompt.ids) >= self.config.vocab_size:
+            raise ApiError(400, f"prompt has token {max(prompt.ids)}, which the model does not know.", param="prompt")
+        message = f"This model takes {max_length:,} tokens of prompt and answer together. The prompt has {count:,}"
+        if count >= max_length:
+            raise ApiError(400, f"{message}: shorten it.", param="prompt", code="context_length_exceeded")
+        room = max_length - count
+        if max_tokens is not None and max_tokens > room:
+            error = f"{message}, and max_tokens={max_tokens:,}: at most {room:,} fit."
+            raise ApiError(400, error, param="max_tokens", code="context_length_exceeded")
+        return max(1, min(default, room) if max_tokens is None else max_tokens)
 
-    async def _answer(
+    async def _respond(
         self,
-        call: HttpRequest,
-        asked: GenerationRequest,
-        shape: ResponseBuilder,
-        reads: Sequence[PreparedPrompt],
-        rooms: Sequence[int],
+        http_request: HttpRequest,
+        request: GenerationRequest,
+        builder: ResponseBuilder,
+        prompts: Sequence[PreparedPrompt],
+        limits: Sequence[int],
         choices: list[Choice],
         *,
         echo: bool = False,
     ) -> HttpResponse | EventStream:
         self._check_running()
-        constraints = await self._constraints(asked, len(choices), call.client)
-        client = call.client if call.with_key else asked.user or call.client
-        # what one key has asked is nothing that another one may find out, by how fast it is answered
-        salt = f"{call.client} {asked.cache_salt}" if call.with_key else asked.cache_salt
+        constraints = await self._constraints(request, len(choices), http_request.client)
+        client = http_request.client if http_request.with_key else request.user or http_request.client
+        # prefixes are not shared between keys: the time of an answer would tell what others have sent
+        salt = f"{http_request.client} {request.cache_salt}" if http_request.with_key else request.cache_salt
 
-        def request(number: int) -> Request:
-            prompt, choice = divmod(number, asked.n)
-            seed = choice_seed(asked.sampling.seed, choice)
+        def engine_request(index: int) -> Request:
+            prompt, choice = divmod(index, request.n)
+            seed = choice_seed(request.sampling.seed, choice)
             return Request(
-                prompt=reads[prompt].ids,
-                media=reads[prompt].media,
-                max_new_tokens=rooms[prompt],
-                min_new_tokens=min(asked.min_tokens, rooms[prompt]),
-                sampling=dataclasses.replace(asked.sampling, seed=seed),
-                stop_ids=(*(() if asked.ignore_eos else self.language.stop_ids), *asked.stop_token_ids),
-                logprobs=asked.logprobs,
-                prompt_logprobs=asked.logprobs if echo else None,
-                constraint=constraints[number],
-                priority=asked.priority,
+                prompt=prompts[prompt].ids,
+                media=prompts[prompt].media,
+                max_new_tokens=limits[prompt],
+                min_new_tokens=min(request.min_tokens, limits[prompt]),
+                sampling=dataclasses.replace(request.sampling, seed=seed),
+                stop_ids=(*(() if request.ignore_eos else self.frontend.stop_ids), *request.stop_token_ids),
+                logprobs=request.logprobs,
+                prompt_logprobs=request.logprobs if echo else None,
+                constraint=constraints[index],
+                priority=request.priority,
                 client=client,
                 cache_salt=salt,
             )
 
-        tokens = sum(len(read.ids) for read in reads) * asked.n
-        requests = await unless_small(tokens, lambda: [request(number) for number in range(len(choices))])
-        task = PendingResponse(
-            asked=asked,
-            shape=shape,
-            answers=await self._submit(requests),
-            choices=choices,
-            clocks=[Clock(self.metrics, call.arrived) for _ in choices],
-            prompts=[request.prompt for request in requests],
-            constraints=constraints,
-            stop_ids=self.language.stop_ids,
+        num_tokens = sum(len(each.ids) for each in prompts) * request.n
+        requests = await run_in_worker_if_large(
+            num_tokens, lambda: [engine_request(index) for index in range(len(choices))]
         )
-        return EventStream(content=task.events(), close=task.close) if asked.stream else await task.whole()
+        pending = PendingResponse(
+            request=request,
+            builder=builder,
+            outputs=await self._submit(requests),
+            choices=choices,
+            timers=[RequestTimer(self.metrics, http_request.arrived) for _ in choices],
+            prompts=[each.prompt for each in requests],
+            constraints=constraints,
+            stop_ids=self.frontend.stop_ids,
+        )
+        return EventStream(content=pending.events(), close=pending.close) if request.stream else await pending.whole()
 
-    async def _constraints(self, asked: GenerationRequest, count: int, client: str) -> Sequence[TokenConstraint | None]:
-        if asked.form is None:
+    async def _constraints(
+        self, request: GenerationRequest, count: int, client: str
+    ) -> Sequence[TokenConstraint | None]:
+        if request.grammar is None:
             return [None] * count
         try:
             with client_errors():
-                return await self._forms.prepare(asked.form, count, client)
+                return await self._grammars.prepare(request.grammar, count, client)
         except ApiError as error:
-            error.param = asked.form_field
+            error.param = request.grammar_field
             raise
 
     async def _submit(self, requests: Sequence[Request]) -> RequestOutputs:
         try:
-            return await self._checked(self.worker.submit(requests))
+            return await self._with_client_errors(self.engine_thread.submit(requests))
         except QueueFull as error:
             raise ApiError(429, f"The server is busy: {error}", code="queue_full", retry_after=RETRY_AFTER) from error
         except NotServing as error:
@@ -346,29 +362,29 @@ class Api:
         if self.stopping:
             raise ApiError(503, "The server is stopping: no new requests are taken.", retry_after=RETRY_AFTER)
 
-    def _body(self, call: HttpRequest) -> dict[str, Any]:
+    def _body(self, http_request: HttpRequest) -> dict[str, Any]:
         self._check_running()
-        body = parse(call.body, self._entries)
+        body = parse(http_request.body, self._entries)
         self._check_model(JsonFields(body).text("model"))
         return body
 
-    async def _asked(self, call: HttpRequest, read: Callable[[dict[str, Any]], Result]) -> Result:
-        """What `read` makes of a body; a large one is not read on the event loop."""
+    async def _read(self, http_request: HttpRequest, read: Callable[[dict[str, Any]], Result]) -> Result:
+        """Parse a body and `read` it; a large one is read in a worker thread."""
 
-        def whole() -> Result:
-            return read(self._body(call))
+        def parse_and_read() -> Result:
+            return read(self._body(http_request))
 
-        return whole() if len(call.body) <= SMALL else await beside(whole)
+        return parse_and_read() if len(http_request.body) <= SMALL else await run_in_worker(parse_and_read)
 
-    async def _checked(self, work: Awaitable[Result]) -> Result:
-        """What `work` gives; errors of this library in what clients have sent are theirs."""
+    async def _with_client_errors(self, work: Awaitable[Result]) -> Result:
+        """Await `work`; this library's errors about what clients have sent become responses."""
         with client_errors():
             return await work
 
 
 @contextlib.contextmanager
 def client_errors():
-    """Errors that this library raises in what a client has sent, as its response has them."""
+    """Convert this library's errors about what a client has sent to those of its response."""
     try:
         yield
     except (ApiError, QueueFull, NotServing):

@@ -1,4 +1,4 @@
-"""The page on which a model can be talked to in a browser: one file, which loads nothing from anywhere else."""
+"""Chat page for browsers: one file, which loads nothing from other servers."""
 
 import base64
 import hashlib
@@ -14,18 +14,18 @@ SETTINGS = "/*settings*/{}"
 
 
 class ChatPage(NamedTuple):
-    """What a browser is given."""
+    """Page and its HTTP headers."""
 
     content: bytes
     headers: Mapping[str, str]
 
 
-def page(model: str, *, max_length: int, sees: bool, key: bool) -> ChatPage:
-    """The page for a model; `sees`: images can be given; `key`: an API key is asked for.
+def page(model: str, *, max_length: int, takes_images: bool, needs_key: bool) -> ChatPage:
+    """Return the page for a model; `takes_images` and `needs_key` switch its inputs for images and for an API key.
 
-    Browsers run no script and take no style but those in the file, and send nothing to anybody but this server.
+    Browsers run only the scripts and styles in the file, and send nothing to any other server.
     """
-    settings = json.dumps({"model": model, "maxLength": max_length, "sees": sees, "key": key})
+    settings = json.dumps({"model": model, "maxLength": max_length, "sees": takes_images, "key": needs_key})
     text = FILE.read_text("utf-8").replace(SETTINGS, settings.replace("<", "\\u003c"))
     scripts, styles = (_hashes(text, tag) for tag in ("script", "style"))
     rules = f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:"
@@ -39,6 +39,6 @@ def page(model: str, *, max_length: int, sees: bool, key: bool) -> ChatPage:
 
 
 def _hashes(text: str, tag: str) -> str:
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in found)
+    contents = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in contents)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,4 +1,4 @@
-"""A thread that owns an engine, and the event loop's side of it: requests go in, updates come out."""
+"""Thread that owns an engine, and its interface to the event loop: requests go in, outputs come out."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ _log = logging.getLogger("eqx_decoders.serving")
 
 @runtime_checkable
 class EngineLike(Protocol):
-    """What the thread calls; nothing else may call it meanwhile."""
+    """Interface of the engine; nothing but its thread may call it."""
 
     @property
     def has_work(self) -> bool: ...
@@ -32,25 +32,25 @@ class EngineLike(Protocol):
 
 
 class NotServing(EqxDecodersError):
-    """No more requests are taken: the server is stopping, or its engine has failed."""
+    """Error for a request to a server that is stopping, or whose engine has failed."""
 
 
 class RequestOutputs:
-    """The updates of some requests that were submitted together, as they come.
+    """Outputs of requests that were submitted together, as they come.
 
-        answers = await worker.submit(requests)
+        outputs = await engine_thread.submit(requests)
         try:
-            async for number, update in answers:
+            async for index, output in outputs:
                 ...
         finally:
-            answers.close()
+            outputs.close()
 
-    It ends when all of them are complete. `close` cancels those that are not.
+    The iteration ends when all requests are complete. `close` cancels the others.
     """
 
-    def __init__(self, worker: "EngineThread", count: int):
-        self._worker = worker
-        self._updates: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
+    def __init__(self, engine_thread: "EngineThread", count: int):
+        self._engine_thread = engine_thread
+        self._queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
         self._open = set(range(count))
         self.ids: list[int] = []  # of the engine, written and read by its thread
         self.closed = False
@@ -60,56 +60,56 @@ class RequestOutputs:
 
     async def _each(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         while self._open:
-            number, update = await self._updates.get()
-            if number in self._open:
-                if update.finish_reason is not None:
-                    self._open.discard(number)
-                yield number, update
+            index, output = await self._queue.get()
+            if index in self._open:
+                if output.finish_reason is not None:
+                    self._open.discard(index)
+                yield index, output
 
-    def cancel(self, number: int) -> None:
-        """What more one of the requests would bring is not wanted."""
-        if number in self._open:
-            self._open.discard(number)
-            self._worker.drop(self, number)
+    def cancel(self, index: int) -> None:
+        """Cancel one of the requests."""
+        if index in self._open:
+            self._open.discard(index)
+            self._engine_thread.drop(self, index)
             self._wake()
 
     def close(self) -> None:
-        """Cancel all that are not complete."""
+        """Cancel all requests that are not complete."""
         self.closed = True
-        for number in list(self._open):
-            self.cancel(number)
-        self._worker.forget(self)
+        for index in list(self._open):
+            self.cancel(index)
+        self._engine_thread.discard(self)
 
-    def put(self, number: int, update: RequestOutput) -> None:
-        """Called on the event loop, with what the thread has brought."""
-        self._updates.put_nowait((number, update))
+    def put(self, index: int, output: RequestOutput) -> None:
+        """Add an output; called on the event loop."""
+        self._queue.put_nowait((index, output))
 
     def _wake(self) -> None:
-        self._updates.put_nowait((-1, RequestOutput(request_id=-1)))
+        self._queue.put_nowait((-1, RequestOutput(request_id=-1)))
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own, which sleeps while there is nothing to do.
+    """Thread that runs an engine, and sleeps while there is nothing to do.
 
-    Everything but the thread itself belongs to the event loop on which `start` was called. What the engine raises in
-    a step ends all requests with that error, and `state` is "failed" from then on.
+    All attributes and methods belong to the event loop on which `start` was called. An error of the engine in a step
+    ends all requests, and `state` is "failed" from then on.
 
     **Arguments:**
 
-    - `engine`: whose thread this is.
-    - `patience`: seconds that a step may take; one that takes longer `hangs`.
+    - `engine`: the engine; the thread owns it.
+    - `step_timeout`: seconds after which a running step counts as hanging.
     """
 
-    def __init__(self, engine: EngineLike, patience: int | float = 300.0):
-        self._engine, self._patience = engine, patience
-        self._step_begun: float | None = None  # by `time.monotonic`
+    def __init__(self, engine: EngineLike, step_timeout: int | float = 300.0):
+        self._engine, self._step_timeout = engine, step_timeout
+        self._step_start: float | None = None  # by `time.monotonic`
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[RequestOutputs] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tickets: dict[int, tuple[RequestOutputs, int]] = {}  # the thread's: of each request whose it is
+        self._owners: dict[int, tuple[RequestOutputs, int]] = {}  # by request id; used in the thread alone
         self._ending = False
         self.state: State = "new"
         self.error = ""
@@ -117,49 +117,49 @@ class EngineThread:
 
     @property
     def hangs(self) -> bool:
-        """Whether a step takes longer than any should: a device does not answer."""
-        begun = self._step_begun
-        return begun is not None and time.monotonic() - begun > self._patience
+        """True where a step takes longer than any should: the device does not answer."""
+        start = self._step_start
+        return start is not None and time.monotonic() - start > self._step_timeout
 
     def start(self) -> None:
-        """Begin; on the event loop."""
+        """Start the thread; called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self.state = "running"
         self._thread.start()
 
     async def submit(self, requests: Sequence[Request]) -> RequestOutputs:
-        """Hand over requests, all or none.
+        """Submit requests, all or none.
 
-        Raises QueueFull and ConfigError as the engine does, and NotServing. If this is cancelled, so are they.
+        Raises QueueFull and ConfigError as the engine does, and NotServing. If this is cancelled, so are the requests.
         """
         if self.state != "running":
             raise NotServing(self.error or "The server is stopping: no new requests are taken.")
         if self.hangs:
-            raise NotServing(f"A step of the engine has taken more than {self._patience} s: its device may hang.")
+            raise NotServing(f"A step of the engine has taken more than {self._step_timeout} s: its device may hang.")
         assert self._loop is not None
-        answers, done = RequestOutputs(self, len(requests)), self._loop.create_future()
-        self._open.add(answers)
+        outputs, done = RequestOutputs(self, len(requests)), self._loop.create_future()
+        self._open.add(outputs)
         self._idle.clear()
-        self._commands.put(lambda: self._admit(answers, list(requests), done))
+        self._commands.put(lambda: self._admit(outputs, list(requests), done))
         try:
             await done
         except BaseException:
-            answers.close()
+            outputs.close()
             raise
-        return answers
+        return outputs
 
-    def drop(self, answers: RequestOutputs, number: int) -> None:
-        """Cancel one of the requests; on the event loop."""
-        self._commands.put(lambda: self._cancel(answers, number))
+    def drop(self, outputs: RequestOutputs, index: int) -> None:
+        """Cancel one of the requests; called on the event loop."""
+        self._commands.put(lambda: self._cancel(outputs, index))
 
-    def forget(self, answers: RequestOutputs) -> None:
-        """Nobody waits for these any more; on the event loop."""
-        self._open.discard(answers)
+    def discard(self, outputs: RequestOutputs) -> None:
+        """Discard outputs that nobody waits for; called on the event loop."""
+        self._open.discard(outputs)
         if not self._open:
             self._idle.set()
 
     async def stop(self, drain_seconds: int | float = 10.0, end_seconds: int | float = 3.0) -> bool:
-        """Take no new requests, wait for those that are open, cancel what is left, and end the thread.
+        """Take no new requests, wait for open ones, cancel the rest, and end the thread.
 
         Returns whether the thread has ended: a step that hangs cannot be interrupted.
         """
@@ -181,22 +181,22 @@ class EngineThread:
             while not self._ending:
                 self._take_commands(wait=not self._engine.has_work)
                 if not self._ending and self._engine.has_work:
-                    self._step_begun = time.monotonic()
-                    updates = self._engine.step()
-                    self._step_begun = None
-                    self._publish(updates)
+                    self._step_start = time.monotonic()
+                    outputs = self._engine.step()
+                    self._step_start = None
+                    self._dispatch(outputs)
                 self.counts = self._engine.counts()
         except BaseException as error:
             _log.exception("the engine has failed")
             self.error = f"The engine has failed ({type(error).__name__}): the server must be started again."
             self.state = "failed"
-        self._publish(
+        self._dispatch(
             RequestOutput(
-                request_id=number, finish_reason="error" if self.error else "cancelled", error=self.error or None
+                request_id=request_id, finish_reason="error" if self.error else "cancelled", error=self.error or None
             )
-            for number in list(self._tickets)
+            for request_id in list(self._owners)
         )
-        while not self._ending:  # what still comes is refused, until the end
+        while not self._ending:  # later requests are refused, until the end
             self._take_commands(wait=True)
 
     def _take_commands(self, *, wait: bool) -> None:
@@ -206,39 +206,39 @@ class EngineThread:
             while True:
                 self._commands.get_nowait()()
 
-    def _admit(self, answers: RequestOutputs, requests: list[Request], done: asyncio.Future[None]) -> None:
+    def _admit(self, outputs: RequestOutputs, requests: list[Request], done: asyncio.Future[None]) -> None:
         error: Exception | None = NotServing(self.error) if self.error else None
-        if error is None and not answers.closed:
+        if error is None and not outputs.closed:
             try:
                 self._engine.check_together(requests)
                 for request in requests:
-                    answers.ids.append(self._engine.submit(request))
-            except Exception as found:  # of this request: what breaks the engine shows in its steps
-                error = found
-                for number in answers.ids:
-                    self._engine.cancel(number)
+                    outputs.ids.append(self._engine.submit(request))
+            except Exception as failure:  # about this request: an engine breaks in its steps
+                error = failure
+                for request_id in outputs.ids:
+                    self._engine.cancel(request_id)
             else:
-                self._tickets |= {ticket: (answers, number) for number, ticket in enumerate(answers.ids)}
-        self._on_loop(lambda: _settle(done, error))
+                self._owners |= {request_id: (outputs, index) for index, request_id in enumerate(outputs.ids)}
+        self._on_loop(lambda: _resolve(done, error))
 
-    def _cancel(self, answers: RequestOutputs, number: int) -> None:
-        if number < len(answers.ids) and self._tickets.pop(answers.ids[number], None) is not None and not self.error:
-            self._engine.cancel(answers.ids[number])
+    def _cancel(self, outputs: RequestOutputs, index: int) -> None:
+        if index < len(outputs.ids) and self._owners.pop(outputs.ids[index], None) is not None and not self.error:
+            self._engine.cancel(outputs.ids[index])
 
     def _end(self) -> None:
         self._ending = True
 
-    def _publish(self, updates: Iterable[RequestOutput]) -> None:
-        """Hand all updates of a step to the event loop, in one call."""
-        found = []
-        for update in updates:
-            owner = self._tickets.get(update.request_id)
+    def _dispatch(self, outputs: Iterable[RequestOutput]) -> None:
+        """Pass all outputs of a step to the event loop, in one call."""
+        owned = []
+        for output in outputs:
+            owner = self._owners.get(output.request_id)
             if owner is not None:
-                found.append((*owner, update))
-                if update.finish_reason is not None:
-                    del self._tickets[update.request_id]
-        if found:
-            self._on_loop(lambda: _deliver(found))
+                owned.append((*owner, output))
+                if output.finish_reason is not None:
+                    del self._owners[output.request_id]
+        if owned:
+            self._on_loop(lambda: _put_all(owned))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         assert self._loop is not None
@@ -246,7 +246,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(call)
 
 
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
+def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
     if done.cancelled():
         return
     if error is None:
@@ -255,6 +255,6 @@ def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
         done.set_exception(error)
 
 
-def _deliver(found: list[tuple[RequestOutputs, int, RequestOutput]]) -> None:
-    for answers, number, update in found:
-        answers.put(number, update)
+def _put_all(owned: list[tuple[RequestOutputs, int, RequestOutput]]) -> None:
+    for outputs, index, output in owned:
+        outputs.put(index, output)

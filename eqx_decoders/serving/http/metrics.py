@@ -1,4 +1,4 @@
-"""What a server has done, as Prometheus reads it, under the names that vLLM's dashboards have."""
+"""Prometheus metrics of a server, under the names of vLLM's dashboards."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from eqx_decoders.serving.engine.request import EngineStats
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
 
-# Of each field of EngineCounts the name, whether it only grows, and what it says.
+# By field of EngineStats: name of the metric, whether it is a counter, and its description.
 COUNTS = {
     "running": ("vllm:num_requests_running", False, "Requests that have a slot."),
     "waiting": ("vllm:num_requests_waiting", False, "Requests that wait for one."),
@@ -40,7 +40,7 @@ class Metrics:
         except ImportError as error:
             raise need_extra("prometheus-client", "serve") from error
         self._registry = prometheus.CollectorRegistry()
-        self._registry.register(_Engine(model, counts))
+        self._registry.register(_EngineCollector(model, counts))
 
         def histogram(name: str, text: str, buckets: tuple[int | float, ...]) -> Any:
             options: Any = dict(labelnames=("model_name",), registry=self._registry, buckets=buckets)
@@ -50,34 +50,36 @@ class Metrics:
         self.queue = histogram("request_queue_time_seconds", "From a request's arrival to its slot.", SECONDS)
         self.gap = histogram("inter_token_latency_seconds", "Between the tokens of an answer.", GAPS)
         self.whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", SECONDS)
-        labels, own = ("model_name", "finished_reason"), self._registry
-        self._success = prometheus.Counter("vllm:request_success", "Answers by why they ended.", labels, registry=own)
+        labels, registry = ("model_name", "finished_reason"), self._registry
+        self._success = prometheus.Counter(
+            "vllm:request_success", "Answers by why they ended.", labels, registry=registry
+        )
         labels = ("method", "path", "status")
-        self._replies = prometheus.Counter("http_requests", "Requests by their status.", labels, registry=own)
+        self._responses = prometheus.Counter("http_requests", "Requests by their status.", labels, registry=registry)
         self._model, self._generate = model, prometheus.generate_latest
         self.content_type: str = prometheus.CONTENT_TYPE_LATEST
 
     def ended(self, reason: str) -> None:
-        """An answer has ended, by "stop", "length", "abort" or "error"."""
+        """Count an answer that has ended by "stop", "length", "abort" or "error"."""
         self._success.labels(self._model, reason).inc()
 
-    def replied(self, method: str, path: str, status: int) -> None:
-        """A request was replied to."""
-        self._replies.labels(method, path, str(status)).inc()
+    def count_response(self, method: str, path: str, status: int) -> None:
+        """Count a response."""
+        self._responses.labels(method, path, str(status)).inc()
 
     def text(self) -> bytes:
-        """All of them."""
+        """Return all metrics in Prometheus' text format."""
         return self._generate(self._registry)
 
 
-class Clock:
-    """When the tokens of one answer come."""
+class RequestTimer:
+    """Timer of the tokens of one answer."""
 
     def __init__(self, metrics: Metrics, arrived: float):
         self._metrics, self._arrived, self._last = metrics, arrived, 0.0
 
     def tokens(self, count: int, queued: float = 0.0) -> None:
-        """So many have come now; the first ones after so many seconds in the queue."""
+        """Record tokens that have arrived now; the first ones with the seconds that the request was queued."""
         now = time.monotonic()
         if count and not self._last:
             self._metrics.queue.observe(queued)
@@ -88,13 +90,13 @@ class Clock:
         self._last = now if count else self._last
 
     def ended(self, reason: str) -> None:
-        """The answer is complete."""
+        """Record the end of the answer."""
         self._metrics.whole.observe(time.monotonic() - self._arrived)
         self._metrics.ended(reason)
 
 
-class _Engine:
-    """The counts of an engine, read when Prometheus asks."""
+class _EngineCollector:
+    """Collector that reads the statistics of an engine."""
 
     def __init__(self, model: str, counts: Callable[[], EngineStats]):
         self._model, self._counts = model, counts

@@ -1,4 +1,4 @@
-"""What clients ask for in the body of a request: read strictly, into plain records."""
+"""Bodies of requests, read strictly into dataclasses."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.serving.engine.request import SamplingParams
+from eqx_decoders.serving.engine.sampler import SamplingParams
+from eqx_decoders.serving.frontend import incremental_json
+from eqx_decoders.serving.frontend.json_fields import LARGEST, ApiError, JsonFields, refuse, token_of
 from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, Grammar
-from eqx_decoders.serving.http import incremental_json, known_fields
-from eqx_decoders.serving.http.json_fields import LARGEST, ApiError, JsonFields, refuse, token_of
+from eqx_decoders.serving.http import request_fields
 
 
 Prompts = tuple[str | tuple[int, ...], ...]
@@ -17,35 +18,35 @@ Prompts = tuple[str | tuple[int, ...], ...]
 COLDEST = 1e-5  # temperatures below it are 0: logits over them would be infinite
 FORMS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Of a chat template's variables those that are not the client's; the last five name arguments here.
+# Variables of a chat template that clients may not set; the last five are names of arguments here.
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self", "prompt", "images", "videos", "audio"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiConfig:
-    """What a server takes.
+    """Limits and defaults of the API.
 
     **Arguments:**
 
-    - `name`: of the model, as clients ask for it.
-    - `max_length`: the most tokens of a prompt and its answer together.
-    - `vocab_size`: of the model's logits.
-    - `max_logprobs`: the most alternatives for a token.
-    - `max_choices`: the most answers to one request: prompts times `n`.
-    - `max_stops`: the most stop strings, and stop tokens.
-    - `max_stop_length`: characters of one of them.
-    - `max_bias`: the most tokens with a bias.
-    - `max_files`: the most images and audio of one request.
-    - `max_body_bytes`: of a request.
-    - `max_scores`: the most log-probabilities of one response: of all tokens that have some, `1 + logprobs` each.
-    - `allow_priority`: whether clients may say which of their requests come before those of others.
-    - `max_open`: requests at once, of which the engine queues as many as it is told to.
-    - `max_open_bytes`: of the bodies of all of these together, where one has more than 64 kB.
-    - `body_seconds`: in which a body must have come.
-    - `api_keys`: one of them must be given as `Authorization: Bearer …`; empty: anybody is served.
-    - `seed`: of the draws of requests without one; None: another one each time.
-    - `defaults`: sampling settings where a request has none, those that were published with the model; where these have
-        none either, OpenAI's: temperature 1 and nothing cut.
+    - `name`: name of the model in requests.
+    - `max_length`: maximum tokens of a prompt and its answer together.
+    - `vocab_size`: number of the model's logits.
+    - `max_logprobs`: maximum alternatives for a token.
+    - `max_choices`: maximum answers to one request: prompts times `n`.
+    - `max_stops`: maximum of stop strings, and of stop tokens.
+    - `max_stop_length`: maximum characters of a stop string.
+    - `max_bias`: maximum tokens with a bias.
+    - `max_files`: maximum images, videos and audio of one request.
+    - `max_body_bytes`: maximum size of a body.
+    - `max_scores`: maximum log-probabilities of one response: `1 + logprobs` for each token that has some.
+    - `allow_priority`: clients may set priorities.
+    - `max_open`: requests that may be open at once; the engine's own limit bounds how many of them it queues.
+    - `max_open_bytes`: total size of the bodies of open requests, where one has more than 64 kB.
+    - `body_seconds`: time in which a body must arrive.
+    - `api_keys`: one of them must be sent as `Authorization: Bearer …`; empty: no key is needed.
+    - `seed`: seed of requests without one; None: a random one for each.
+    - `defaults`: sampling settings published with the model, for requests without them; the next defaults are OpenAI's:
+        temperature 1 and nothing cut.
     """
 
     name: str
@@ -80,12 +81,12 @@ class ApiConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What both kinds of requests have.
+    """Common fields of both kinds of requests.
 
-    - `max_tokens`: None: as many as there is room for, or at most 16 in continuing a text.
-    - `sampling`: of the first answer to each prompt; each further one has the next seed.
-    - `logprobs`: so many alternatives for each token; None: nothing of it.
-    - `form`: what the answer must be, and the field that said so.
+    - `max_tokens`: maximum length of an answer; None: as many as there is room for, or at most 16 in continuing a text.
+    - `sampling`: parameters of the first answer to each prompt; the next ones have the next seeds.
+    - `logprobs`: alternatives for each token; None: no log-probabilities.
+    - `grammar`, `grammar_field`: grammar of the answer, and the field that has set it.
     """
 
     max_tokens: int | None
@@ -97,9 +98,9 @@ class GenerationRequest:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
-    form: Grammar | None = None
-    form_field: str = ""
-    special: bool = False
+    grammar: Grammar | None = None
+    grammar_field: str = ""
+    keep_special_tokens: bool = False
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
@@ -110,7 +111,7 @@ class GenerationRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionRequest(GenerationRequest):
-    """Texts, or token ids, to be continued; with `echo` they stand before their answers."""
+    """Request to continue texts or token ids; with `echo` they are returned before their answers."""
 
     prompts: Prompts
     echo: bool = False
@@ -119,7 +120,7 @@ class CompletionRequest(GenerationRequest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatCompletionRequest(GenerationRequest):
-    """A conversation to be answered; `variables` are the chat template's."""
+    """Request to answer a conversation; `variables` are those of the chat template."""
 
     messages: tuple[dict[str, Any], ...]
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -127,21 +128,21 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> CompletionRequest:
-    """A body of /v1/completions; `seed` if it has none."""
+    """Read a body of /v1/completions; `seed` is used if it has none."""
     fields = JsonFields(body)
-    fields.check_known(known_fields.COMPLETION, known_fields.NEUTRAL, known_fields.ADVICE)
+    fields.check_known(request_fields.COMPLETION, request_fields.NEUTRAL, request_fields.ADVICE)
     prompts = read_prompts(fields, config)
-    logprobs = fields.integer("logprobs", least=0, most=config.max_logprobs)
-    echo, most = fields.flag("echo"), fields.integer("max_tokens", least=0)
-    if most == 0 and not echo:
+    logprobs = fields.integer("logprobs", minimum=0, maximum=config.max_logprobs)
+    echo, max_tokens = fields.flag("echo"), fields.integer("max_tokens", minimum=0)
+    if max_tokens == 0 and not echo:
         raise fields.refuse("max_tokens", "must be at least 1, unless echo asks for the prompt")
     common = _common(fields, config, seed, len(prompts))
-    if echo and common["form"] is not None:
+    if echo and common["grammar"] is not None:
         raise fields.refuse("echo", "excludes answers of a given form: leave one out")
     return CompletionRequest(
         prompts=prompts,
         echo=echo,
-        max_tokens=most,
+        max_tokens=max_tokens,
         logprobs=logprobs,
         add_special_tokens=fields.flag("add_special_tokens", True),
         **common,
@@ -149,68 +150,68 @@ def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> Co
 
 
 def read_chat(body: Mapping[str, Any], config: ApiConfig, seed: int) -> ChatCompletionRequest:
-    """A body of /v1/chat/completions; `seed` if it has none."""
+    """Read a body of /v1/chat/completions; `seed` is used if it has none."""
     fields = JsonFields(body)
-    fields.check_known(known_fields.CHAT, known_fields.NEUTRAL, known_fields.ADVICE)
-    top = fields.integer("top_logprobs", least=0, most=config.max_logprobs)
-    asked = fields.flag("logprobs")
-    if top and not asked:
+    fields.check_known(request_fields.CHAT, request_fields.NEUTRAL, request_fields.ADVICE)
+    top_logprobs = fields.integer("top_logprobs", minimum=0, maximum=config.max_logprobs)
+    wants_logprobs = fields.flag("logprobs")
+    if top_logprobs and not wants_logprobs:
         raise fields.refuse("top_logprobs", "needs logprobs=true")
-    most = [fields.integer(name, least=1) for name in ("max_completion_tokens", "max_tokens")]
+    limits = [fields.integer(name, minimum=1) for name in ("max_completion_tokens", "max_tokens")]
     common = _common(fields, config, seed, 1)
     return ChatCompletionRequest(
         messages=read_messages(fields, config),
         variables=read_variables(fields),
         add_generation_prompt=fields.flag("add_generation_prompt", True),
-        max_tokens=next((one for one in most if one is not None), None),
-        logprobs=(top or 0) if asked else None,
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        logprobs=(top_logprobs or 0) if wants_logprobs else None,
         **common,
     )
 
 
 def read_prompts(fields: JsonFields, config: ApiConfig) -> Prompts:
-    """`prompt`: a text, token ids, or a list of either; the texts and ids of each."""
-    given, vocabulary = fields.raw("prompt"), config.vocab_size
-    rule = f"must be a text, a list of token ids from 0 to {vocabulary - 1}, or a list of texts or of such lists"
-    if given is None:
+    """Read `prompt`: a text, token ids, or a list of either."""
+    prompt, vocab_size = fields.raw("prompt"), config.vocab_size
+    rule = f"must be a text, a list of token ids from 0 to {vocab_size - 1}, or a list of texts or of such lists"
+    if prompt is None:
         raise ApiError(400, f"prompt is missing: it {rule}.", param="prompt", code="missing_field")
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, list) or not given:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not isinstance(prompt, list) or not prompt:
         raise fields.refuse("prompt", rule)
-    if not isinstance(given[0], str | list):
-        given = [given]
-    if len(given) > config.max_choices:
+    if not isinstance(prompt[0], str | list):
+        prompt = [prompt]
+    if len(prompt) > config.max_choices:
         raise ApiError(
-            400, f"prompt has {len(given):,} entries: at most {config.max_choices} are taken.", param="prompt"
+            400, f"prompt has {len(prompt):,} entries: at most {config.max_choices} are taken.", param="prompt"
         )
-    return tuple(one if isinstance(one, str) else _ids(one, config, rule) for one in given)
+    return tuple(entry if isinstance(entry, str) else _ids(entry, config, rule) for entry in prompt)
 
 
-def _ids(given: Any, config: ApiConfig, rule: str) -> tuple[int, ...]:
-    if not isinstance(given, list) or not given:
-        raise refuse("prompt", given, rule)
-    if len(given) >= config.max_length:  # before each of them is looked at
-        told = f"The prompt has {len(given):,} tokens, and together with the answer {config.max_length:,} are taken"
-        raise ApiError(400, f"{told}: shorten it.", param="prompt", code="context_length_exceeded")
-    for one in given:
-        if token_of(one, config.vocab_size) is None:
-            raise refuse("prompt", one, rule)
-    return tuple(given)
+def _ids(ids: Any, config: ApiConfig, rule: str) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not ids:
+        raise refuse("prompt", ids, rule)
+    if len(ids) >= config.max_length:  # before each of them is looked at
+        message = f"The prompt has {len(ids):,} tokens, and together with the answer {config.max_length:,} are taken"
+        raise ApiError(400, f"{message}: shorten it.", param="prompt", code="context_length_exceeded")
+    for token in ids:
+        if token_of(token, config.vocab_size) is None:
+            raise refuse("prompt", token, rule)
+    return tuple(ids)
 
 
 def _common(fields: JsonFields, config: ApiConfig, seed: int, prompts: int) -> dict[str, Any]:
-    """The arguments of `GenerationRequest` that both kinds of requests have."""
-    n = fields.integer("n", least=1)
+    """Read the arguments of `GenerationRequest` that both kinds of requests have."""
+    n = fields.integer("n", minimum=1)
     n = 1 if n is None else n
     if n * prompts > config.max_choices:
         raise ApiError(400, f"n={n} makes {n * prompts:,} answers: at most {config.max_choices} are given.", param="n")
-    least = fields.integer("min_tokens", least=0, most=config.max_length) or 0
-    (field, form), ignore = read_form(fields), fields.flag("ignore_eos")
-    if form is not None and (ignore or least):
-        name = "ignore_eos" if ignore else "min_tokens"
+    min_tokens = fields.integer("min_tokens", minimum=0, maximum=config.max_length) or 0
+    (field, grammar), ignore_eos = read_grammar(fields), fields.flag("ignore_eos")
+    if grammar is not None and (ignore_eos or min_tokens):
+        name = "ignore_eos" if ignore_eos else "min_tokens"
         raise fields.refuse(name, "excludes an answer of a given form, which tells its end: leave one out")
-    options = _inner(fields, "stream_options", known_fields.STREAM_OPTIONS)
+    options = _inner(fields, "stream_options", request_fields.STREAM_OPTIONS)
     if options is not None and not fields.flag("stream"):
         raise fields.refuse("stream_options", "needs stream=true")
     return dict(
@@ -221,129 +222,132 @@ def _common(fields: JsonFields, config: ApiConfig, seed: int, prompts: int) -> d
             "stop_token_ids",
             lambda value: token_of(value, config.vocab_size),
             f"token ids from 0 to {config.vocab_size - 1}",
-            most=config.max_stops,
+            maximum=config.max_stops,
         ),
         include_stop=fields.flag("include_stop_str_in_output"),
-        ignore_eos=ignore,
-        min_tokens=least,
-        form=form,
-        form_field=field,
-        special=not fields.flag("skip_special_tokens", True),
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        grammar=grammar,
+        grammar_field=field,
+        keep_special_tokens=not fields.flag("skip_special_tokens", True),
         stream=fields.flag("stream"),
         include_usage=options is not None and options.flag("include_usage"),
         return_token_ids=fields.flag("return_token_ids"),
         priority=_priority(fields, config),
-        user=fields.text("user", most=256) or "",
-        cache_salt=fields.text("cache_salt", most=256) or "",
+        user=fields.text("user", maximum=256) or "",
+        cache_salt=fields.text("cache_salt", maximum=256) or "",
     )
 
 
 def _priority(fields: JsonFields, config: ApiConfig) -> int:
-    """The engine's, where the highest comes first; in vLLM's API it is the lowest."""
-    given = fields.integer("priority", least=-1_000_000, most=1_000_000) or 0
-    if given and not config.allow_priority:
+    """Read the priority: the engine's highest comes first, in vLLM's API the lowest."""
+    priority = fields.integer("priority", minimum=-1_000_000, maximum=1_000_000) or 0
+    if priority and not config.allow_priority:
         rule = "must be 0: this server lets no request take the place of others, whose data it would have to keep"
         raise fields.refuse("priority", rule, "unsupported_parameter")
-    return -given
+    return -priority
 
 
 def _sampling(fields: JsonFields, config: ApiConfig, seed: int) -> SamplingParams:
-    given: dict[str, int | float | None] = {
-        "temperature": fields.number("temperature", least=0, most=1000),
-        "top_p": fields.number("top_p", least=0, most=1),
-        "min_p": fields.number("min_p", least=0, most=1),
-        "repetition_penalty": fields.number("repetition_penalty", above=0, most=1000),
-        "frequency_penalty": fields.number("frequency_penalty", least=-2, most=2),
-        "presence_penalty": fields.number("presence_penalty", least=-2, most=2),
+    from_request: dict[str, int | float | None] = {
+        "temperature": fields.number("temperature", minimum=0, maximum=1000),
+        "top_p": fields.number("top_p", minimum=0, maximum=1),
+        "min_p": fields.number("min_p", minimum=0, maximum=1),
+        "repetition_penalty": fields.number("repetition_penalty", above=0, maximum=1000),
+        "frequency_penalty": fields.number("frequency_penalty", minimum=-2, maximum=2),
+        "presence_penalty": fields.number("presence_penalty", minimum=-2, maximum=2),
     }
-    top_k = fields.integer("top_k", least=-1)
+    top_k = fields.integer("top_k", minimum=-1)
     names = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
-    published = {name: getattr(config.defaults, name) for name in names}
+    from_model = {name: getattr(config.defaults, name) for name in names}
     merged: dict[str, Any] = {"temperature": 1.0}
-    for settings in (published, given):
+    for settings in (from_model, from_request):
         merged |= {name: value for name, value in settings.items() if value is not None}
     if merged["temperature"] < COLDEST or merged.get("top_p") == 0:  # nothing but the most likely token
         merged |= {"temperature": 0.0, "top_p": 1.0}
     if top_k is not None:
         merged["top_k"] = min(top_k, config.vocab_size) if top_k > 0 else None
-    off = {"top_p": 1.0, "min_p": 0.0}  # values that cut nothing
-    merged = {name: value for name, value in merged.items() if value is not None and value != off.get(name)}
-    own = fields.integer("seed")
-    return SamplingParams(**merged, logit_bias=_bias(fields, config), seed=seed if own is None else own)
+    neutral = {"top_p": 1.0, "min_p": 0.0}  # values that cut nothing
+    merged = {name: value for name, value in merged.items() if value is not None and value != neutral.get(name)}
+    request_seed = fields.integer("seed")
+    return SamplingParams(
+        **merged, logit_bias=_bias(fields, config), seed=seed if request_seed is None else request_seed
+    )
 
 
 def _bias(fields: JsonFields, config: ApiConfig) -> tuple[tuple[int, float], ...]:
-    given = fields.mapping("logit_bias")
-    if len(given) > config.max_bias:
+    mapping = fields.mapping("logit_bias")
+    if len(mapping) > config.max_bias:
         raise ApiError(
-            400, f"logit_bias has {len(given):,} tokens: at most {config.max_bias} are taken.", param="logit_bias"
+            400, f"logit_bias has {len(mapping):,} tokens: at most {config.max_bias} are taken.", param="logit_bias"
         )
-    biases = JsonFields(given, "logit_bias")
-    found: dict[int, float] = {}
-    for name in given:
+    biases = JsonFields(mapping, "logit_bias")
+    by_token: dict[int, float] = {}
+    for name in mapping:
         token = token_of(int(name), config.vocab_size) if name.isascii() and name.isdigit() and len(name) < 12 else None
-        if token is None or token in found:
+        if token is None or token in by_token:
             raise refuse("logit_bias", name, f"must be a token id from 0 to {config.vocab_size - 1}, each once")
-        value = biases.number(name, least=-100, most=100)
-        found[token] = 0.0 if value is None else value
-    return tuple(found.items())
+        value = biases.number(name, minimum=-100, maximum=100)
+        by_token[token] = 0.0 if value is None else value
+    return tuple(by_token.items())
 
 
 def _stops(fields: JsonFields, config: ApiConfig) -> tuple[str, ...]:
     if isinstance(fields.raw("stop"), str):
         fields = JsonFields({"stop": [fields.raw("stop")]})
-    most = config.max_stop_length
+    max_length = config.max_stop_length
 
-    def read(value: Any) -> str | None:
-        return value if isinstance(value, str) and 0 < len(value) <= most else None
+    def read_text(value: Any) -> str | None:
+        return value if isinstance(value, str) and 0 < len(value) <= max_length else None
 
-    return fields.many("stop", read, f"texts of 1 to {most:,} characters", most=config.max_stops)
+    return fields.many("stop", read_text, f"texts of 1 to {max_length:,} characters", maximum=config.max_stops)
 
 
-def read_form(fields: JsonFields) -> tuple[str, Grammar | None]:
-    """What an answer must be, behind the field that says so.
-
-    That is `response_format`, or of vLLM `structured_outputs` and its older `guided_…`.
+def read_grammar(fields: JsonFields) -> tuple[str, Grammar | None]:
+    """Read the grammar of an answer, with the name of its field: `response_format`, vLLM's `structured_outputs`, or its
+    older `guided_…`.
     """
-    found: dict[str, Grammar] = {}
+    grammars: dict[str, Grammar] = {}
     for name, kind in FORMS.items():
         if fields.has(name):
-            found[fields.name(name)] = _form(fields, name, kind)
-    whole = _inner(fields, "structured_outputs", known_fields.STRUCTURED_OUTPUTS)
+            grammars[fields.name(name)] = _read_grammar(fields, name, kind)
+    outputs = _inner(fields, "structured_outputs", request_fields.STRUCTURED_OUTPUTS)
     for kind in ("json", "regex", "choice", "grammar"):
-        if whole is not None and whole.has(kind):
-            found[whole.name(kind)] = _form(whole, kind, kind)
-    if whole is not None and whole.flag("json_object"):
-        found[whole.name("json_object")] = ANY_OBJECT
-    asked = _response_format(fields)
-    if asked is not None:
-        found["response_format"] = asked
-    if len(found) > 1:
-        raise ApiError(400, f"{' and '.join(found)} exclude each other: give one.", param=list(found)[1])
-    return next(iter(found.items()), ("", None))
+        if outputs is not None and outputs.has(kind):
+            grammars[outputs.name(kind)] = _read_grammar(outputs, kind, kind)
+    if outputs is not None and outputs.flag("json_object"):
+        grammars[outputs.name("json_object")] = ANY_OBJECT
+    from_format = _response_format(fields)
+    if from_format is not None:
+        grammars["response_format"] = from_format
+    if len(grammars) > 1:
+        raise ApiError(400, f"{' and '.join(grammars)} exclude each other: give one.", param=list(grammars)[1])
+    return next(iter(grammars.items()), ("", None))
 
 
 def _response_format(fields: JsonFields) -> Grammar | None:
-    asked = _inner(fields, "response_format", known_fields.RESPONSE_FORMAT)
-    if asked is None:
+    response_format = _inner(fields, "response_format", request_fields.RESPONSE_FORMAT)
+    if response_format is None:
         return None
-    kind = asked.word("type", ("text", "json_object", "json_schema"))
+    kind = response_format.word("type", ("text", "json_object", "json_schema"))
     if kind is None:
         raise ApiError(
-            400, "response_format.type is missing: give text, json_object or json_schema.", param=asked.name("type")
+            400,
+            "response_format.type is missing: give text, json_object or json_schema.",
+            param=response_format.name("type"),
         )
     if kind != "json_schema":
         return ANY_OBJECT if kind == "json_object" else None
-    inner = _inner(asked, "json_schema", known_fields.JSON_SCHEMA)
+    inner = _inner(response_format, "json_schema", request_fields.JSON_SCHEMA)
     if inner is None or not inner.has("schema"):
         raise ApiError(400, "response_format.json_schema.schema is missing.", param="response_format")
-    return _form(inner, "schema", "json")
+    return _read_grammar(inner, "schema", "json")
 
 
-def _form(fields: JsonFields, name: str, kind: Literal["json", "regex", "choice", "grammar"] | str) -> Grammar:
+def _read_grammar(fields: JsonFields, name: str, kind: Literal["json", "regex", "choice", "grammar"] | str) -> Grammar:
     value = fields.raw(name)
     if kind == "choice":
-        texts = fields.many(name, lambda one: one if isinstance(one, str) and one else None, "texts", most=1000)
+        texts = fields.many(name, lambda one: one if isinstance(one, str) and one else None, "texts", maximum=1000)
         if not texts:
             raise fields.refuse(name, "must be a list of texts, at least one")
         return Grammar("choice", texts)
@@ -355,29 +359,29 @@ def _form(fields: JsonFields, name: str, kind: Literal["json", "regex", "choice"
 
 
 def _inner(fields: JsonFields, name: str, names: Collection[str]) -> JsonFields | None:
-    """An object within a body, which has none but these fields."""
-    found = fields.inner(name)
-    if found is not None:
-        found.check_known(names, known_fields.NEUTRAL, known_fields.ADVICE)
-    return found
+    """Read an object within a body, and refuse unknown fields."""
+    inner = fields.inner(name)
+    if inner is not None:
+        inner.check_known(names, request_fields.NEUTRAL, request_fields.ADVICE)
+    return inner
 
 
 def read_variables(fields: JsonFields) -> dict[str, Any]:
-    """Of the chat template: `tools`, and those that `chat_template_kwargs` has."""
-    found = dict(fields.mapping("chat_template_kwargs"))
-    taken = RESERVED & found.keys()
-    if taken:
-        raise fields.refuse("chat_template_kwargs", f"must not have {sorted(taken)[0]!r}: it's set by the server")
-    fields.many("modalities", lambda one: one if one == "text" else None, "'text' alone", most=1)
+    """Read the variables of the chat template: `tools`, and those of `chat_template_kwargs`."""
+    variables = dict(fields.mapping("chat_template_kwargs"))
+    reserved = RESERVED & variables.keys()
+    if reserved:
+        raise fields.refuse("chat_template_kwargs", f"must not have {sorted(reserved)[0]!r}: it's set by the server")
+    fields.many("modalities", lambda one: one if one == "text" else None, "'text' alone", maximum=1)
     choice = fields.raw("tool_choice")
-    tools = fields.many("tools", lambda one: one if _is_tool(one) else None, "functions with a name", most=1000)
+    tools = fields.many("tools", lambda one: one if _is_tool(one) else None, "functions with a name", maximum=1000)
     if choice not in (None, "none", "auto"):
         raise fields.refuse("tool_choice", "is not offered: give 'auto' or 'none'", "unsupported_parameter")
     if tools and choice != "none":
-        found["tools"] = list(tools)
+        variables["tools"] = list(tools)
     if fields.has("reasoning_effort"):
-        found["reasoning_effort"] = fields.text("reasoning_effort", most=100)
-    return found
+        variables["reasoning_effort"] = fields.text("reasoning_effort", maximum=100)
+    return variables
 
 
 def _is_tool(value: Any) -> bool:
@@ -386,33 +390,33 @@ def _is_tool(value: Any) -> bool:
 
 
 def read_messages(fields: JsonFields, config: ApiConfig) -> tuple[dict[str, Any], ...]:
-    """`messages`, whose contents are texts or lists of parts (see `prompts.parts_of`)."""
-    given = fields.raw("messages")
-    if not isinstance(given, list) or not given:
+    """Read `messages`, whose contents are texts or lists of parts (read by `PromptPreparer`)."""
+    messages = fields.raw("messages")
+    if not isinstance(messages, list) or not messages:
         raise fields.refuse("messages", "must be a list with at least one message")
-    if len(given) > config.max_length:  # each has a token at least: before they are looked at, and rendered
-        told = f"messages has {len(given):,} entries, and {config.max_length:,} tokens are taken"
-        raise ApiError(400, f"{told}: shorten it.", param="messages", code="context_length_exceeded")
-    for number, one in enumerate(given):
+    if len(messages) > config.max_length:  # each has a token at least: before they are looked at, and rendered
+        error = f"messages has {len(messages):,} entries, and {config.max_length:,} tokens are taken"
+        raise ApiError(400, f"{error}: shorten it.", param="messages", code="context_length_exceeded")
+    for number, entry in enumerate(messages):
         where = f"messages[{number}]"
-        if not isinstance(one, dict):
-            raise refuse(where, one, "must be an object with role and content")
-        message = JsonFields(one, where)
+        if not isinstance(entry, dict):
+            raise refuse(where, entry, "must be an object with role and content")
+        message = JsonFields(entry, where)
         if message.word("role", ROLES) is None:
             raise ApiError(400, f"{where}.role is missing: give one of {', '.join(ROLES)}.", param=f"{where}.role")
         content = message.raw("content")
-        silent = content is None and (message.has("tool_calls") or one["role"] == "assistant")
-        if not (isinstance(content, str | list) or silent):
+        may_be_empty = content is None and (message.has("tool_calls") or entry["role"] == "assistant")
+        if not (isinstance(content, str | list) or may_be_empty):
             raise message.refuse("content", "must be a text or a list of parts")
-    return tuple(_with_content(one) for one in given)
+    return tuple(_with_content(entry) for entry in messages)
 
 
 def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """An assistant that neither says anything nor calls a tool has said an empty text."""
+    """Add an empty text to the message of an assistant that neither says anything nor calls a tool."""
     silent = message.get("content") is None and message.get("tool_calls") is None
     return {**message, "content": ""} if silent else message
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of `n` answers: they are those of `n` requests with seeds that follow each other."""
+    """Return the seed of one of `n` answers: they are those of `n` requests with consecutive seeds."""
     return (seed + choice + LARGEST) % (2 * LARGEST) - LARGEST

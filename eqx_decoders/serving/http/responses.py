@@ -1,4 +1,4 @@
-"""From the engine's updates to what clients read: pieces of an answer, and the shapes of OpenAI's API around them."""
+"""Responses in the format of OpenAI's API, from the outputs of the engine."""
 
 import dataclasses
 import itertools
@@ -7,25 +7,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.serving.engine.request import RequestOutput, TokenScore
+from eqx_decoders.serving.engine.request import RequestOutput
+from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
-from eqx_decoders.serving.http.json_fields import ApiError
+from eqx_decoders.serving.frontend.json_fields import ApiError
 from eqx_decoders.serving.http.protocol import GenerationRequest
 
 
-LEAST_LOGPROB = -9999.0  # for what cannot come: JSON has no infinity
+LEAST_LOGPROB = -9999.0  # of impossible tokens: JSON has no infinity
 
 
 @dataclasses.dataclass(kw_only=True)
 class Delta:
-    """What an update adds to an answer.
+    """Text and tokens that an output adds to an answer.
 
-    - `text`: that can be shown now.
-    - `tokens`: of which the text is, or will be.
-    - `scores`: of the tokens, where they are asked for; None for a prompt's first token, which has none.
-    - `offsets`: where the text of each scored token begins.
+    - `text`: text that can be shown now.
+    - `tokens`: tokens of this text, and of text that is held back.
+    - `scored`, `scores`: tokens with log-probabilities, if the request has `logprobs`; None for a prompt's first token.
+    - `offsets`: positions in the text of the scored tokens.
     - `finish`: `"stop"` or `"length"` when the answer is complete.
-    - `reason`: the stop string, or the token of `stop_token_ids`, that ended it.
+    - `reason`: stop string, or token of `stop_token_ids`, that ended it.
     """
 
     text: str = ""
@@ -38,136 +39,136 @@ class Delta:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it that a client could want."""
+        """True where a client needs nothing of it."""
         return not (self.text or self.tokens or self.scored or self.finish)
 
 
 class CollectedDeltas:
-    """The pieces of one answer, one behind the other. Texts are joined once: no token copies a long echo."""
+    """Concatenated deltas of one answer. Texts are joined once: no token copies a long echo."""
 
     def __init__(self):
-        self._piece, self._texts = Delta(), list[str]()
+        self._delta, self._texts = Delta(), list[str]()
 
     def add(self, other: Delta) -> None:
-        """Put a piece behind the others."""
+        """Append a delta."""
         self._texts.append(other.text)
         for name in ("tokens", "scored", "scores", "offsets"):
-            getattr(self._piece, name).extend(getattr(other, name))
-        self._piece.finish, self._piece.reason = other.finish, other.reason
+            getattr(self._delta, name).extend(getattr(other, name))
+        self._delta.finish, self._delta.reason = other.finish, other.reason
 
     def whole(self) -> Delta:
-        """All of them as one."""
-        self._piece.text = "".join(self._texts)
-        return self._piece
+        """Return all as one delta."""
+        self._delta.text = "".join(self._texts)
+        return self._delta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Echo:
-    """A prompt that stands before its answer."""
+    """Prompt that is returned before its answer."""
 
     text: str
     ids: tuple[int, ...]
 
 
 class Choice:
-    """One answer: takes the engine's updates, gives pieces. Streamed or not, the pieces are the same.
+    """Converter of the engine's outputs to the deltas of one answer, which are the same with and without streaming.
 
     **Arguments:**
 
-    - `asked`: by the client.
-    - `text`: that of the prompt whose text the answer goes on from; None for an answer that stands alone. It is copied.
-    - `echo`: what stands before it.
-    - `write`: False: the answer itself is not wanted, only what is before it.
+    - `request`: request of the client.
+    - `text`: detokenizer of the prompt whose text the answer continues, which is copied; None for an answer of its own.
+    - `echo`: prompt to return before the answer.
+    - `wanted`: False: only the echo is returned, and no answer.
     """
 
     def __init__(
         self,
-        asked: GenerationRequest,
+        request: GenerationRequest,
         tokenizer: Tokenizer,
         *,
         text: Detokenizer | None = None,
         echo: Echo | None = None,
-        write: bool = True,
+        wanted: bool = True,
     ):
-        self._asked, self._tokenizer, self._echo, self._write = asked, tokenizer, echo, write
-        self._text = Detokenizer(tokenizer, special=asked.special) if text is None else text.copy()
-        self._stops = StopStrings(asked.stop, include=asked.include_stop)
-        self._letters = 0 if echo is None else len(echo.text)  # of the whole text, before what is held back
+        self._request, self._tokenizer, self._echo, self._wanted = request, tokenizer, echo, wanted
+        self._text = Detokenizer(tokenizer, special=request.keep_special_tokens) if text is None else text.copy()
+        self._stops = StopStrings(request.stop, include=request.include_stop)
+        self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
         self.count = 0  # tokens of the answer
         self.cached = 0
         self.finished = False
 
-    def take(self, update: RequestOutput) -> Delta:
-        """What an update adds. Raises ApiError for an answer that is not completed."""
-        if update.finish_reason == "error":
-            raise ApiError(500, update.error or "The engine could not answer this request.")
-        if update.finish_reason == "cancelled":
+    def take(self, output: RequestOutput) -> Delta:
+        """Return the delta of an output. Raises ApiError for an answer that failed or was cut off."""
+        if output.finish_reason == "error":
+            raise ApiError(500, output.error or "The engine could not answer this request.")
+        if output.finish_reason == "cancelled":
             raise ApiError(503, "The server is stopping: this answer was cut off.")
-        self.cached = max(self.cached, update.cached_tokens)
-        piece = Delta()
-        if self._echo is not None and (self._asked.logprobs is None or update.prompt_scores or update.tokens):
-            self._before(piece, self._echo, update.prompt_scores)
+        self.cached = max(self.cached, output.cached_tokens)
+        delta = Delta()
+        if self._echo is not None and (self._request.logprobs is None or output.prompt_scores or output.tokens):
+            self._add_echo(delta, self._echo, output.prompt_scores)
             self._echo = None
-        for number, (token, score) in enumerate(itertools.zip_longest(update.tokens, update.scores)):
-            last = number == len(update.tokens) - 1 and update.finish_reason is not None
-            self._token(piece, token, score, update.finish_reason if last else None)
+        for index, (token, score) in enumerate(itertools.zip_longest(output.tokens, output.scores)):
+            last = index == len(output.tokens) - 1 and output.finish_reason is not None
+            self._add_token(delta, token, score, output.finish_reason if last else None)
             if self.finished:
-                return piece
-        if update.finish_reason is not None and not self.finished:  # without a token of its own
-            self._end(piece, update.finish_reason)
-        return piece
+                return delta
+        if output.finish_reason is not None and not self.finished:  # without a token of its own
+            self._finish(delta, output.finish_reason)
+        return delta
 
-    def _before(self, piece: Delta, echo: Echo, scores: Sequence[TokenScore]) -> None:
-        piece.text = echo.text
-        if self._asked.logprobs is None:
+    def _add_echo(self, delta: Delta, echo: Echo, scores: Sequence[TokenScore]) -> None:
+        delta.text = echo.text
+        if self._request.logprobs is None:
             return
-        text, place = Detokenizer(self._tokenizer), 0
+        text, offset = Detokenizer(self._tokenizer), 0
         for token, score in zip(echo.ids, [None, *scores], strict=True):
-            self._score(piece, token, score, min(place, len(echo.text)))
-            place += len(text.push(token))
+            self._add_score(delta, token, score, min(offset, len(echo.text)))
+            offset += len(text.push(token))
 
-    def _token(self, piece: Delta, token: int, score: TokenScore | None, finish: str | None) -> None:
+    def _add_token(self, delta: Delta, token: int, score: TokenScore | None, finish: str | None) -> None:
         self.count += 1
-        if not self._write:
+        if not self._wanted:
             self.count = 0
-            self._end(piece, "length")
+            self._finish(delta, "length")
             return
-        piece.tokens.append(token)
-        if self._asked.logprobs is not None:
-            self._score(piece, token, score, self._letters)
+        delta.tokens.append(token)
+        if self._request.logprobs is not None:
+            self._add_score(delta, token, score, self._length)
         if finish != "stop":
-            self._show(piece, self._text.push(token))
-        elif self._asked.include_stop:
-            self._show(piece, self._text.push(token), search=False)
+            self._add_text(delta, self._text.push(token))
+        elif self._request.include_stop:
+            self._add_text(delta, self._text.push(token), search=False)
         if self._stops.found is not None:
-            self._end(piece, "stop", self._stops.found)
+            self._finish(delta, "stop", self._stops.found)
         elif finish is not None:
-            own = finish == "stop" and token in self._asked.stop_token_ids
-            self._end(piece, finish, token if own else None)
+            stop_token = finish == "stop" and token in self._request.stop_token_ids
+            self._finish(delta, finish, token if stop_token else None)
 
-    def _score(self, piece: Delta, token: int, score: TokenScore | None, place: int) -> None:
-        piece.scored.append(token)
-        piece.scores.append(score)
-        piece.offsets.append(place)
+    def _add_score(self, delta: Delta, token: int, score: TokenScore | None, offset: int) -> None:
+        delta.scored.append(token)
+        delta.scores.append(score)
+        delta.offsets.append(offset)
 
-    def _show(self, piece: Delta, text: str, *, search: bool = True) -> None:
-        self._letters += len(text)
-        searched = search and self.count > self._asked.min_tokens
-        piece.text += self._stops.push(text) if searched else self._stops.flush() + text
+    def _add_text(self, delta: Delta, text: str, *, search: bool = True) -> None:
+        self._length += len(text)
+        searched = search and self.count > self._request.min_tokens
+        delta.text += self._stops.push(text) if searched else self._stops.flush() + text
 
-    def _end(self, piece: Delta, finish: str, reason: str | int | None = None) -> None:
-        if self._write and self._stops.found is None:
-            self._show(piece, self._text.flush())
-            found = self._stops.found
-            piece.text += self._stops.flush()
-            if found is not None:
-                finish, reason = "stop", found
-        piece.finish, piece.reason, self.finished = finish, reason, True
+    def _finish(self, delta: Delta, finish: str, reason: str | int | None = None) -> None:
+        if self._wanted and self._stops.found is None:
+            self._add_text(delta, self._text.flush())
+            stop = self._stops.found
+            delta.text += self._stops.flush()
+            if stop is not None:
+                finish, reason = "stop", stop
+        delta.finish, delta.reason, self.finished = finish, reason, True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens of prompts and answers."""
+    """Token counts of prompts and answers."""
 
     prompt: int
     answers: int
@@ -175,7 +176,7 @@ class Usage:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI has it."""
+        """Usage object of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.answers,
@@ -185,110 +186,110 @@ class Usage:
 
 
 class ResponseBuilder:
-    """The JSON objects of one response; those of /v1/completions and of /v1/chat/completions differ."""
+    """Builder of the JSON objects of one response of /v1/completions."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, request_id: str, model: str, asked: GenerationRequest, texts: TokenTexts):
-        self.id, self._model, self._asked, self._texts = f"{self.prefix}-{request_id}", model, asked, texts
+    def __init__(self, request_id: str, model: str, request: GenerationRequest, texts: TokenTexts):
+        self.id, self._model, self._request, self._texts = f"{self.prefix}-{request_id}", model, request, texts
         self._created = int(time.time())
 
-    def whole(self, pieces: Sequence[Delta], usage: Usage, prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
-        """A complete response. `prompts`: the ids of each choice's prompt, to be given back."""
+    def whole(self, deltas: Sequence[Delta], usage: Usage, prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+        """Build a complete response. `prompts` has the token ids of each choice's prompt, where they are returned."""
         choices = [
-            self._choice(number, piece) | self._ids(piece, prompts.get(number)) for number, piece in enumerate(pieces)
+            self._choice(index, delta) | self._ids(delta, prompts.get(index)) for index, delta in enumerate(deltas)
         ]
         return self._frame(self.whole_object, choices) | {"usage": usage.body}
 
-    def chunk(self, number: int, piece: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
-        """A part of a streamed response."""
-        choice = self._delta(number, piece) | self._ids(piece, prompt)
-        return self._frame(self.chunk_object, [choice]) | ({"usage": None} if self._asked.include_usage else {})
+    def chunk(self, index: int, delta: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
+        """Build a chunk of a streamed response."""
+        choice = self._delta(index, delta) | self._ids(delta, prompt)
+        return self._frame(self.chunk_object, [choice]) | ({"usage": None} if self._request.include_usage else {})
 
     def last(self, usage: Usage) -> dict[str, Any]:
-        """The chunk behind all others that has the usage."""
+        """Build the last chunk, with the usage."""
         return self._frame(self.chunk_object, []) | {"usage": usage.body}
 
-    def first(self, number: int) -> dict[str, Any] | None:
-        """The chunk before all others of a choice, where there is one."""
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Build the first chunk of a choice, if there is one."""
         return None
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def _ids(self, piece: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
-        if not self._asked.return_token_ids:
+    def _ids(self, delta: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
+        if not self._request.return_token_ids:
             return {}
-        found: dict[str, Any] = {"token_ids": piece.tokens}
-        return found if prompt is None else {**found, "prompt_token_ids": list(prompt)}
+        ids: dict[str, Any] = {"token_ids": delta.tokens}
+        return ids if prompt is None else {**ids, "prompt_token_ids": list(prompt)}
 
-    def _choice(self, number: int, piece: Delta) -> dict[str, Any]:
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         return {
-            "index": number,
-            "text": piece.text,
-            "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish,
-            "stop_reason": piece.reason,
+            "index": index,
+            "text": delta.text,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish,
+            "stop_reason": delta.reason,
         }
 
-    def _delta(self, number: int, piece: Delta) -> dict[str, Any]:
-        return self._choice(number, piece)
+    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
+        return self._choice(index, delta)
 
-    def _logprobs(self, piece: Delta) -> dict[str, Any] | None:
-        if self._asked.logprobs is None:
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
             return None
         return {
-            "tokens": [self._texts.key(token) for token in piece.scored],
-            "token_logprobs": [None if score is None else number(score.logprob) for score in piece.scores],
-            "top_logprobs": [None if score is None else self._top(score) for score in piece.scores],
-            "text_offset": piece.offsets,
+            "tokens": [self._texts.key(token) for token in delta.scored],
+            "token_logprobs": [None if score is None else finite(score.logprob) for score in delta.scores],
+            "top_logprobs": [None if score is None else self._top(score) for score in delta.scores],
+            "text_offset": delta.offsets,
         }
 
     def _top(self, score: TokenScore) -> dict[str, float]:
-        """The most likely tokens and the chosen one; of two with one text the likelier counts."""
-        found: dict[str, float] = {}
+        """Return the most likely tokens and the sampled one; of two with the same text the likelier counts."""
+        logprobs: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             key = self._texts.key(token)
-            found[key] = max(number(logprob), found.get(key, LEAST_LOGPROB))
-        return found
+            logprobs[key] = max(finite(logprob), logprobs.get(key, LEAST_LOGPROB))
+        return logprobs
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """The JSON objects of /v1/chat/completions."""
+    """Builder of the JSON objects of one response of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def first(self, number: int) -> dict[str, Any] | None:
-        choice = {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    def first(self, index: int) -> dict[str, Any] | None:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
         frame = self._frame(self.chunk_object, [choice | {"finish_reason": None}])
-        return frame | ({"usage": None} if self._asked.include_usage else {})
+        return frame | ({"usage": None} if self._request.include_usage else {})
 
-    def _choice(self, number: int, piece: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return self._with_end({"index": number, "message": message}, piece)
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return self._with_end({"index": index, "message": message}, delta)
 
-    def _delta(self, number: int, piece: Delta) -> dict[str, Any]:
-        return self._with_end({"index": number, "delta": {"content": piece.text} if piece.text else {}}, piece)
+    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
+        return self._with_end({"index": index, "delta": {"content": delta.text} if delta.text else {}}, delta)
 
-    def _with_end(self, choice: dict[str, Any], piece: Delta) -> dict[str, Any]:
-        end = {"finish_reason": piece.finish, "stop_reason": piece.reason}
-        return choice | {"logprobs": self._logprobs(piece)} | end
+    def _with_end(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        end = {"finish_reason": delta.finish, "stop_reason": delta.reason}
+        return choice | {"logprobs": self._logprobs(delta)} | end
 
-    def _logprobs(self, piece: Delta) -> dict[str, Any] | None:
-        if self._asked.logprobs is None:
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
             return None
-        return {"content": [self._scored(score) for score in piece.scores if score is not None], "refusal": None}
+        return {"content": [self._scored(score) for score in delta.scores if score is not None], "refusal": None}
 
     def _scored(self, score: TokenScore) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in score.top[: self._asked.logprobs]]
+        top = [self._named(token, logprob) for token, logprob in score.top[: self._request.logprobs]]
         return {**self._named(score.token, score.logprob), "top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._texts.text(token), "logprob": number(logprob), "bytes": list(self._texts.content(token))}
+        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": list(self._texts.content(token))}
 
 
-def number(logprob: float) -> float:
-    """A log-probability as JSON has numbers: -9999 for those that are not finite, or less."""
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can write it: -9999 for one that is not finite, or less."""
     return float(logprob) if logprob >= LEAST_LOGPROB and logprob != float("inf") else LEAST_LOGPROB

@@ -1,4 +1,4 @@
-"""An HTTP server (uvicorn, extra "serve") that tells when it is ready, and ends in order when it is asked to."""
+"""HTTP server (uvicorn, extra "serve"), which tells when it is ready, and shuts down in order."""
 
 import asyncio
 import collections
@@ -20,21 +20,21 @@ from eqx_decoders.serving.http.engine_thread import EngineLike, EngineThread
 from eqx_decoders.serving.http.protocol import ApiConfig
 
 
-POLL = 0.05  # seconds between two looks at whether it is to end
-REST = 1.0  # seconds after a connection that could not be taken
+POLL = 0.05  # seconds between checks if it should stop
+REST = 1.0  # seconds to wait after a connection could not be accepted
 BACKLOG = 1024  # connections that wait to be accepted: many may come at once
-OWN_FILES = 100  # that may be open beside connections: those of the processes that render and decode, and of JAX
+OWN_FILES = 100  # that may be open apart from connections: pipes of processes that render and decode, and JAX's
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How long things may take, in seconds.
+    """Timeouts of a server, in seconds.
 
-    - `head`: until the head of a request has come, and between two requests of one connection.
-    - `write`: until a client has taken what it is sent, as far as that is more than some kilobytes.
-    - `drain`: for requests that are open when the server is told to end; then they are cut off.
+    - `head`: until the head of a request has arrived, and between two requests of one connection.
+    - `write`: until a client has taken what it was sent, where that is more than some kilobytes.
+    - `drain`: for open requests when the server is stopped; then they are cut off.
     - `end`: for telling their clients so, and again for the engine's last step.
     """
 
@@ -50,10 +50,10 @@ class ServerConfig:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with an address, which takes no connections yet. ConfigError where it cannot be had."""
+    """Bind a socket to an address; it does not listen yet. Raises ConfigError where that fails."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = addresses[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -64,16 +64,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it is allowed to: each connection is one."""
+    """Raise the limit of open files of this process to its maximum: each connection is a file."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # another system; one that has its own bounds
         import resource
 
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
 
 
-def most_connections() -> int:
-    """How many connections there may be at once, so that files can be opened beside them."""
+def max_connections() -> int:
+    """Return the maximum of open connections, which leaves files for other uses."""
     try:
         import resource
     except ImportError:  # Windows, which has no such limit
@@ -87,58 +87,58 @@ def most_connections() -> int:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Return the URL of a socket for browsers."""
     host, port = sock.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"
 
 
 async def serve(
-    language: TextFrontend,
+    frontend: TextFrontend,
     engine: EngineLike,
     config: ApiConfig,
     sock: socket.socket,
     *,
-    asked_to_end: Callable[[], bool],
+    should_stop: Callable[[], bool],
     ready: Callable[[], None] = lambda: None,
     allow_origins: Sequence[str] = (),
-    times: ServerConfig = ServerConfig(),
+    timeouts: ServerConfig = ServerConfig(),
 ) -> bool:
-    """Serve until `asked_to_end`; then take no new requests, let those that are open end, and return.
+    """Serve until `should_stop()`; then take no new requests, wait for open ones, and return.
 
     Returns whether the engine's thread has ended, too: a step that hangs cannot be interrupted.
     """
     uvicorn = _uvicorn()
-    worker = EngineThread(engine)
-    api = Api(language, worker, config)
+    engine_thread = EngineThread(engine)
+    api = Api(frontend, engine_thread, config)
     options: dict[str, Any] = dict(
-        http=_protocol(times.head, times.write),
+        http=_protocol(timeouts.head, timeouts.write),
         ws="none",
         lifespan="off",
         loop="asyncio",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=max(1, round(times.head)),
-        timeout_graceful_shutdown=max(1, round(times.end)),
+        timeout_keep_alive=max(1, round(timeouts.head)),
+        timeout_graceful_shutdown=max(1, round(timeouts.end)),
     )
     server = _server(uvicorn)(uvicorn.Config(create_app(api, allow_origins), **options))
-    worker.start()
+    engine_thread.start()
     running = asyncio.ensure_future(server.serve(sockets=[]))
     accepting = None
     try:
         while not server.started and not running.done():
             await asyncio.sleep(POLL)
         if not running.done():
-            accepting = asyncio.ensure_future(_accept(_listening(sock), server, most_connections()))
+            accepting = asyncio.ensure_future(_accept(_listen(sock), server, max_connections()))
             ready()
-        while not (asked_to_end() or running.done() or (accepting is not None and accepting.done())):
+        while not (should_stop() or running.done() or (accepting is not None and accepting.done())):
             await asyncio.sleep(POLL)
         if accepting is not None and accepting.done():
             accepting.result()
     finally:
         api.stopping = True
-        ended = await worker.stop(times.drain, times.end)
+        ended = await engine_thread.stop(timeouts.drain, timeouts.end)
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it writes a page on each task that it ends
         server.should_exit = True
         api.close()
@@ -150,8 +150,8 @@ async def serve(
     return ended
 
 
-def _listening(sock: socket.socket) -> socket.socket:
-    """The socket, taking connections. ConfigError where another server has taken the address meanwhile."""
+def _listen(sock: socket.socket) -> socket.socket:
+    """Let the socket listen. Raises ConfigError where another server has taken the address meanwhile."""
     try:
         sock.listen(BACKLOG)
     except OSError as error:
@@ -160,50 +160,52 @@ def _listening(sock: socket.socket) -> socket.socket:
     return sock
 
 
-async def _accept(sock: socket.socket, server: Any, most: int) -> None:
-    """Take connections, at most so many: for further ones those are closed that have said nothing for the longest time.
+async def _accept(sock: socket.socket, server: Any, max_open: int) -> None:
+    """Accept connections. Beyond `max_open`, those that have been idle for the longest time are closed for new ones.
 
-    Where there are none, one that is still sending its request is closed, of the address with most of these; where all
-    are at work, further ones wait. (asyncio's own server tries again and again where no file can be opened.)
+    Without idle ones, one that is still receiving its request is closed, of the address with most of these; while all
+    are at work, new ones wait. (asyncio's own server retries in a loop where no file can be opened.)
     """
     loop, idle, connections = asyncio.get_running_loop(), {}, server.server_state.connections
 
     def protocol() -> Any:
-        made = server.config.http_protocol_class(
+        instance = server.config.http_protocol_class(
             config=server.config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
         )
-        made.idle = idle
-        return made
+        instance.idle = idle
+        return instance
 
     while True:
         try:
-            link, _ = await loop.sock_accept(sock)
+            connection, _ = await loop.sock_accept(sock)
         except OSError as error:  # no more files can be opened, or the client has gone already
             if not isinstance(error, ConnectionError):
                 _log.warning("a connection could not be taken: %s", error.strerror)
                 await asyncio.sleep(REST)
             continue
-        while len(connections) >= most:
-            last = next(iter(idle), None) or _sending(connections)
-            if last is not None:
-                idle.pop(last, None)
-                last.transport.abort()
+        while len(connections) >= max_open:
+            victim = next(iter(idle), None) or _receiving(connections)
+            if victim is not None:
+                idle.pop(victim, None)
+                victim.transport.abort()
                 break
             await asyncio.sleep(POLL)
-        link.setblocking(False)
+        connection.setblocking(False)
         try:
-            await loop.connect_accepted_socket(protocol, link)
+            await loop.connect_accepted_socket(protocol, connection)
         except OSError:
-            link.close()
+            connection.close()
 
 
-def _sending(connections: Iterable[Any]) -> Any:
-    """One of those whose requests are still coming, of the address with most of them; None where there are none."""
-    found = [
-        one for one in connections if one.cycle is not None and one.cycle.more_body and not one.transport.is_closing()
+def _receiving(connections: Iterable[Any]) -> Any:
+    """Return a connection that is receiving its request, of the address with most of these, if there is one."""
+    receiving = [
+        each
+        for each in connections
+        if each.cycle is not None and each.cycle.more_body and not each.transport.is_closing()
     ]
-    counts = collections.Counter(one.client and one.client[0] for one in found)
-    return max(found, key=lambda one: counts[one.client and one.client[0]], default=None)
+    counts = collections.Counter(each.client and each.client[0] for each in receiving)
+    return max(receiving, key=lambda each: counts[each.client and each.client[0]], default=None)
 
 
 def _uvicorn() -> Any:
@@ -217,7 +219,7 @@ def _uvicorn() -> Any:
 
 def _server(uvicorn: Any) -> Any:
     class Server(uvicorn.Server):
-        """Leaves signals to the program."""
+        """Uvicorn server that leaves signals to the program."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -227,13 +229,13 @@ def _server(uvicorn: Any) -> Any:
 
 
 def _protocol(head: int | float, write: int | float) -> Any:
-    """HTTP/1.1 whose connections end where the head of a request does not come in time, or nobody reads the answer."""
+    """Return an HTTP/1.1 protocol whose connections time out while waiting for a request, or for the client to read."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
-        idle: dict[Any, None]  # of all connections those for whose requests is waited, the longest first
-        late: asyncio.TimerHandle | None = None  # while the head of a request is waited for
-        stuck: asyncio.TimerHandle | None = None  # while more is to be sent than is taken
+        idle: dict[Any, None]  # all connections that wait for a request, the longest one first
+        head_timer: asyncio.TimerHandle | None = None  # while waiting for the head of a request
+        write_timer: asyncio.TimerHandle | None = None  # while the client takes less than is sent
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -249,55 +251,55 @@ def _protocol(head: int | float, write: int | float) -> Any:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self.stuck = self.loop.call_later(write, self.transport.abort)
+            self.write_timer = self.loop.call_later(write, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self.stuck = _ended(self.stuck)
+            self.write_timer = _cancel(self.write_timer)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self.late, self.stuck = _ended(self.late), _ended(self.stuck)
+            self.head_timer, self.write_timer = _cancel(self.head_timer), _cancel(self.write_timer)
             self.idle.pop(self, None)
 
         def _watch(self) -> None:
-            at_work = self.cycle is not None and not self.cycle.response_complete
-            if at_work or self.transport.is_closing():
-                self.late = _ended(self.late)
+            busy = self.cycle is not None and not self.cycle.response_complete
+            if busy or self.transport.is_closing():
+                self.head_timer = _cancel(self.head_timer)
                 self.idle.pop(self, None)
-            elif self.late is None:
-                self.late = self.loop.call_later(head, self.transport.close)
+            elif self.head_timer is None:
+                self.head_timer = self.loop.call_later(head, self.transport.close)
                 self.idle[self] = None
 
     return Protocol
 
 
-def _ended(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 
 
 def run_in_thread(**arguments: Any) -> Callable[[], bool]:
-    """`serve` with these arguments in a thread with an event loop of its own; what ends it, and gives what it returns.
+    """Run `serve` with these arguments in a thread; returns a function that stops it, and returns its result.
 
-    It has begun to take requests when this returns; errors before that are raised here.
+    The server takes requests when this returns; earlier errors are raised here.
     """
-    ready, end, found = threading.Event(), threading.Event(), concurrent.futures.Future[bool]()
+    ready, stopping, result = threading.Event(), threading.Event(), concurrent.futures.Future[bool]()
 
     def run() -> None:
         try:
-            found.set_result(asyncio.run(serve(**arguments, asked_to_end=end.is_set, ready=ready.set)))
+            result.set_result(asyncio.run(serve(**arguments, should_stop=stopping.is_set, ready=ready.set)))
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=run, name="server", daemon=True).start()
-    while not (ready.wait(POLL) or found.done()):
+    while not (ready.wait(POLL) or result.done()):
         pass
     if not ready.is_set():
-        found.result()
+        result.result()
 
     def stop() -> bool:
-        end.set()
-        return found.result()
+        stopping.set()
+        return result.result()
 
     return stop

@@ -1,4 +1,4 @@
-"""Responses on their way: whole, or as events, from what an engine tells of the answers to one request."""
+"""Responses in progress: whole or as server-sent events, from the engine's outputs for one request."""
 
 import dataclasses
 import functools
@@ -6,12 +6,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from eqx_decoders.serving.frontend.incremental_json import write
+from eqx_decoders.serving.frontend.json_fields import ApiError
 from eqx_decoders.serving.frontend.structured_output import TokenConstraint
-from eqx_decoders.serving.frontend.threads import SLOW, unless_small
+from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
 from eqx_decoders.serving.http.engine_thread import RequestOutputs
-from eqx_decoders.serving.http.incremental_json import write
-from eqx_decoders.serving.http.json_fields import ApiError
-from eqx_decoders.serving.http.metrics import Clock
+from eqx_decoders.serving.http.metrics import RequestTimer
 from eqx_decoders.serving.http.protocol import GenerationRequest
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, ResponseBuilder, Usage
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("eqx_decoders.serving")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpResponse:
-    """A whole response."""
+    """Complete HTTP response."""
 
     content: bytes
     status: int = 200
@@ -35,7 +35,7 @@ class HttpResponse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EventStream:
-    """A response that is sent piece by piece. Whoever sends it calls `close` afterwards, whatever has happened."""
+    """Response that is sent piece by piece. The sender calls `close` afterwards in any case."""
 
     content: AsyncIterator[bytes]
     close: Callable[[], None]
@@ -43,61 +43,62 @@ class EventStream:
 
 @dataclasses.dataclass(kw_only=True)
 class PendingResponse:
-    """The answers to one request on their way."""
+    """Answers to one request in progress."""
 
-    asked: GenerationRequest
-    shape: ResponseBuilder
-    answers: RequestOutputs
+    request: GenerationRequest
+    builder: ResponseBuilder
+    outputs: RequestOutputs
     choices: list[Choice]
-    clocks: list[Clock]
+    timers: list[RequestTimer]
     prompts: list[tuple[int, ...]]  # of each choice
     constraints: Sequence[TokenConstraint | None]
     stop_ids: Sequence[int]
 
     @property
     def usage(self) -> Usage:
-        """The prompts count once, also where there are several answers to each."""
-        own = range(0, len(self.choices), self.asked.n)
+        """Token usage; each prompt counts once, also with several answers to it."""
+        first_choices = range(0, len(self.choices), self.request.n)
         return Usage(
-            prompt=sum(len(self.prompts[number]) for number in own),
+            prompt=sum(len(self.prompts[index]) for index in first_choices),
             answers=sum(choice.count for choice in self.choices),
-            cached=sum(self.choices[number].cached for number in own),
+            cached=sum(self.choices[index].cached for index in first_choices),
         )
 
     async def whole(self) -> HttpResponse:
-        """The whole response."""
-        gathered = [CollectedDeltas() for _ in self.choices]
+        """Return the complete response."""
+        collected = [CollectedDeltas() for _ in self.choices]
         try:
-            async for number, piece in self._pieces():
-                gathered[number].add(piece)
+            async for index, delta in self._deltas():
+                collected[index].add(delta)
         finally:
             self.close()
-        whole = [one.whole() for one in gathered]
-        prompts = dict(enumerate(self.prompts)) if self.asked.return_token_ids else {}
-        size = sum(self._weight(piece) for piece in whole) + sum(map(len, prompts.values()))
-        return await unless_small(size, lambda: HttpResponse.json(self.shape.whole(whole, self.usage, prompts)))
+        deltas = [each.whole() for each in collected]
+        prompts = dict(enumerate(self.prompts)) if self.request.return_token_ids else {}
+        size = sum(self._json_size(delta) for delta in deltas) + sum(map(len, prompts.values()))
+        build = functools.partial(self.builder.whole, deltas, self.usage, prompts)
+        return await run_in_worker_if_large(size, lambda: HttpResponse.json(build()))
 
-    def _weight(self, piece: Delta) -> int:
-        """How many numbers and letters the JSON of a piece has, about."""
-        return len(piece.tokens) + len(piece.text) // 8 + len(piece.scores) * (1 + (self.asked.logprobs or 0))
+    def _json_size(self, delta: Delta) -> int:
+        """Estimate the numbers and characters in the JSON of a delta."""
+        return len(delta.tokens) + len(delta.text) // 8 + len(delta.scores) * (1 + (self.request.logprobs or 0))
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
-        asked, shape, begun = self.asked, self.shape, set[int]()
+        """Yield server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
+        request, builder, started = self.request, self.builder, set[int]()
         try:
-            for number in range(len(self.choices)):
-                first = shape.first(number)
+            for index in range(len(self.choices)):
+                first = builder.first(index)
                 if first is not None:
                     yield event(first)
-            async for number, piece in self._pieces():
-                if not piece.empty:
-                    prompt = None if number in begun else self.prompts[number]
-                    size = self._weight(piece) + len(prompt or ())
-                    made = functools.partial(_chunk, shape, number, piece, prompt)
-                    yield await unless_small(size, made)
-                    begun.add(number)
-            if asked.include_usage:
-                yield event(shape.last(self.usage))
+            async for index, delta in self._deltas():
+                if not delta.empty:
+                    prompt = None if index in started else self.prompts[index]
+                    size = self._json_size(delta) + len(prompt or ())
+                    make_event = functools.partial(_chunk, builder, index, delta, prompt)
+                    yield await run_in_worker_if_large(size, make_event)
+                    started.add(index)
+            if request.include_usage:
+                yield event(builder.last(self.usage))
         except ApiError as error:
             yield event(error.body)
         except Exception:
@@ -105,43 +106,43 @@ class PendingResponse:
             yield event(ApiError(500, "The server could not answer this request.").body)
         yield b"data: [DONE]\n\n"
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, Delta]]:
-        async for number, update in self.answers:
-            choice, clock = self.choices[number], self.clocks[number]
+    async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        async for index, output in self.outputs:
+            choice, timer = self.choices[index], self.timers[index]
             try:
-                take = functools.partial(choice.take, update)
-                piece = await unless_small(SLOW * len(update.prompt_scores), take)
+                take = functools.partial(choice.take, output)
+                delta = await run_in_worker_if_large(SLOW * len(output.prompt_scores), take)
             except ApiError as error:
-                clock.ended("error" if error.status == 500 else "abort")
+                timer.ended("error" if error.status == 500 else "abort")
                 choice.finished = True
                 raise
-            clock.tokens(len(update.tokens), update.queue_seconds)
+            timer.tokens(len(output.tokens), output.queue_seconds)
             if choice.finished:
-                self.answers.cancel(number)
-                clock.ended(piece.finish or "stop")
-                _check_form(self.constraints[number], piece, self.stop_ids)
-            yield number, piece
+                self.outputs.cancel(index)
+                timer.ended(delta.finish or "stop")
+                _check_grammar(self.constraints[index], delta, self.stop_ids)
+            yield index, delta
 
     def close(self) -> None:
-        """Nobody waits any more: what is not complete is cancelled."""
-        self.answers.close()
-        for choice, clock in zip(self.choices, self.clocks, strict=True):
+        """Cancel incomplete answers, for which nobody waits any more."""
+        self.outputs.close()
+        for choice, timer in zip(self.choices, self.timers, strict=True):
             if not choice.finished:
                 choice.finished = True
-                clock.ended("abort")
+                timer.ended("abort")
 
 
-def _check_form(constraint: TokenConstraint | None, piece: Delta, stop_ids: Sequence[int]) -> None:
-    """ApiError for an answer that had to end before it had the form that was asked for."""
-    ended = constraint is not None and piece.finish == "stop" and piece.tokens and piece.tokens[-1] in stop_ids
+def _check_grammar(constraint: TokenConstraint | None, delta: Delta, stop_ids: Sequence[int]) -> None:
+    """Raise ApiError for an answer that ended before it matched its grammar."""
+    ended = constraint is not None and delta.finish == "stop" and delta.tokens and delta.tokens[-1] in stop_ids
     if ended and constraint is not None and constraint.error:
         raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
 
 
-def _chunk(shape: ResponseBuilder, number: int, piece: Delta, prompt: Sequence[int] | None) -> bytes:
-    return event(shape.chunk(number, piece, prompt))
+def _chunk(builder: ResponseBuilder, index: int, delta: Delta, prompt: Sequence[int] | None) -> bytes:
+    return event(builder.chunk(index, delta, prompt))
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event."""
+    """Write a server-sent event."""
     return b"data: " + write(value) + b"\n\n"

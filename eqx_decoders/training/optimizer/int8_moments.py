@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32, Int32, PRNGKeyArray, Shaped
 
 
 class EightBits(NamedTuple):
-    """`x = sign(c) largest (c / C)^2`, C being 127, or 255 where nothing is negative.
+    """Codes of a moment in 8 bits: `x = sign(c) largest (c / C)^2`, C being 127, or 255 where nothing is negative.
 
     Squares reach further down than equal steps do: to 1/16129 of the largest of a row, or 1/65025.
     """
@@ -18,18 +18,18 @@ class EightBits(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """The state of an optimizer that draws, and how many steps it has made, from which it draws."""
+    """The state of an optimizer that rounds at random, and the number of its steps, from which it draws."""
 
     steps: Int32[Array, ""]
     state: Any
 
 
 def to_eight_bits(x: Float32[Array, "*shape"], key: PRNGKeyArray, *, positive: bool) -> EightBits:
-    """The moment, each number rounded up or down by chance, so that its mean is exact.
+    """Round each number of a moment up or down by chance, so that its mean is exact.
 
     Rounded to the nearest, a moment would stay where it is: what a step adds is less than half of what lies between two
-    codes. `positive` says that it is a second moment: its root is kept, and no number above 0 becomes 0, by which the
-    first moment would be divided.
+    codes. `positive` is for a second moment: its root is stored, and no number above 0 becomes 0, by which the first
+    moment would be divided.
     """
     levels = 255 if positive else 127
     size = jnp.sqrt(x) if positive else jnp.abs(x)
@@ -46,12 +46,12 @@ def to_eight_bits(x: Float32[Array, "*shape"], key: PRNGKeyArray, *, positive: b
 
 
 def from_eight_bits(moment: EightBits) -> Float32[Array, "*shape"]:
-    """The moment in float32."""
+    """Return the moment in float32."""
     codes, positive = moment.codes.astype(jnp.float32), moment.codes.dtype == jnp.uint8
     size = moment.largest * jnp.square(codes / (255 if positive else 127))
     return jnp.square(size) if positive else jnp.sign(codes) * size
 
 
 def is_eight_bits(node: Any) -> bool:
-    """Whether a node of a tree is such a moment."""
+    """Return whether a node of a tree is a moment in 8 bits."""
     return isinstance(node, EightBits)

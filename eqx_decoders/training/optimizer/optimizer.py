@@ -1,4 +1,4 @@
-"""Optimizers and schedules from optax, and which weights they move, chosen by patterns on the weights' paths."""
+"""Optimizers and schedules from optax, and the weights that they move, chosen by patterns on the weights' paths."""
 
 import dataclasses
 import fnmatch
@@ -35,7 +35,7 @@ _READERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How weights are moved."""
+    """Settings of the optimizer and of its learning rate."""
 
     name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
     """Optimizer; muon moves matrices inside the blocks, AdamW the rest."""
@@ -80,14 +80,14 @@ class OptimizerConfig:
     """Patterns of weights' paths whose learning rate, and with it their decay, is multiplied by a factor, such as
     '*.mlp.*=2'; the first that matches counts."""
     moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """adamw, lion, muon: dtype in which moments are kept; all is computed in float32. In bfloat16 a moment whose decay
+    """adamw, lion, muon: dtype of the moments; all is computed in float32. In bfloat16 a moment whose decay
     is above 0.996 can't follow: what it gains is below half a unit. In int8 it can: numbers are rounded by chance, with
     one scale for each row."""
     shard_over_data: bool = False
     """Split the state (moments, running means) over the copies of the weights along `mesh.data`, too (ZeRO-1): each
     updates its part, and the new weights are gathered. Checkpoints are the same with and without."""
     ema_decay: float | None = None
-    """Decay of a running mean of the weights, kept in float32 from their first values on, with which evaluations,
+    """Decay of a running mean of the weights, in float32 from their first values on, with which evaluations,
     samples and exports are made; None: none."""
 
     def __post_init__(self):
@@ -124,7 +124,7 @@ class OptimizerConfig:
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
-    """The learning rate at each of `steps` steps: a linear warm-up, then the named course down to `min_lr_ratio`."""
+    """Make the learning rate of `steps` steps: a linear warm-up, then the named course down to `min_lr_ratio`."""
     peak, final = config.learning_rate, config.learning_rate * config.min_lr_ratio
     warmup = min(1000, steps // 10) if config.warmup_steps is None else config.warmup_steps
     check(
@@ -147,7 +147,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
 
 
 def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """optax joins Python floats and integer counts, which JAX refuses where strict promotion is switched on."""
+    """Allow a function of optax to join Python floats and integer counts, which strict promotion refuses."""
 
     def call(*args):
         with jax.numpy_dtype_promotion("standard"):
@@ -157,14 +157,14 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
-    """The optimizer for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work.
+    """Make the optimizer of a flat dictionary of weights by path, with the axes `words`. It does not clip.
 
-    It computes in float32, whatever the weights and its moments are kept in, and so are the updates it gives.
+    It computes in float32, whatever the dtypes of weights and moments are, and its updates are in float32.
     """
     optimizer, factors = _transformation(config, words, steps), _factors(config, words)
 
     def moments(state, dtype):
-        """Those leaves of the state that belong to a weight: others are counters and constants."""
+        """Cast the leaves of the state that belong to a weight; others are counters and constants."""
 
         def cast(path, leaf):
             return leaf.astype(dtype) if path_name(path).endswith(owners) and leaf.dtype in halves else leaf
@@ -191,7 +191,7 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
 def _in_eight_bits(
     optimizer: optax.GradientTransformation, owners: tuple[str, ...], factors: Mapping[str, float]
 ) -> optax.GradientTransformation:
-    """The optimizer with its moments in 8 bits between steps."""
+    """Wrap the optimizer so that its moments are in 8 bits between steps."""
 
     def packed(state, steps):
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), steps)
@@ -224,12 +224,12 @@ def _in_eight_bits(
 
 
 def widened(x: Any) -> Any:
-    """The array in float32, or wider if it is."""
+    """Return the array in float32, or in its dtype if that is wider."""
     return x.astype(np.promote_types(x.dtype, np.float32))
 
 
 def _factors(config: OptimizerConfig, words: Mapping[str, Axes]) -> dict[str, float]:
-    """What multiplies the update of each weight."""
+    """Return the factor of the learning rate of each weight."""
     factors = dict.fromkeys(words, 1.0)
     for pattern, factor in reversed(config.lr_multipliers):
         factors |= dict.fromkeys(matching(words, (pattern,), "OptimizerConfig.lr_multipliers"), factor)
@@ -274,7 +274,7 @@ def _transformation(config: OptimizerConfig, words: Mapping[str, Axes], steps: i
 
 
 def muon_dimensions(words: Axes) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes of a weight are the rows and the columns of its matrix; the rest are so many matrices.
+    """Return which axes of a weight are the rows and the columns of its matrix; all others number the matrices.
 
     `layers embed heads head_dim` is, for each layer, a matrix from `embed` to `heads x head_dim`. Tables, output heads,
     norms and biases are none.

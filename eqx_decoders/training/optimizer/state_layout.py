@@ -1,4 +1,4 @@
-"""Where what belongs to a trainable weight lives: its gradient, its optimizer's state, its running mean."""
+"""Shardings of everything that belongs to a trainable weight: gradient, optimizer's state, running mean."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from eqx_decoders.training.optimizer.int8_moments import EightBits
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Beside its weight, or in parts over the copies of the weight (ZeRO-1), or in the memory of the host.
+    """Shardings of states and means: with their weight, split over its copies (ZeRO-1), or in the host's memory.
 
     **Arguments:**
 
@@ -33,7 +33,7 @@ class StateLayout:
 
     @functools.cached_property
     def weights(self) -> dict[str, Any]:
-        """The trainable weights by path."""
+        """Return the trainable weights by path."""
         return self._trainable(self.model)
 
     @property
@@ -48,54 +48,60 @@ class StateLayout:
         return {name: leaf for name, leaf in named_leaves(tree).items() if name in self.trainable}
 
     def shardings(self) -> dict[str, Sharding]:
-        """Where the state and the mean of each weight live."""
+        """Return the shardings of the state and the mean of each weight."""
         if not self.over_data and self._layout.offload == Offload():
             return {name: leaf.sharding for name, leaf in self.weights.items()}
         return self._trainable(self._layout.state_shardings(self.model, over_data=self.over_data))
 
-    def place(self, path: tuple[Any, ...], leaf: Any, places: Mapping[str, Any]) -> Any:
-        """Of `places` that of a leaf of the optimizer's state, or of a dictionary of weights: of the weight of its
-        shape to which it belongs, or, with one number for each row, of its rows. None for what belongs to none."""
+    def place(self, path: tuple[Any, ...], leaf: Any, shardings: Mapping[str, Any]) -> Any:
+        """Return the sharding of a leaf of the optimizer's state, or of a dictionary of weights.
+
+        A leaf of the shape of its weight is sharded like it in `shardings`; one with a number for each row, like its
+        rows. None for a leaf that belongs to no weight.
+        """
         *_, last = path
         part = last.name if isinstance(last, jax.tree_util.GetAttrKey) else None
         name = path_name(path[:-1] if part in EightBits._fields else path)
-        owner = next((owner for owner in places if name == owner or name.endswith(f".{owner}")), None)
+        owner = next((owner for owner in shardings if name == owner or name.endswith(f".{owner}")), None)
         if owner is None:
             return None
-        shape, place = self.weights[owner].shape, places[owner]
+        shape, sharding = self.weights[owner].shape, shardings[owner]
         if leaf.shape == shape:
-            return place
+            return sharding
         if part != "largest" or leaf.shape != (*shape[:-1], 1):
             return None
-        return place.update(spec=PartitionSpec(*place.spec[:-1], None)) if isinstance(place, NamedSharding) else place
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        return sharding.update(spec=PartitionSpec(*sharding.spec[:-1], None))
 
     def in_parts(self, tree: PyTree) -> PyTree:
-        """Tell XLA to keep what belongs to a weight as its state is kept, if that is split over `data`."""
+        """Tell XLA to split gradients or weights as their states are, if those are split over `data`."""
         if not self._in_parts:
             return tree
-        places = self._trainable(self._layout.on_device.state_shardings(self.model, over_data=True))
+        shardings = self._trainable(self._layout.on_device.state_shardings(self.model, over_data=True))
 
         def one(path, leaf):
-            place = self.place(path, leaf, places)
+            sharding = self.place(path, leaf, shardings)
             # what is on the host stays where it is
-            return leaf if place is None or is_on_host(leaf) else jax.lax.with_sharding_constraint(leaf, place)
+            keep = sharding is None or is_on_host(leaf)
+            return leaf if keep else jax.lax.with_sharding_constraint(leaf, sharding)
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def gathered(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Tell XLA to give each device the new weights that it had before, in their own dtype."""
+        """Tell XLA to gather the new weights as they were before the step, in their own dtype."""
         if not self._in_parts:
             return weights
-        places, whole = self._trainable(self._layout.on_device.shardings(self.model)), self.weights
+        shardings, whole = self._trainable(self._layout.on_device.shardings(self.model)), self.weights
         return {  # a layer alone is not constrained
-            name: jax.lax.with_sharding_constraint(leaf, places[name]) if leaf.shape == whole[name].shape else leaf
+            name: jax.lax.with_sharding_constraint(leaf, shardings[name]) if leaf.shape == whole[name].shape else leaf
             for name, leaf in weights.items()
         }
 
     def streamed(self) -> dict[int, tuple[str, ...]]:
-        """By a number of layers the weights that are moved one layer at a time: those with anything on the host."""
-        words, found = axes(self.model), {}
+        """Return the weights that are moved one layer at a time, by their number of layers."""
+        words, groups = axes(self.model), {}
         for name, leaf in self.weights.items():
             if any(self._layout.offload.holds(field, name, words[name]) for field in ("weights", "optimizer")):
-                found[leaf.shape[0]] = (*found.get(leaf.shape[0], ()), name)
-        return found
+                groups[leaf.shape[0]] = (*groups.get(leaf.shape[0], ()), name)
+        return groups

@@ -1,4 +1,4 @@
-"""Some of what a run is trained on, for people: its first documents, with the targets marked, and how much there is."""
+"""Preview of the data of a run, for people: its first documents, with the targets marked, and the counts."""
 
 import collections
 import dataclasses
@@ -10,55 +10,58 @@ from pathlib import Path
 import numpy as np
 
 from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
-from eqx_decoders.data.sources.documents import FILES, referred
-from eqx_decoders.data.store.token_store import TRAIN, TokenStore, is_made
+from eqx_decoders.data.sources.documents import FILES, parse_reference
+from eqx_decoders.data.store.open_store import is_made
+from eqx_decoders.data.store.token_store import TRAIN, TokenStore
 from eqx_decoders.data.store.tokenization import Recipe
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.media_eval import placeholders, with_images
-from eqx_decoders.training.run.run_directory import SOURCE, is_begun, resume_settings, run_config, run_template
+from eqx_decoders.training.run.resume_run import resume_settings
+from eqx_decoders.training.run.run_directory import SOURCE, has_started, run_template
+from eqx_decoders.training.run.run_model import run_config
 
 
 SHOWN, TOKENS = 3, 400  # documents, and tokens of each
 MOST, BYTES = 1000, 1 << 22  # documents that are read where there are no tokens yet, and bytes for a tokenizer
-MARKS = {True: ("\x1b[32m", "\x1b[0m"), False: ("⟦", "⟧")}  # around targets, with colours and without
+MARKS = {True: ("\x1b[32m", "\x1b[0m"), False: ("⟦", "⟧")}  # around targets, with colors and without
 
 
-def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
-    """The first training documents as text, the targets in green or in ⟦brackets⟧, and the counts.
+def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
+    """Return the first training documents as text, the targets in green or in ⟦brackets⟧, and the counts.
 
-    A run's own tokens are used where it has them. Otherwise the first thousand documents are tokenised, and counted.
+    A run's own tokens are used where it has them. Otherwise the first thousand documents are tokenized, and counted.
     """
     settings, _ = resume_settings(settings, settings.run_dir)
     run = Path(settings.run_dir)
     source = run / SOURCE
-    if settings.init_from is not None and not (source.exists() and is_begun(run)):
+    if settings.init_from is not None and not (source.exists() and has_started(run)):
         source = resolve(settings.init_from).path
     config = read_config(source)[0] if source.exists() else run_config(settings, run)
     data, reader = with_images(settings.dataset, config, source)
     tokenizer, template = _tokenizer_and_template(dataclasses.replace(settings, dataset=data), source, config)
     template = written_by(data, template, tokenizer)
     recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run / "data").values()
-    made = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
+    tokenized = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
     parts = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder, most = (run / "data", None) if made else (scratch, MOST)
+        folder, most = (run / "data", None) if tokenized else (scratch, MOST)
         for name, store in open_tokens(data, tokenizer, folder, template=template, media=reader, most=most).items():
             chosen = itertools.islice(_documents(store), SHOWN)
             parts += [f"=== {name} ==="] * bool(name)
-            parts += [_document(store, tokenizer, document, config, MARKS[colours]) for document in chosen]
-            parts.append(_counts(store, data.seq_len, None if made else MOST))
+            parts += [_document(store, tokenizer, document, config, MARKS[color]) for document in chosen]
+            parts.append(_counts(store, data.seq_len, None if tokenized else MOST))
         return "\n\n".join(parts)
 
 
 def _tokenizer_and_template(
     settings: TrainConfig, source: Path, config: DecoderConfig
 ) -> tuple[Tokenizer, ChatTemplate | None]:
-    """Those of the run, or those that it would be begun with; a new BPE is made of less text."""
+    """Load those of the run, or those of a new run; a new BPE is trained on less text."""
     run = Path(settings.run_dir)
     if (run / "tokenizer").exists():
         return load_tokenizer(run / "tokenizer"), run_template(settings, run)
@@ -77,7 +80,7 @@ def _tokenizer_and_template(
 
 
 def _documents(store: TokenStore) -> Iterator[int]:
-    """The documents that are trained on."""
+    """Yield the numbers of the documents that are trained on."""
     for start, stop in store.ranges():
         yield from (start + np.flatnonzero(~store.is_held_out(start, stop))).tolist()
 
@@ -93,7 +96,8 @@ def _document(
             break
         first = int(part[0])
         if seen[first] >= 0:  # together they count as one
-            letters, part_left = f"<{len(part):,} tokens of a {_kinds(config)[int(seen[first])]}>", 1
+            kind = _kinds(config)[int(seen[first])]
+            letters, part_left = f"<{len(part):,} tokens of a{'n' * (kind[0] in 'aeiou')} {kind}>", 1
         else:
             part = part[:left]
             letters, part_left = _letters(tokenizer, tokens[part]), len(part)
@@ -105,26 +109,26 @@ def _document(
 
 
 def _letters(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
-    """Nothing that a terminal obeys is among them."""
+    """Decode tokens, with all characters replaced that control a terminal."""
     letters = tokenizer.decode(tokens, **({"special": True} if isinstance(tokenizer, JsonTokenizer) else {}))
     return "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in letters)
 
 
 def _kinds(config: DecoderConfig) -> dict[int, str]:
-    """What each placeholder stands for."""
+    """Return the kind of file of each placeholder."""
     media = config.media
     tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
     return {token: word for token, word in zip(tokens, FILES.values(), strict=False) if token is not None}
 
 
 def _file_counts(references: Iterable[str]) -> list[str]:
-    """`3 images`, `1 video` and so on."""
-    found = collections.Counter(referred(one)[0] for one in references)
-    return [f"{count:,} {word}{'s' * (count > 1)}" for word, count in found.items()]
+    """Count the kinds of files: `3 images`, `1 video` and so on."""
+    counts = collections.Counter(parse_reference(one)[0] for one in references)
+    return [f"{count:,} {word}{'s' * (count > 1)}" for word, count in counts.items()]
 
 
 def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
-    """How much there is, in a store of `most` documents (None: of all), those of held-out data of its own left out."""
+    """Describe the size of a store of `most` documents (None: of all), without its held-out documents."""
     counts, read = store.counts("train"), store.documents_of(TRAIN)
     share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
     first = f", of the first {read:,}" * (most is not None and read >= most)

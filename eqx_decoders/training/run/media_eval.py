@@ -1,4 +1,4 @@
-"""What a training run does for a model that sees: its data, and what it answers in the end."""
+"""Data and held-out questions of a run with images, videos or audio."""
 
 import dataclasses
 import itertools
@@ -10,40 +10,42 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eqx_decoders.core.sampling import Greedy
-from eqx_decoders.data.dataset import DataConfig
-from eqx_decoders.data.media_documents import MediaReader, ProcessorReader, SyntheticReader
-from eqx_decoders.data.sources.documents import referred
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.media_documents import ProcessorReader, SyntheticReader
+from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.data.sources.documents import parse_reference
 from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.data.synthetic_images import write_questions
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.inference.generation import generate
 from eqx_decoders.io.atomic_files import cache_directory
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.training.run.plots import plot_answers
 
 
 IMAGES = 60_000  # of the data that a model gets if it sees, and none are given
-ASKED = 256  # held-out questions that are answered in the end
+QUESTIONS = 256  # held-out questions that are answered in the end
 
 
 def placeholders(config: DecoderConfig) -> tuple[int, ...]:
-    """The ids of placeholders: a tokenizer that is trained here has none that is as large."""
+    """Return the ids of placeholders; they bound the size of a new tokenizer."""
     media = config.media
     tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
     return tuple(token for token in tokens if token is not None)
 
 
 def with_images(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[DataConfig, MediaReader | None]:
-    """The data of a run, and what reads their files; a new model that sees, and is given none, gets drawn images.
+    """Return the data of a run and the reader of their files; a new vision model without data gets drawn images.
 
     `source` is the directory with the processor of the model that the run starts from, if there is one.
     """
-    media, own = config.media, placeholders(config)
-    if media is None or not own:
+    media, marks = config.media, placeholders(config)
+    if media is None or not marks:
         return data, None
     if source.is_dir():
-        return data, ProcessorReader(str(source), own[0])
+        return data, ProcessorReader(str(source), marks[0])
     if data.path is not None or media.vision is None or media.image_token is None:
         return data, None
     reader = SyntheticReader.of(config)
@@ -52,7 +54,7 @@ def with_images(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[
 
 
 class Question(NamedTuple):
-    """A held-out document up to what is said behind its last image, video or audio, and that.
+    """A held-out document, cut behind its last image, video or audio and before the answer.
 
     **Arguments:**
 
@@ -68,7 +70,7 @@ class Question(NamedTuple):
     def of(
         cls, tokens: np.ndarray, targets: np.ndarray, references: tuple[str, ...], marks: Sequence[int]
     ) -> "Question | None":
-        """That of a document with `marks` as placeholders; None if nothing behind them is trained on."""
+        """Cut a document with `marks` as placeholders; None if nothing behind them is trained on."""
         behind = int(np.flatnonzero(np.isin(tokens, marks))[-1]) + 1
         if not targets[behind:].any():
             return None
@@ -80,12 +82,12 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AnsweredQuestion:
-    """A held-out question about images, and what was said.
+    """A held-out question about images, and the model's answer.
 
     **Arguments:**
 
     - `references`: of the images, videos and audio.
-    - `question`, `answer`, `said`: in words.
+    - `question`, `answer`, `said`: in words; `said` is the model's.
     """
 
     references: tuple[str, ...]
@@ -95,12 +97,12 @@ class AnsweredQuestion:
 
     @property
     def name(self) -> str:
-        """Those of the files."""
-        return ", ".join(Path(referred(one)[1]).name for one in self.references)
+        """Return the names of the files."""
+        return ", ".join(Path(parse_reference(one)[1]).name for one in self.references)
 
     @property
     def right(self) -> bool:
-        """Whether both are the same."""
+        """Return whether the model gave the expected answer."""
         return self.said == self.answer
 
 
@@ -112,29 +114,29 @@ def answers(
     *,
     most_new: int,
     at_once: int,
-    most: int = ASKED,
+    most: int = QUESTIONS,
 ) -> list[AnsweredQuestion]:
-    """What the model says, greedily, to the first held-out questions about images; none where there are none.
+    """Answer the first held-out questions about images greedily; the list is empty where there are none.
 
     **Arguments:**
 
     - `stores`: the tokens of the held-out sets.
-    - `most_new`: tokens of an answer: of a longer one only the first are asked for and compared.
+    - `most_new`: tokens of an answer: of a longer one only the first are generated and compared.
     - `at_once`: tokens, with those of the answers, that are computed together.
-    - `most`: how many questions.
+    - `most`: number of questions.
     """
     marks = placeholders(model.config)
-    asked = list(itertools.islice(_questions(stores, marks), most))
-    asked = [one._replace(answer=one.answer[:most_new]) for one in asked]
+    questions = list(itertools.islice(_questions(stores, marks), most))
+    questions = [one._replace(answer=one.answer[:most_new]) for one in questions]
     left_out = {*marks, tokenizer.eos_id, tokenizer.bos_id}
 
     def text(tokens: np.ndarray) -> str:
         return tokenizer.decode([int(token) for token in tokens if int(token) not in left_out]).strip()
 
-    said = _said(model, reader, asked, tokenizer.eos_id, at_once)
+    generated = _generate_answers(model, reader, questions, tokenizer.eos_id, at_once)
     return [
-        AnsweredQuestion(one.references, text(one.prompt), text(one.answer), text(made))
-        for one, made in zip(asked, said, strict=True)
+        AnsweredQuestion(one.references, text(one.prompt), text(one.answer), text(tokens))
+        for one, tokens in zip(questions, generated, strict=True)
     ]
 
 
@@ -143,24 +145,24 @@ def _questions(stores: Iterable[TokenStore], marks: Sequence[int]) -> Iterator[Q
         for start, stop in store.ranges():
             for document in start + np.flatnonzero(store.is_held_out(start, stop) & store.has_media(start, stop)):
                 tokens, targets = np.asarray(store[document]), np.asarray(store.targets(document))
-                found = Question.of(tokens, targets, store.media(document), marks)
-                if found is not None:
-                    yield found
+                question = Question.of(tokens, targets, store.media(document), marks)
+                if question is not None:
+                    yield question
 
 
-def _said(
-    model: Decoder, reader: MediaReader, asked: Sequence[Question], eos: int | None, at_once: int
+def _generate_answers(
+    model: Decoder, reader: MediaReader, questions: Sequence[Question], eos: int | None, at_once: int
 ) -> Iterator[np.ndarray]:
-    """The tokens of each answer, made for as many questions at a time as `at_once` allows."""
-    if not asked:
+    """Generate the tokens of each answer, for as many questions at a time as `at_once` allows."""
+    if not questions:
         return
-    width, new = (max(len(one[part]) for one in asked) for part in (1, 2))
-    count = min(len(asked), max(1, at_once // (width + new)))
-    ends = {int(one.answer[-1]) for one in asked}
+    width, new = (max(len(one[part]) for one in questions) for part in (1, 2))
+    count = min(len(questions), max(1, at_once // (width + new)))
+    ends = {int(one.answer[-1]) for one in questions}
     stops = tuple(ends) if len(ends) == 1 else () if eos is None else (eos,)
     options: dict[str, Any] = dict(max_new_tokens=new, sampler=Greedy(), stop_ids=stops, pad_id=(*stops, 0)[0])
-    for start in range(0, len(asked), count):
-        some = [*asked[start : start + count]]
+    for start in range(0, len(questions), count):
+        some = [*questions[start : start + count]]
         some += some[:1] * (count - len(some))  # so that all are one program
         rows = np.zeros((count, width), np.int32)
         for row, one in zip(rows, some, strict=True):
@@ -168,33 +170,35 @@ def _said(
         references = [reference for one in some for reference in one.references]
         media = Media.create(model.config, rows, **reader.arrays(references))
         lengths = np.asarray([len(one.prompt) for one in some], np.int32)
-        made = np.asarray(generate(model, rows, prompt_lengths=lengths, media=media, **options))
-        yield from itertools.starmap(_ended, zip(made, asked[start : start + count], strict=False))
+        tokens = np.asarray(generate(model, rows, prompt_lengths=lengths, media=media, **options))
+        yield from itertools.starmap(_cut_answer, zip(tokens, questions[start : start + count], strict=False))
 
 
-def _ended(made: np.ndarray, one: Question) -> np.ndarray:
-    """What was said up to where the answer is, or else where something ends as it does."""
-    if np.array_equal(made[: len(one.answer)], one.answer):
+def _cut_answer(tokens: np.ndarray, one: Question) -> np.ndarray:
+    """Cut generated tokens at the end of the expected answer, or at the first token with which answers end."""
+    if np.array_equal(tokens[: len(one.answer)], one.answer):
         return one.answer
-    ends = np.flatnonzero(made == one.answer[-1])
-    return made[: int(ends[0]) + 1] if len(ends) else made
+    ends = np.flatnonzero(tokens == one.answer[-1])
+    return tokens[: int(ends[0]) + 1] if len(ends) else tokens
 
 
-def draw_answers(reader: MediaReader, found: Sequence[AnsweredQuestion], out_png: Path) -> None:
-    """Draw the last image of each under its question and what was said; videos and audio are left out."""
-    drawn = ((map(reader.pixels, reversed(one.references)), one) for one in found)
-    seen = ((next((each for each in pixels if each is not None), None), one) for pixels, one in drawn)
-    shown = [(pixels, one) for pixels, one in seen if pixels is not None]
+def draw_answers(reader: MediaReader, answered: Sequence[AnsweredQuestion], out_png: Path) -> None:
+    """Draw the last image of each question under its text and the answer; videos and audio are left out."""
+    drawn = ((map(reader.pixels, reversed(one.references)), one) for one in answered)
+    images = ((next((each for each in pixels if each is not None), None), one) for pixels, one in drawn)
+    shown = [(pixels, one) for pixels, one in images if pixels is not None]
     if shown:
         titles = ["\n".join(textwrap.shorten(words, 48) for words in (one.question, one.said)) for _, one in shown]
         plot_answers([pixels for pixels, _ in shown], titles, [one.right for _, one in shown], out_png)
 
 
-def describe_answers(found: Sequence[AnsweredQuestion]) -> str:
-    """How many are right, and one of each; there is at least one."""
-    right = [one for one in found if one.right]
-    wrong = [one for one in found if not one.right]
-    lines = [f"held-out images: {len(right)} of {len(found)} answers exact ({100 * len(right) / len(found):.1f} %)"]
+def describe_answers(answered: Sequence[AnsweredQuestion]) -> str:
+    """Describe the share of right answers, with an example of a right and a wrong one; there is at least one."""
+    right = [one for one in answered if one.right]
+    wrong = [one for one in answered if not one.right]
+    lines = [
+        f"held-out images: {len(right)} of {len(answered)} answers exact ({100 * len(right) / len(answered):.1f} %)"
+    ]
     lines += [f"{one.name} {one.question} {one.said!r}" for one in right[:1]]
     lines += [f"{one.name} {one.question} {one.said!r}, not {one.answer!r}" for one in wrong[:1]]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, where the metrics of a run go in any case."""
+"""`metrics.jsonl`, the file of metrics that every run has."""
 
 import io
 import json
@@ -53,7 +53,7 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[MetricsRow]:
-    """The rows of a metrics file; lines that are no JSON object (cut short by a kill) are left out."""
+    """Read the rows of a metrics file; lines that are no JSON object (cut short by a kill) are left out."""
     return [row for _, row in _lines(Path(path)) if row is not None]
 
 
@@ -73,9 +73,9 @@ def _drop_from(start: int, path: Path) -> None:
         return
     lines = list(_lines(path))
     steps = [None if row is None else row.get("step", -1) for _, row in lines]
-    kept = [line for (line, _), step in zip(lines, steps, strict=True) if isinstance(step, int) and step < start]
-    if len(kept) < len(lines):
-        write_atomically(path, b"".join(kept))
+    valid = [line for (line, _), step in zip(lines, steps, strict=True) if isinstance(step, int) and step < start]
+    if len(valid) < len(lines):
+        write_atomically(path, b"".join(valid))
 
 
 def _to_json(value: Any) -> Any:

@@ -11,7 +11,7 @@ from eqx_decoders.training.run.metrics import MetricsRow, read_metrics
 
 
 def _figure(width: int | float, height: int | float) -> tuple[Any, Callable[[str | Path], None]]:
-    """An empty figure, and a function that writes it."""
+    """Return an empty figure, and a function that writes it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, no global state
         from matplotlib.figure import Figure
@@ -83,7 +83,7 @@ def _series(rows: list[MetricsRow], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_train(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
-    """Many steps are noisy: they become pale, under their running mean."""
+    """Draw the training loss; many noisy steps become pale, under their running mean."""
     finite = np.isfinite(losses)
     if finite.sum() < 100:
         axes.plot(steps, losses, ".-" if len(steps) < 20 else "-", color="C0", linewidth=1.4, label="training loss")

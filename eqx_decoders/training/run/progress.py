@@ -1,4 +1,4 @@
-"""How far a run is: a bar of rich on a terminal, lines of text anywhere else."""
+"""Progress of a run: a bar of rich on a terminal, lines of text anywhere else."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from eqx_decoders.training.run.metrics import MetricsRow
 
 
 class Progress:
-    """How far a run is: a bar on a terminal (with rich, extra "train"), otherwise a line every few seconds.
+    """Progress of a run: a bar on a terminal (with rich, extra "train"), otherwise a line every few seconds.
 
     total: steps of the whole run. start: steps done already. every: seconds between two lines when there is no bar.
     stream: where to show it, by default the standard error.
@@ -43,7 +43,7 @@ class Progress:
             self._bar = None
 
     def update(self, step: int, metrics: MetricsRow) -> None:
-        """Show that `step` steps are done and what the last of them brought."""
+        """Show that `step` steps are done, and the metrics of the last of them."""
         self._done = step
         now = time.monotonic()
         self._first = self._first or (step, now)
@@ -54,7 +54,7 @@ class Progress:
             self._print(step, metrics, self.seconds_left(now))
 
     def message(self, text: str) -> None:
-        """One line above the bar, or among the lines."""
+        """Show a line above the bar, or among the lines."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -62,14 +62,14 @@ class Progress:
             self._stream.flush()
 
     def wait(self, text: str) -> None:
-        """What there is to wait for before the first step: in the bar, or a line."""
+        """Show the reason for a wait before the first step: in the bar, or as a line."""
         if self._bar is not None:
             self._bar.update(self._task, text=text, refresh=True)
         else:
             self.message(text)
 
     def seconds_left(self, now: float | None = None) -> float | None:
-        """Time per step x steps to go; None before the second step of this process: the first one is compiled."""
+        """Return time per step x steps to go; None before the second step of this process: the first is compiled."""
         if self._first is None or self._done <= self._first[0]:
             return None
         step, begun = self._first

@@ -1,7 +1,7 @@
-"""Where else the metrics of a run go: TensorBoard, Weights & Biases, MLflow, or any other tracker.
+"""Trackers of a run's metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow, or any other.
 
 They get their rows from a thread, so that a slow service doesn't slow the training. A run that is resumed goes on in
-the same run of its trackers, whose ids it keeps in `trackers.json`. Rows that a killed process had written behind its
+the same run of its trackers, whose ids are in `trackers.json`. Rows that a killed process had written behind its
 last checkpoint are computed again and are not logged twice; the last few may be missing there, never in
 `metrics.jsonl`.
 """
@@ -40,7 +40,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writes event files into `directory`. Events of step `start` and later, of a killed process, are not shown."""
+    """Writer of event files into `directory`. Events of step `start` and later, of a killed process, are not shown."""
 
     def __init__(self, directory: str | Path, *, start: int = 0):
         try:
@@ -60,7 +60,7 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases, with the settings as its config; its files are in `<directory>/wandb`.
 
-    Where it goes is said by the variables of its environment: WANDB_PROJECT, WANDB_MODE=offline and so on.
+    The variables of its environment choose the project: WANDB_PROJECT, WANDB_MODE=offline and so on.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], run_id: str | None):
@@ -68,8 +68,8 @@ class WandB:
             import wandb
         except ImportError as error:
             raise need_extra("wandb", "wandb") from error
-        places: Any = {"dir": str(directory), "name": directory.name, "config": dict(settings)}
-        self._run = wandb.init(**places, id=run_id, resume="allow", allow_val_change=True)
+        options: Any = {"dir": str(directory), "name": directory.name, "config": dict(settings)}
+        self._run = wandb.init(**options, id=run_id, resume="allow", allow_val_change=True)
         self.id = self._run.id
 
     def write(self, row: MetricsRow) -> None:
@@ -80,7 +80,7 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, with the settings as its parameters, which stay those with which it was begun.
+    """A run of MLflow, with the settings as its parameters, which stay those of its start.
 
     It goes to MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME; without the former to `<directory>/mlflow.db`.
     """
@@ -97,8 +97,8 @@ class MLflow:
             self._client.update_run(run_id, status="RUNNING")
         else:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
-            found = self._client.get_experiment_by_name(name)
-            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+            existing = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
             run_id = self._client.create_run(experiment, run_name=directory.name).info.run_id
             params = [Param(name, str(value)[:500]) for name, value in settings.items()]
             for begin in range(0, len(params), 100):  # as many as it takes at once
@@ -117,7 +117,7 @@ class MLflow:
 class Trackers:
     """Several trackers as one: the metrics file gets a row at once, the others get it from a thread of their own.
 
-    One that fails is reported and left out; the metrics file is tried again instead.
+    A tracker that fails is reported and left out; the metrics file is tried again instead.
     """
 
     def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning):
@@ -168,13 +168,13 @@ class Trackers:
 
 
 class _Unlogged:
-    """A tracker that is not given again what it has: rows of these steps and names."""
+    """A tracker that gets no row twice: rows of these steps and names are left out."""
 
     def __init__(self, tracker: Tracker, logged: set[tuple[int, frozenset[str]]]):
         self.tracker, self._logged = tracker, logged
 
     def write(self, row: MetricsRow) -> None:
-        if _which(row) not in self._logged:
+        if _row_key(row) not in self._logged:
             self.tracker.write(row)
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ def open_trackers(
     start: int,
     warn: Callable[[str], None] = _log.warning,
 ) -> Trackers:
-    """The metrics file of a run and its trackers, by name, for the rows of step `start` and later.
+    """Open the metrics file of a run and its trackers, by name, for the rows of step `start` and later.
 
     names: None for TensorBoard where it is installed. settings: by dotted name.
     Raises ConfigError for a tracker that cannot be opened, MissingPackage for one that is not installed.
@@ -204,7 +204,7 @@ def open_trackers(
     run, path = Path(run_dir), Path(run_dir) / "metrics.jsonl"
     if names is None:
         names = ("tensorboard",) if find_spec("tensorboardX") else ()
-    logged = {_which(row) for row in read_metrics(path) if row.get("step", -1) >= start} if path.exists() else set()
+    logged = {_row_key(row) for row in read_metrics(path) if row.get("step", -1) >= start} if path.exists() else set()
     ids = json.loads((run / IDS).read_text()) if (run / IDS).exists() else {}
     trackers: list[Tracker] = []
     for name in dict.fromkeys(names):
@@ -217,9 +217,9 @@ def open_trackers(
             Trackers(*trackers).close()
             if isinstance(error, ImportError):
                 raise
-            kept = f", or delete {run / IDS} to begin a new one" if name in ids else ""
+            remedy = f", or delete {run / IDS} to begin a new one" if name in ids else ""
             rule = f"it cannot be opened: {type(error).__name__}: {str(error).strip().rstrip('.')}"
-            raise ConfigError(f"trackers={name!r}, but {rule}. Set it up, or leave it out{kept}.") from error
+            raise ConfigError(f"trackers={name!r}, but {rule}. Set it up, or leave it out{remedy}.") from error
         trackers.append(_Unlogged(service, logged) if name in ids else service)
         if ids.get(name) != service.id:
             ids[name] = service.id
@@ -227,7 +227,7 @@ def open_trackers(
     return Trackers(MetricsFile(path, start=start), *trackers, warn=warn)
 
 
-def _which(row: MetricsRow) -> tuple[int, frozenset[str]]:
+def _row_key(row: MetricsRow) -> tuple[int, frozenset[str]]:
     return row.get("step", -1), frozenset(row)
 
 
@@ -236,6 +236,6 @@ def _name(tracker: Tracker) -> str:
 
 
 def _scalars(row: MetricsRow) -> dict[str, float]:
-    """The numbers of a row, without its step."""
+    """Return the numbers of a row, without its step."""
     arrays = {name: np.asarray(value) for name, value in row.items() if name != "step"}
     return {name: float(each) for name, each in arrays.items() if each.ndim == 0 and each.dtype.kind not in "USO"}

@@ -1,4 +1,4 @@
-"""Balanced experts: the terms that routing adds to the loss, the biases it moves, and what it reports."""
+"""Balance of experts: the losses of routing, the selection biases that it moves, and its figures in the metrics."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -13,11 +13,12 @@ from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.errors import check
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.moe.router import Router, RoutingStats, load_balance_loss, router_z_loss
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def expert_configs(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:
-    """The configurations of the layers that have experts, in their order: that of `BlockStats.routing`.
+    """Return the configurations of the layers that have experts, in the order of `BlockStats.routing`.
 
     Those of multi-token prediction come last; statistics of a call without it stop before them.
     """
@@ -26,17 +27,17 @@ def expert_configs(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:
 
 
 def _configs_of(config: DecoderConfig, stats: RoutingStats) -> tuple[ExpertsConfig, ...]:
-    """The layers that `stats` has rows of."""
+    """Return the configurations of the layers of which `stats` has rows."""
     return expert_configs(config)[: stats.tokens.shape[0]]
 
 
 def has_routing_loss(config: DecoderConfig) -> bool:
-    """Whether routing adds anything to the training loss."""
+    """Return whether routing adds a term to the training loss."""
     return any(layer.router.balance_loss > 0 or layer.router.z_loss > 0 for layer in expert_configs(config))
 
 
 def routing_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, ""]:
-    """`balance_loss * load_balance_loss + z_loss * router_z_loss`, the mean over the layers with experts.
+    """Compute `balance_loss * load_balance_loss + z_loss * router_z_loss`, the mean over the layers with experts.
 
     Both weights, and the form of the first loss, are those of each layer's `RouterConfig`.
     """
@@ -48,15 +49,15 @@ def routing_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, "
 def update_router_bias(
     model: Decoder, stats: BlockStats | RoutingStats, rate: float | Float[Array, ""] | None = None
 ) -> Decoder:
-    """The model with its selection biases moved by `rate * sign(mean count - count)` (Wang et al. 2024).
+    """Move the selection biases of the model by `rate * sign(mean count - count)` (Wang et al. 2024).
 
-    They rise where an expert had too little. With exactly the mean load, or if nothing was routed, they stay.
+    They rise where an expert had too few tokens. With exactly the mean load, or if nothing was routed, they stay.
 
     **Arguments:**
 
     - `model`: a decoder.
     - `stats`: `Output.stats`, or the sum of its `routing` over the microbatches of a step: one sign for all of them.
-    - `rate`: how far; None for each router's own `bias_update_rate`.
+    - `rate`: size of the move; None for each router's own `bias_update_rate`.
     """
     layout, routing = model.execution.layout, stats.routing if isinstance(stats, BlockStats) else stats
     check(routing is not None, "update_router_bias needs the routing statistics of a model with experts.")
@@ -72,20 +73,20 @@ def update_router_bias(
 
 
 def _routers(model: Decoder) -> Iterator[tuple[Callable[[Decoder], Router], slice]]:
-    """For each stack of routers where it is, and which rows of the statistics are of its layers."""
+    """Yield a function that finds each stack of routers in the model, and the rows of the statistics of its layers."""
     begin = 0
     for index, segment in enumerate(model.segments):
-        places = [place for place, block in enumerate(segment.unit) if isinstance(block.mlp, Experts)]
-        end = begin + segment.repeats * len(places)
-        for nth, place in enumerate(places):
-            yield partial(_router_at, segment=index, place=place), slice(begin + nth, end, len(places))
+        positions = [i for i, block in enumerate(segment.unit) if isinstance(block.mlp, Experts)]
+        end = begin + segment.repeats * len(positions)
+        for nth, position in enumerate(positions):
+            yield partial(_router_at, segment=index, position=position), slice(begin + nth, end, len(positions))
         begin = end
     if model.mtp is not None and isinstance(model.mtp.depth.block.mlp, Experts):
         yield _router_ahead, slice(begin, None)
 
 
-def _router_at(model: Decoder, *, segment: int, place: int) -> Router:
-    return cast(Experts, model.segments[segment].unit[place].mlp).router
+def _router_at(model: Decoder, *, segment: int, position: int) -> Router:
+    return cast(Experts, model.segments[segment].unit[position].mlp).router
 
 
 def _router_ahead(model: Decoder) -> Router:
@@ -99,7 +100,7 @@ def _moved(bias: Array, counts: Array, rate: float | Array) -> Float[Array, "lay
 
 
 def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Float[Array, "layers"]]:
-    """What a log wants to know of each layer with experts.
+    """Compute the figures of each layer with experts that metrics report.
 
     `load` is the largest load over the mean load: 1 is balanced. `dropped` is a share of the tokens' choices,
     `balance_loss` in the router's form and `router_z_loss` are without their weights, `router_entropy` is in nats.
@@ -116,7 +117,7 @@ def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Floa
 
 
 def relative_loads(config: DecoderConfig, counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each layer with experts, by the layer's number, the loads of its experts over their mean.
+    """Divide the loads of the experts of each layer by their mean, by the number of the layer.
 
     `counts` are those of `RoutingStats`, or their sum over steps. Layers of multi-token prediction are called
     `ahead 1`, `ahead 2`, ….
@@ -129,7 +130,7 @@ def relative_loads(config: DecoderConfig, counts: np.ndarray) -> dict[str, np.nd
 
 
 def _balance_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, "layers"]:
-    """Of each layer in its own form."""
+    """Compute the balance loss of each layer in the form of its router."""
     megatron = _each(layer.router.balance_form == "megatron" for layer in _configs_of(config, stats))
     return jnp.where(megatron > 0, load_balance_loss(stats, "megatron"), load_balance_loss(stats))
 

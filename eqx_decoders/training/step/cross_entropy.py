@@ -29,8 +29,22 @@ _TILE_LEAST = 64
 _UNROLLED = 4
 
 
+class HeadTiles(NamedTuple):
+    """Parts in which head and loss are computed together.
+
+    **Arguments:**
+
+    - `positions`: of each sequence on a device in a tile; None: so many that their logits take 64 MB there, 256 MB on a
+        TPU or GPU.
+    - `head_bytes`: bound of a device's gathered kernel and its gradient; None: no bound.
+    """
+
+    positions: int | None = None
+    head_bytes: int | None = None
+
+
 class LossSums(NamedTuple):
-    """What is reported beside the loss: weighted sums over all tokens, with no gradients."""
+    """Weighted sums over all tokens that are reported with the loss; they have no gradients."""
 
     nll: Float[Array, ""]
     correct: Float[Array, ""]
@@ -39,13 +53,13 @@ class LossSums(NamedTuple):
 def cross_entropy(
     logits: Float[Array, "batch length vocab"], targets: Integer[Array, "batch length"], *, z_loss: float = 0.0
 ) -> Float[Array, "batch length"]:
-    """`logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)^2` for each token, in nats and f32.
+    """Compute `logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)^2` of each token, in nats and f32.
 
-    The last term keeps the normaliser near 1 (PaLM, 2022). A target outside the vocabulary gives NaN.
+    The last term keeps the normalizer near 1 (PaLM, 2022). A target outside the vocabulary gives NaN.
     """
     logits, targets = logits.astype(jnp.float32), as_int32("cross_entropy: targets", targets)
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
-    return _with_z_loss(normaliser - _pick(logits, targets), normaliser, z_loss)
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    return _with_z_loss(normalizer - _pick(logits, targets), normalizer, z_loss)
 
 
 def linear_cross_entropy(
@@ -57,22 +71,20 @@ def linear_cross_entropy(
     tied: bool,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
-    tile: int | None = None,
+    tiles: HeadTiles = HeadTiles(),
     flatten: bool = False,
-    head_bytes: int | None = None,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, ""], LossSums]:
-    """`sum(weights * cross_entropy(cap(hidden @ kernel), targets))`, with logits of `tile` positions at a time.
+    """Compute `sum(weights * cross_entropy(cap(hidden @ kernel), targets))`, for a tile of positions at a time.
 
     `cap(x) = soft_cap * tanh(x / soft_cap)`. The kernel is `[vocab, embed]` if `tied`, the table of the embedding. When
     differentiated, the gradients are computed along with the loss (Liger, Hsu et al. 2024): three products, not four.
-    `tile` counts positions of each sequence on a device, by default so many that their logits take 64 MB there, 256 MB
-    on a TPU or GPU. `flatten` as in `numerics.einsum`.
+    `flatten` as in `numerics.einsum`.
 
     On the mesh of a `layout` tokens and vocabulary are split by it. A device gathers the features of its part of the
     vocabulary once, and adds the gradient of that part up in f32 over all its tiles; then devices share the sums once
-    (reduce-scatter). Where that would take more than `head_bytes`, it goes through its part of the vocabulary in
-    several pieces, twice: for the normalisers, then for the gradients. That is four products.
+    (reduce-scatter). Where that would take more than `tiles.head_bytes`, it goes through its part of the vocabulary in
+    several pieces, twice: for the normalizers, then for the gradients. That is four products.
 
     Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
     vocabulary gives NaN. Options out of range raise ConfigError.
@@ -85,11 +97,11 @@ def linear_cross_entropy(
     check_number("linear_cross_entropy z_loss", z_loss, least=0.0)
     if soft_cap is not None:
         check_number("linear_cross_entropy soft_cap", soft_cap, above=0.0)
-    if tile is not None:
-        check_integer("linear_cross_entropy tile", tile)
-    if head_bytes is not None:
-        check_integer("linear_cross_entropy head_bytes", head_bytes)
-    head = _Head(tied, soft_cap, z_loss, flatten, tile, head_bytes, Layout() if layout is None else layout)
+    if tiles.positions is not None:
+        check_integer("linear_cross_entropy tiles.positions", tiles.positions)
+    if tiles.head_bytes is not None:
+        check_integer("linear_cross_entropy tiles.head_bytes", tiles.head_bytes)
+    head = _Head(tied, soft_cap, z_loss, flatten, tiles, Layout() if layout is None else layout)
     targets = jnp.asarray(as_int32("linear_cross_entropy: targets", targets))
     targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
     loss, sums = _fused(head, hidden, kernel, targets, weights.astype(jnp.float32))
@@ -101,12 +113,12 @@ def linear_argmax(
     kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
     *,
     tied: bool,
+    tiles: HeadTiles = HeadTiles(),
     flatten: bool = False,
-    head_bytes: int | None = None,
     layout: Layout | None = None,
 ) -> Int[Array, "batch length"]:
-    """`argmax(hidden @ kernel)`, some positions at a time, as in `linear_cross_entropy`."""
-    head = _Head(tied, None, 0.0, flatten, None, head_bytes, Layout() if layout is None else layout)
+    """Compute `argmax(hidden @ kernel)` for a tile of positions at a time, as in `linear_cross_entropy`."""
+    head = _Head(tied, None, 0.0, flatten, tiles, Layout() if layout is None else layout)
     split = head.split(hidden, kernel)
     return split.mapped(functools.partial(_argmax, head, split), split.tokens)(hidden, kernel)
 
@@ -123,8 +135,8 @@ def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Ar
             hidden, highest, where = tile
             logits = head.logits(hidden, forth, dimension)
             top = jnp.max(logits, axis=-1)
-            better, here = top > highest, part.first + jnp.argmax(logits, axis=-1)  # of equals the lowest id
-            return None, (jnp.where(better, top, highest), jnp.where(better, here, where))
+            better, best_id = top > highest, part.first + jnp.argmax(logits, axis=-1)  # of equals the lowest id
+            return None, (jnp.where(better, top, highest), jnp.where(better, best_id, where))
 
         return lax.scan(over_tile, None, (tiles, *best))[1], None
 
@@ -135,7 +147,7 @@ def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Ar
 
 
 def _tile_length(batch: int, length: int, vocab: int, tile: int | None, platform: str = "cpu") -> int:
-    """The asked length, or the largest one within the bound (but no sliver), evened out over the tiles."""
+    """Return the requested length, or the largest within the bound (but no sliver), evened out over the tiles."""
     if tile is None:
         tile = max(_TILE_LEAST, _TILE_BYTES[platform] // max(1, 4 * batch * vocab))
         tile = math.ceil(length / max(1, math.ceil(length / tile)))
@@ -143,12 +155,12 @@ def _tile_length(batch: int, length: int, vocab: int, tile: int | None, platform
 
 
 def _over_parts(step: Any, carry: Any, count: int) -> Any:
-    """A scan over the parts of the vocabulary; a single one is no loop."""
+    """Scan over the parts of the vocabulary; a single part is no loop."""
     return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
 
 
 def _cut(x: Any, tile: int) -> Any:
-    """`[batch, length, ...]` -> `[tiles, batch, tile, ...]`, zeros filling the last one. The batch stays whole."""
+    """Cut `[batch, length, ...]` into `[tiles, batch, tile, ...]`, zeros filling the last one; the batch stays."""
     missing = -x.shape[1] % tile
     if missing:
         x = jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
@@ -156,34 +168,33 @@ def _cut(x: Any, tile: int) -> Any:
 
 
 def _joined(tiles: Any, length: int) -> Any:
-    """`_cut` undone."""
+    """Join the tiles of `_cut` again."""
     x = jnp.moveaxis(tiles, 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """From hidden states to logits, and back from the gradient of logits to that of the raw product."""
+    """The map from hidden states to logits, and the gradient of its raw product from that of the logits."""
 
     tied: bool
     soft_cap: float | None
     z_loss: float
     flatten: bool
-    tile: int | None
-    head_bytes: int | None
+    tiles: HeadTiles
     layout: Layout
 
     def split(self, hidden: Array, kernel: Array) -> HeadSplit:
         return HeadSplit.create(self.layout, self.tied, hidden.shape, kernel.shape)
 
     def parts(self, split: HeadSplit, hidden: Array, kernel: Array) -> tuple[int, int]:
-        return split.parts(kernel, hidden.dtype, self.head_bytes)
+        return split.parts(kernel, hidden.dtype, self.tiles.head_bytes)
 
     def tile_length(self, hidden: Array, vocab: int) -> int:
-        return _tile_length(hidden.shape[0], hidden.shape[1], vocab, self.tile, self.layout.platform)
+        return _tile_length(hidden.shape[0], hidden.shape[1], vocab, self.tiles.positions, self.layout.platform)
 
     def kernels(self, kernel):
-        """The kernel as the logits want it and as the gradient of hidden wants it, with the dimensions to contract."""
+        """Return the kernel for the logits and for the gradient of hidden, and the dimensions to contract."""
         inside = 1 if self.tied else 0
         if self.flatten and wants_row_major(kernel.dtype):
             pair = (row_major_transpose(kernel), kernel)
@@ -194,17 +205,17 @@ class _Head:
         logits = self.times(hidden, kernel, dimension)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
-    def gradient(self, logits, normaliser, here, weights):
-        """That of the raw products: `weight * ((1 + 2 z_loss normaliser) softmax - one_hot)`, through the cap."""
-        slope = weights * (1 + 2 * self.z_loss * normaliser)
-        hits = lax.broadcasted_iota(here.dtype, logits.shape, 2) == here[..., None]
-        gradient = slope[..., None] * jnp.exp(logits - normaliser[..., None]) - jnp.where(hits, weights[..., None], 0.0)
+    def gradient(self, logits, normalizer, targets, weights):
+        """Compute the gradient of the raw products: `weight * ((1 + 2 z_loss normalizer) softmax - one_hot)`."""
+        slope = weights * (1 + 2 * self.z_loss * normalizer)
+        hits = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+        gradient = slope[..., None] * jnp.exp(logits - normalizer[..., None]) - jnp.where(hits, weights[..., None], 0.0)
         if self.soft_cap is not None:
             gradient = gradient * (1 - (logits / self.soft_cap) ** 2)
         return gradient
 
     def times(self, x, kernel, dimension):
-        """`[batch, tile, n]` by the kernel over n, in f32."""
+        """Multiply `[batch, tile, n]` by the kernel over n, in f32."""
         if not self.flatten:
             return lax.dot_general(x, kernel, (((2,), (dimension,)), ((), ())), preferred_element_type=jnp.float32)
         batch, tile, inner = x.shape
@@ -212,7 +223,7 @@ class _Head:
         return product.reshape(batch, tile, kernel.shape[1 - dimension])
 
     def outer(self, hidden, gradient):
-        """The gradient of the kernel, in f32."""
+        """Compute the gradient of the kernel, in f32."""
         a, b = (gradient, hidden) if self.tied else (hidden, gradient)
         if not self.flatten:
             return lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
@@ -221,7 +232,7 @@ class _Head:
 
 
 class _Scores(NamedTuple):
-    """Of each token over some ids: the highest logit, `sum exp(logit - highest)`, and the target's logit if there."""
+    """Sums of each token over some ids: the highest logit, `sum exp(logit - highest)`, and the logit of the target."""
 
     highest: Array
     total: Array
@@ -229,11 +240,11 @@ class _Scores(NamedTuple):
 
     @classmethod
     def of(cls, logits, targets, part: VocabPart) -> "_Scores":
-        logits, here = part.without_repeated(logits, -jnp.inf), targets - part.first
-        inside = (here >= part.repeated) & (here < logits.shape[-1])
+        logits, ids = part.without_repeated(logits, -jnp.inf), targets - part.first
+        inside = (ids >= part.repeated) & (ids < logits.shape[-1])
         highest = jnp.max(logits, axis=-1)
         total = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
-        return cls(highest, total, jnp.where(inside, _found(logits, here), 0.0))
+        return cls(highest, total, jnp.where(inside, _target_logits(logits, ids), 0.0))
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> "_Scores":
@@ -241,32 +252,32 @@ class _Scores(NamedTuple):
         return cls(jnp.full(shape, -jnp.inf, jnp.float32), zeros, zeros)
 
     def joined(self, other: "_Scores") -> "_Scores":
-        """Those over both; `other` are over some ids, not none."""
+        """Join the sums over two sets of ids; those of `other` are over at least one id."""
         top = jnp.maximum(self.highest, other.highest)
         one, two = (each.total * jnp.exp(each.highest - top) for each in (self, other))
         return _Scores(top, one + two, self.picked + other.picked)
 
     def losses(self, split: HeadSplit, known, z_loss):
-        """(loss, nll, correct) of each token, and its normaliser. A tie for the highest logit counts as correct."""
+        """Return (loss, nll, correct) and the normalizer of each token; a tie for the highest logit is correct."""
         highest = split.highest(self.highest)
         total = split.over_ids(self.total * jnp.exp(self.highest - highest))
-        normaliser = highest + jnp.log(total)
+        normalizer = highest + jnp.log(total)
         picked = jnp.where(known, split.over_ids(self.picked), jnp.nan)
-        nll = normaliser - picked
-        return (_with_z_loss(nll, normaliser, z_loss), nll, (picked >= highest).astype(jnp.float32)), normaliser
+        nll = normalizer - picked
+        return (_with_z_loss(nll, normalizer, z_loss), nll, (picked >= highest).astype(jnp.float32)), normalizer
 
 
 def _pick(logits, targets):
-    """`logits[target]`; NaN for a target outside, which would otherwise be taken from the other end."""
-    return jnp.where((targets >= 0) & (targets < logits.shape[-1]), _found(logits, targets), jnp.nan)
+    """Return `logits[target]`; NaN for a target outside, which would otherwise be taken from the other end."""
+    return jnp.where((targets >= 0) & (targets < logits.shape[-1]), _target_logits(logits, targets), jnp.nan)
 
 
-def _found(logits, targets):
+def _target_logits(logits, targets):
     return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
 
 
-def _with_z_loss(nll, normaliser, z_loss):
-    return nll + z_loss * normaliser**2 if z_loss else nll  # the square may overflow
+def _with_z_loss(nll, normalizer, z_loss):
+    return nll + z_loss * normalizer**2 if z_loss else nll  # the square may overflow
 
 
 def _sums(split, losses, weights):
@@ -278,18 +289,18 @@ def _sums(split, losses, weights):
 def _loss_alone(head, hidden, kernel, targets, weights) -> tuple[Any, LossSums]:
     split = head.split(hidden, kernel)
 
-    def here(hidden, kernel, targets, weights):
+    def on_device(hidden, kernel, targets, weights):
         tiles = _Tiles.of(head, split, hidden, kernel, targets, weights)
         losses, _ = _losses(head, split, tiles, kernel)
         return _sums(split, losses, tiles.weights)
 
-    return split.mapped(here, PartitionSpec())(hidden, kernel, targets, weights)
+    return split.mapped(on_device, PartitionSpec())(hidden, kernel, targets, weights)
 
 
 def _fused_forward(head, hidden, kernel, targets, weights):
     split = head.split(hidden, kernel)
 
-    def here(hidden, kernel, targets, weights):
+    def on_device(hidden, kernel, targets, weights):
         tiles, length = _Tiles.of(head, split, hidden, kernel, targets, weights), hidden.shape[1]
         make = _gradients if head.parts(split, hidden, kernel)[0] == 1 else _gradients_in_parts
         losses, to_hidden, to_kernel = make(head, split, tiles, kernel)
@@ -297,13 +308,13 @@ def _fused_forward(head, hidden, kernel, targets, weights):
         return _sums(split, losses, tiles.weights), (_joined(to_hidden, length), to_kernel, _joined(to_weights, length))
 
     outputs = (PartitionSpec(), (split.tokens, split.gradient, split.tokens))
-    sums, gradients = split.mapped(here, outputs)(hidden, kernel, targets, weights)
+    sums, gradients = split.mapped(on_device, outputs)(hidden, kernel, targets, weights)
     like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
     return sums, (*gradients, like)
 
 
 class _Tiles(NamedTuple):
-    """A device's tokens, tile by tile: `[tiles, batch, tile, ...]`."""
+    """The tokens of one device, tile by tile: `[tiles, batch, tile, ...]`."""
 
     hidden: Array
     targets: Array
@@ -319,12 +330,12 @@ class _Tiles(NamedTuple):
         return self.targets.shape
 
     def known(self, split: HeadSplit, kernel: Array) -> Array:
-        """Whether the target is in the vocabulary."""
+        """Return whether each target is in the vocabulary."""
         return (self.targets >= 0) & (self.targets < split.vocab(kernel))
 
 
 def _losses(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> Any:
-    """`_Scores.losses` of all tiles, over all parts of the vocabulary."""
+    """Compute `_Scores.losses` of all tiles, over all parts of the vocabulary."""
     count, width = head.parts(split, tiles.hidden, kernel)
 
     def over_part(scores, index):
@@ -342,15 +353,15 @@ def _losses(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> Any:
 
 
 def _gradients(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
-    """Losses of tokens and the gradients of their sum by hidden states and kernel: three products for each tile."""
+    """Compute losses and the gradients of their sum by hidden states and kernel: three products for each tile."""
     whole = split.gathered(kernel, 0, kernel.shape[1 - split.inside], tiles.hidden.dtype)
     (forth, back), (dimension, other) = head.kernels(whole.kernel)
 
     def over_tile(total, tile):
         (hidden, targets, weights), known = tile
         logits = head.logits(hidden, forth, dimension)
-        losses, normaliser = _Scores.of(logits, targets, whole).losses(split, known, head.z_loss)
-        gradient = head.gradient(logits, normaliser, targets - whole.first, weights).astype(hidden.dtype)
+        losses, normalizer = _Scores.of(logits, targets, whole).losses(split, known, head.z_loss)
+        gradient = head.gradient(logits, normalizer, targets - whole.first, weights).astype(hidden.dtype)
         return total + head.outer(hidden, gradient), (losses, split.over_ids(head.times(gradient, back, other)))
 
     # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
@@ -363,23 +374,23 @@ def _gradients(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> t
 
 
 def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
-    """`_gradients`, for some ids after another: the logits are computed twice, and each part is gathered twice."""
+    """Compute `_gradients` for one part of the vocabulary after another, each gathered twice: four products."""
     (count, width), dtype = head.parts(split, tiles.hidden, kernel), tiles.hidden.dtype
-    losses, normalisers = _losses(head, split, tiles, kernel)
+    losses, normalizers = _losses(head, split, tiles, kernel)
 
     def over_part(carry, index):
         part = split.gathered(kernel, index, width, dtype)
         (forth, back), (dimension, other) = head.kernels(part.kernel)
 
         def over_tile(total, tile):
-            (hidden, targets, weights), normaliser, to_hidden = tile
+            (hidden, targets, weights), normalizer, to_hidden = tile
             logits = head.logits(hidden, forth, dimension)
-            gradient = head.gradient(logits, normaliser, targets - part.first, weights)
+            gradient = head.gradient(logits, normalizer, targets - part.first, weights)
             gradient = part.without_repeated(gradient, 0.0).astype(dtype)
             return total + head.outer(hidden, gradient), to_hidden + head.times(gradient, back, other)
 
         begin, (to_hidden, to_kernel) = jnp.zeros(part.kernel.shape, jnp.float32), carry
-        total, to_hidden = lax.scan(over_tile, begin, (tiles, normalisers, to_hidden))
+        total, to_hidden = lax.scan(over_tile, begin, (tiles, normalizers, to_hidden))
         before = lax.dynamic_slice_in_dim(to_kernel, part.begin, width, 1 - split.inside)
         total = before + split.scattered(total)
         to_kernel = lax.dynamic_update_slice_in_dim(to_kernel, total, part.begin, 1 - split.inside)

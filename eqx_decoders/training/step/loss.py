@@ -10,72 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.stats import BlockStats, add_stats, join_layer_stats
+from eqx_decoders.blocks.stats import join_layer_stats
+from eqx_decoders.context import Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.merge import without_placeholders
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.indexer import IndexerStats
-from eqx_decoders.layers.embedding.embedding import placed_in_documents
+from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.router import RoutingStats
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp import same_document, shift_left
-from eqx_decoders.numerics.quantized_weight import widened
+from eqx_decoders.numerics.quantized_weight import dequantized
 from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.step.balance import expert_configs, has_routing_loss, routing_loss
-from eqx_decoders.training.step.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy
+from eqx_decoders.training.step.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.step.indexer_loss import indexer_configs, indexer_loss
+from eqx_decoders.training.step.loss_metrics import LossMetrics, MTPLossSums
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
 
 
-class MTPLossSums(eqx.Module):
-    """Sums over the targets of each depth of multi-token prediction.
-
-    **Arguments:**
-
-    - `nll`: negative log-likelihood, nats.
-    - `tokens`: targets (or the sum of their weights).
-    """
-
-    nll: Float32[Array, "depths"]
-    tokens: Float32[Array, "depths"]
-
-
-class LossMetrics(eqx.Module):
-    """Sums over the target tokens of a batch, so that batches and microbatches can be added up.
-
-    **Arguments:**
-
-    - `loss`: what is minimised, nats (with the z-loss, and what routing and further depths add, times the targets).
-    - `nll`: negative log-likelihood, nats.
-    - `correct`: targets that had the highest logit.
-    - `tokens`: targets (or the sum of their weights).
-    - `stats`: of the layers: of their activations and largest scores if asked for, of routing where there are experts,
-        of indexers that learn; None for none of these. The layers of multi-token prediction come last.
-    - `mtp`: of multi-token prediction; None where there is none.
-    """
-
-    loss: Float32[Array, ""]
-    nll: Float32[Array, ""]
-    correct: Float32[Array, ""]
-    tokens: Float32[Array, ""]
-    stats: BlockStats | None = None
-    mtp: MTPLossSums | None = None
-
-    def add(self, other: "LossMetrics") -> "LossMetrics":
-        """Those of both together."""
-        summed = jax.tree.map(jnp.add, *(dataclasses.replace(each, stats=None) for each in (self, other)))
-        return dataclasses.replace(summed, stats=add_stats(self.stats, other.stats))
-
-
 def or_one(weight: Array) -> Array:
-    """A sum of weights as what the sum over them is divided by: 1 where there are none, and all sums are 0."""
+    """Return a sum of weights as a divisor: 1 where there are no weights, and all weighted sums are 0."""
     return jnp.where(weight > 0, weight, 1.0)
 
 
 def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """The target of each token and its weight: 0 at the end of a row or document, for padding, and where masked.
+    """Return the target of each token and its weight: 0 at the end of a row or document, for padding, and if masked.
 
     Raises ConfigError for rows without tokens.
     """
@@ -99,13 +62,13 @@ def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array
 def mtp_targets(
     batch: Batch, depth: int, order: np.ndarray | None = None
 ) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """The targets of a depth of multi-token prediction: those of the token `depth` places on, if of one document.
+    """Return the targets of a depth of multi-token prediction: `depth` tokens on, within one document.
 
-    `order`: in which they are wanted; None: that of the batch.
+    `order`: the order of tokens in the rows; None: that of the batch.
     """
     targets, weights = (shift_left(x, depth) for x in next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    positions, segments = placed_in_documents(positions, segments, targets.shape)
+    positions, segments = document_positions(positions, segments, targets.shape)
     weights = jnp.where(same_document(positions, segments, depth), weights, 0.0)
     targets = jnp.where(weights == 0, 0, targets)
     return (targets, weights) if order is None else (targets[:, order], weights[:, order])
@@ -121,38 +84,38 @@ def token_loss_sum(
     key: PRNGKeyArray | None = None,
     full_batch: Batch | None = None,
 ) -> tuple[Float32[Array, ""], LossMetrics]:
-    """`sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + indexer_loss + mtp_loss`,
-    and metrics.
+    """Compute the training loss, summed over the targets, and its metrics.
 
+    It is `sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + indexer_loss + mtp_loss`.
     `fused` computes the head and the loss together, some positions at a time, so that all logits never exist at once.
     Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `full_batch` is the batch
-    of which this one is a part: what routing, indexers and multi-token prediction add are means over all of it.
+    of which this one is a part: the losses of routing, indexers and multi-token prediction are means over all of it.
     """
     full_batch, mtp = batch if full_batch is None else full_batch, None
-    plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
-    batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
+    in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
+    batch, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    beside = _beside(model, batch)
-    hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **beside)
+    inputs, promises = _model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **inputs, promises=promises)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
-        places = positions, segments
-        streams = model.predict_mtp(hidden, batch.tokens, *places, key, **beside, order=order)
+        inputs |= dict(order=order, contiguous=batch.contiguous)
+        streams = model.predict_mtp(hidden, batch.tokens, positions, segments, key, **inputs)
         stats = join_layer_stats([(stats,), (streams.stats,)])
-        more, mtp = _mtp_loss_sum(model, streams.hidden, plain, full_batch, fused=fused, key=key)
+        more, mtp = _mtp_loss_sum(model, streams.hidden, in_order, full_batch, fused=fused, key=key)
         loss = loss + more
     if stats.routing is not None and has_routing_loss(model.config):
         loss = loss + _routing_loss_sum(model, stats.routing, full_batch)
     if stats.indexer is not None:
         loss = loss + _indexer_loss_sum(model, stats.indexer, full_batch)
-    kept = stats if jax.tree.leaves(stats) else None
-    return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept, mtp=mtp)
+    stats = stats if jax.tree.leaves(stats) else None
+    return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=stats, mtp=mtp)
 
 
-def _beside(model: Decoder, batch: Batch) -> dict[str, Any]:
-    """What a model gets beside tokens; images are encoded once, for it and for multi-token prediction."""
+def _model_inputs(model: Decoder, batch: Batch) -> dict[str, Any]:
+    """Return the inputs of the model besides tokens; images are encoded once, for it and for MTP."""
     encoded = None if batch.media is None else model.encode(batch.media)
-    return dict(inputs=batch.inputs, media=batch.media, encoded=encoded, contiguous=batch.contiguous)
+    return dict(inputs=batch.inputs, media=batch.media, encoded=encoded)
 
 
 def _head_loss(
@@ -166,11 +129,11 @@ def _head_loss(
     key: PRNGKeyArray | None,
     depth: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Loss, negative log-likelihood and right predictions, summed over the targets; of the head, or of a depth's."""
+    """Sum loss, negative log-likelihood and right predictions over the targets, for the head or an MTP depth."""
     if fused:
         loss, sums = linear_cross_entropy(
             model.head_input(hidden, key=key, depth=depth),
-            widened(model.head_kernel),
+            dequantized(model.head_kernel),
             targets,
             weights,
             soft_cap=model.config.logit_soft_cap,
@@ -185,15 +148,15 @@ def _head_loss(
 
 
 def _head_options(model: Decoder) -> dict[str, Any]:
-    layout, head_bytes = model.execution.layout, model.execution.head_bytes
+    layout, tiles = model.execution.layout, HeadTiles(head_bytes=model.execution.head_bytes)
     flatten = layout.single and layout.platform == "cpu"
-    return dict(tied=model.head is None, flatten=flatten, head_bytes=head_bytes, layout=layout)
+    return dict(tied=model.head is None, tiles=tiles, flatten=flatten, layout=layout)
 
 
 def _mtp_loss_sum(
     model: Decoder, hidden: tuple[Array, ...], batch: Batch, full_batch: Batch, *, fused: bool, key: PRNGKeyArray | None
 ) -> tuple[Array, MTPLossSums]:
-    """This part's share of `loss_weight * mean over all depths' targets of -log p`, times the targets there."""
+    """Compute this part's share of `loss_weight * mean over all depths' targets of -log p`, times its targets."""
     assert model.mtp is not None
     order, sums, tokens = row_order(model.execution, batch.tokens.shape[1]), [], []
     for depth, x in enumerate(hidden, 1):
@@ -201,45 +164,45 @@ def _mtp_loss_sum(
         sums.append(_head_loss(model, x, targets, weights, fused=fused, key=key, depth=depth)[:2])
         tokens.append(jnp.sum(weights))
     losses, nll = zip(*sums, strict=True)
-    everything = jnp.sum(jnp.stack([mtp_targets(full_batch, depth)[1] for depth in range(1, len(hidden) + 1)]))
-    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / or_one(everything)
+    whole = jnp.sum(jnp.stack([mtp_targets(full_batch, depth)[1] for depth in range(1, len(hidden) + 1)]))
+    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / or_one(whole)
     return scale * sum(losses), MTPLossSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
 
 
 def _indexer_loss_sum(model: Decoder, stats: IndexerStats, full_batch: Batch) -> Float32[Array, ""]:
-    """This part's share of the indexers' loss of the whole batch, times the targets there."""
+    """Compute this part's share of the indexers' loss of the whole batch, times its targets."""
     tokens = jnp.sum(_real_tokens(model, full_batch, indexer_configs)[: stats.tokens.shape[0]], axis=(1, 2))
-    everything = dataclasses.replace(stats, tokens=tokens)
-    return jnp.sum(next_tokens(full_batch)[1]) * indexer_loss(model.config, everything)
+    whole = dataclasses.replace(stats, tokens=tokens)
+    return jnp.sum(next_tokens(full_batch)[1]) * indexer_loss(model.config, whole)
 
 
 def _real_tokens(
     model: Decoder, batch: Batch, configs: Callable[[DecoderConfig], Sequence[Any]]
 ) -> Float32[Array, "layers batch length"]:
-    """Which tokens each of the layers reads that `configs` finds: those of multi-token prediction come last."""
+    """Return which tokens are read by each layer that `configs` finds; those of MTP come last."""
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    positions, segments = placed_in_documents(positions, segments, batch.tokens.shape)
+    positions, segments = document_positions(positions, segments, batch.tokens.shape)
     count = len(configs(dataclasses.replace(model.config, mtp=None)))
     ahead = [same_document(positions, segments, depth + 1) for depth in range(len(configs(model.config)) - count)]
     return jnp.stack([positions >= 0] * count + ahead).astype(jnp.float32)
 
 
 def _routing_loss_sum(model: Decoder, stats: RoutingStats, full_batch: Batch) -> Float32[Array, ""]:
-    """This part's share of the routing loss of the whole batch, times the targets there."""
+    """Compute this part's share of the routing loss of the whole batch, times its targets."""
     reals = _real_tokens(model, full_batch, expert_configs)[: stats.tokens.shape[0]]
     sums = jnp.sum(reals, axis=(1, 2)), jnp.sum(jnp.max(reals, axis=2), axis=1)
-    everything = eqx.tree_at(lambda s: (s.tokens, s.sequences), stats, sums)
-    return jnp.sum(next_tokens(full_batch)[1]) * routing_loss(model.config, everything)
+    whole = eqx.tree_at(lambda s: (s.tokens, s.sequences), stats, sums)
+    return jnp.sum(next_tokens(full_batch)[1]) * routing_loss(model.config, whole)
 
 
 def next_token_loss(
     model: Decoder, batch: Batch, *, z_loss: float = 0.0, fused: bool = True, key: PRNGKeyArray | None = None
 ) -> tuple[Float32[Array, ""], LossMetrics]:
-    """The mean of `token_loss_sum` over the batch's target tokens (0 if there are none), and its sums.
+    """Compute the mean of `token_loss_sum` over the batch's target tokens (0 if there are none), and its sums.
 
-    Where routers say so it includes their balance loss and z-loss, each the mean over layers with experts, and where
-    indexers say so theirs, the mean over layers that have one; with
-    multi-token prediction the mean over the targets of all its depths, by `MTPConfig.loss_weight`.
+    It includes the balance loss and z-loss of routers that have them, each the mean over layers with experts; the loss
+    of indexers, the mean over layers that have one; and that of multi-token prediction, the mean over the targets of
+    all its depths, by `MTPConfig.loss_weight`.
 
     Outside of `jax.jit` it is compiled, too. Raises ConfigError for a batch of arrays with wrong shapes or dtypes or,
     where they are known, ids that are not in the vocabulary.
@@ -248,7 +211,7 @@ def next_token_loss(
 
     - `model`: a decoder.
     - `batch`: tokens, and where known segment ids, positions, spans and which tokens count as targets.
-    - `z_loss`: weight of `log(Z)^2`, which keeps the normaliser near 1 (PaLM, 2022).
+    - `z_loss`: weight of `log(Z)^2`, which keeps the normalizer near 1 (PaLM, 2022).
     - `fused`: whether head and loss are computed together, tile by tile.
     - `key`: for dropout.
     """
@@ -266,13 +229,13 @@ def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PR
 
 
 class EvaluationSums(eqx.Module):
-    """What held-out evaluation adds up over batches.
+    """Sums of held-out evaluation, added up over batches.
 
     **Arguments:**
 
-    - `nll`, `tokens`: over the targets: nats, and how many.
-    - `accepted`, `proposed`: of each depth of multi-token prediction: how often it predicted what the head says one
-        token later, and how often it was asked. None where there is none.
+    - `nll`, `tokens`: nats of the targets, and their number.
+    - `accepted`, `proposed`: draft tokens of each depth of multi-token prediction: those that equal the head's
+        prediction one token later, and all. None without multi-token prediction.
     """
 
     nll: Float32[Array, ""]
@@ -283,28 +246,28 @@ class EvaluationSums(eqx.Module):
 
 @typed
 def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
-    """The sums of one batch; a fraction of targets counts as so much of a token."""
-    plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
-    batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
+    """Compute the sums of one batch; a fraction of a target counts as that much of a token."""
+    in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
+    batch, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    beside = _beside(model, batch)
-    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **beside)
+    inputs, promises = _model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)
     _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)
     sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
     if model.mtp is None:
         return sums
-    said = _argmax_tokens(model, hidden, 0)
+    predicted = _argmax_tokens(model, hidden, 0)
     accepted, proposed = [], []
-    places = positions, segments
-    further = model.predict_mtp(hidden, batch.tokens, *places, **beside, order=order).hidden
-    for depth, x in enumerate(further, 1):
-        weights = mtp_targets(plain, depth, order)[1]
-        right = _argmax_tokens(model, x, depth) == shift_left(said, depth, order)
+    inputs |= dict(order=order, contiguous=batch.contiguous)
+    streams = model.predict_mtp(hidden, batch.tokens, positions, segments, **inputs)
+    for depth, x in enumerate(streams.hidden, 1):
+        weights = mtp_targets(in_order, depth, order)[1]
+        right = _argmax_tokens(model, x, depth) == shift_left(predicted, depth, order)
         accepted.append(jnp.sum(weights * right.astype(jnp.float32)))
         proposed.append(jnp.sum(weights))
     return dataclasses.replace(sums, accepted=jnp.stack(accepted), proposed=jnp.stack(proposed))
 
 
 def _argmax_tokens(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
-    """The likeliest token everywhere; a cap on logits does not change which it is."""
-    return linear_argmax(model.head_input(hidden, depth=depth), widened(model.head_kernel), **_head_options(model))
+    """Return the likeliest token at each position; a cap on logits does not change it."""
+    return linear_argmax(model.head_input(hidden, depth=depth), dequantized(model.head_kernel), **_head_options(model))

@@ -1,4 +1,4 @@
-"""The optimizer's work layer by layer, on weights, gradients and states of which some are in the host's memory."""
+"""The optimizer's update layer by layer, where weights, gradients or states are in the host's memory."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from eqx_decoders.sharding.offload import Offload, is_on_host, may_stream, to_de
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, matching
 
 
-RequestOutput = Callable[[dict[str, Array], dict[str, Array], PyTree, PyTree], tuple[dict[str, Array], PyTree, PyTree]]
+Update = Callable[[dict[str, Array], dict[str, Array], PyTree, PyTree], tuple[dict[str, Array], PyTree, PyTree]]
 
 
 def check_offload(offload: Offload, words: Mapping[str, Axes], optimizer: OptimizerConfig) -> None:
     """Raise ConfigError for patterns that match nothing, and for optimizers that see more than one layer."""
     if offload == Offload():
         return
-    able = tuple(name for name, here in words.items() if may_stream(name, here))
+    able = tuple(name for name, axis_names in words.items() if may_stream(name, axis_names))
     matching(able, offload.weights, "Offload.weights")
     matching(able, offload.optimizer, "Offload.optimizer")
     rule = f"can't move one layer at a time, as {offload} asks for"
@@ -31,7 +31,7 @@ def check_offload(offload: Offload, words: Mapping[str, Axes], optimizer: Optimi
 
 
 def square_sum(tree: dict[str, Array]) -> Float32[Array, ""]:
-    """The sum of all squares in float32; of what is on the host layer by layer."""
+    """Sum all squares in float32; of arrays on the host layer by layer."""
 
     def one(leaf: Array) -> Array:
         if not is_on_host(leaf):
@@ -44,7 +44,7 @@ def square_sum(tree: dict[str, Array]) -> Float32[Array, ""]:
 
 
 def by_layer(
-    update: RequestOutput,
+    update: Update,
     groups: Mapping[int, tuple[str, ...]],
     names: tuple[str, ...],
     finite: Array,
@@ -53,13 +53,13 @@ def by_layer(
     optimizer: PyTree,
     ema: dict[str, Array] | None,
 ) -> tuple[dict[str, Array], PyTree, dict[str, Array] | None]:
-    """New weights, states and means; old ones if not `finite`.
+    """Compute new weights, states and means; return the old ones if not `finite`.
 
     **Arguments:**
 
     - `update`: `(weights, gradient, optimizer, ema) -> (weights, optimizer, ema)` of any of the weights, each for
         itself: it may not look at one layer's weight to move another's.
-    - `groups`: by a number of layers the weights that are moved layer by layer.
+    - `groups`: the weights that are moved layer by layer, by their number of layers.
     - `names`: all other weights, which are moved at once, and decide what else is in the optimizer's state.
     """
     every = frozenset(weights)
@@ -76,34 +76,34 @@ def by_layer(
         done.append(_group(update, layers, finite, pick(gradient, group), some(group)))
 
     def joined(first: PyTree, *others: PyTree) -> PyTree:
-        """The dictionaries of weights put together; of all else what the weights that are moved at once say."""
+        """Join the dictionaries of weights; all other nodes are those of the weights that are moved at once."""
         return _parts(lambda part, *more: {name: x for each in (part, *more) for name, x in each.items()},
                       frozenset(names), first, *others)  # fmt: skip
 
     return tuple(joined(*trees) for trees in zip(*done, strict=True))
 
 
-def _group(update: RequestOutput, layers: int, finite: Array, gradient: dict[str, Array], old: Any) -> Any:
-    """One layer after another, written where it was read: the host holds no second copy."""
+def _group(update: Update, layers: int, finite: Array, gradient: dict[str, Array], old: Any) -> Any:
+    """Update one layer after another, each written where it was read: the host holds no second copy."""
     leaves, tree = jax.tree.flatten(old)
     stacked = [leaf.ndim > 0 for leaf in leaves]  # counters have no layers
 
     def body(layer: Array, leaves: list[Array]) -> list[Array]:
-        here = [_layer(leaf, layer) if cut else leaf for leaf, cut in zip(leaves, stacked, strict=True)]
+        before = [_layer(leaf, layer) if cut else leaf for leaf, cut in zip(leaves, stacked, strict=True)]
         slopes = {name: _layer(leaf, layer) for name, leaf in gradient.items()}
-        weights, optimizer, ema = jax.tree.unflatten(tree, here)
-        new = jax.tree.leaves(update(weights, slopes, optimizer, ema))
-        kept = (jnp.where(finite, one, other) for one, other in zip(new, here, strict=True))
+        weights, optimizer, ema = jax.tree.unflatten(tree, before)
+        after = jax.tree.leaves(update(weights, slopes, optimizer, ema))
+        results = (jnp.where(finite, new, old) for new, old in zip(after, before, strict=True))
         return [
-            jax.lax.dynamic_update_index_in_dim(leaf, to_home(one, leaf), layer, 0) if cut else leaf
-            for leaf, one, cut in zip(leaves, kept, stacked, strict=True)
+            jax.lax.dynamic_update_index_in_dim(leaf, to_home(result, leaf), layer, 0) if cut else leaf
+            for leaf, result, cut in zip(leaves, results, stacked, strict=True)
         ]
 
     return jax.tree.unflatten(tree, jax.lax.fori_loop(0, layers, body, leaves))
 
 
 def _parts(change: Callable[..., Any], names: frozenset[str], tree: PyTree, *others: PyTree) -> PyTree:
-    """The tree with every dictionary of these weights changed."""
+    """Change every dictionary of these weights in a tree."""
 
     def of_weights(part: Any) -> bool:
         return isinstance(part, dict) and frozenset(part) == names

@@ -1,4 +1,4 @@
-"""QK-clip (Kimi K2, 2025): after a step, heads whose attention scores have grown too large get smaller weights."""
+"""QK-clip (Kimi K2, 2025): smaller weights after a step for heads whose attention scores have grown too large."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +18,7 @@ from eqx_decoders.sharding.axes import axes
 def qk_clip(
     model: Decoder, stats: BlockStats | Float32[Array, "layers heads"], threshold: float | Float[Array, ""] = 100.0
 ) -> Decoder:
-    """The model with the weights of each head scaled so that its largest score would have been `threshold` at most.
+    """Scale the weights of each head so that its largest score would have been `threshold` at most.
 
     With gamma = min(1, threshold / largest score) the part of queries that is rotated is multiplied by gamma, the other
     part of queries and of keys by its root: the rotated part of the keys belongs to all heads. Each head of each layer
@@ -55,29 +55,29 @@ def qk_clip(
 
 
 def clipped_weights(model: Decoder) -> list[str]:
-    """The paths of the weights that `qk_clip` scales."""
-    found = []
+    """Return the paths of the weights that `qk_clip` scales."""
+    paths = []
     for path, find, _ in latent_attentions(model):
-        found += [f"{path}.kv_up", f"{path}.query" if find(model).query_up is None else f"{path}.query_up"]
-    return found
+        paths += [f"{path}.kv_up", f"{path}.query" if find(model).query_up is None else f"{path}.query_up"]
+    return paths
 
 
 def latent_attentions(model: Decoder) -> Iterator[tuple[str, Callable[[Decoder], LatentAttention], slice]]:
-    """For each stack of latent attention its path, where it is, and which rows of the statistics are of its layers."""
+    """Yield the path of each stack of latent attention, a function that finds it, and the rows of its statistics."""
     begin = 0
     for index, segment in enumerate(model.segments):
-        places = [place for place, block in enumerate(segment.unit) if isinstance(block.mixer, LatentAttention)]
-        end = begin + segment.repeats * len(places)
-        for nth, place in enumerate(places):
-            path = f"segments.{index}.unit.{place}.mixer"
-            yield path, partial(_mixer_at, segment=index, place=place), slice(begin + nth, end, len(places))
+        positions = [i for i, block in enumerate(segment.unit) if isinstance(block.mixer, LatentAttention)]
+        end = begin + segment.repeats * len(positions)
+        for nth, position in enumerate(positions):
+            path = f"segments.{index}.unit.{position}.mixer"
+            yield path, partial(_mixer_at, segment=index, position=position), slice(begin + nth, end, len(positions))
         begin = end
     if model.mtp is not None and isinstance(model.mtp.depth.block.mixer, LatentAttention):
         yield "mtp.depth.block.mixer", _mixer_ahead, slice(begin, None)
 
 
-def _mixer_at(model: Decoder, *, segment: int, place: int) -> LatentAttention:
-    return cast(LatentAttention, model.segments[segment].unit[place].mixer)
+def _mixer_at(model: Decoder, *, segment: int, position: int) -> LatentAttention:
+    return cast(LatentAttention, model.segments[segment].unit[position].mixer)
 
 
 def _mixer_ahead(model: Any) -> LatentAttention:

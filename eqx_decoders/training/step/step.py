@@ -1,4 +1,4 @@
-"""Training state and the compiled step: microbatches, clipping, and a guard against what is not finite."""
+"""The compiled training step: microbatches, clipping, and a guard against losses that are not finite."""
 
 import dataclasses
 import functools
@@ -11,102 +11,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.core.input_checks import as_key
-from eqx_decoders.data.batches import Batch
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.sharding.axes import AnyArray, axes, buffers, frozen, matching, named_leaves, path_name, replaced
+from eqx_decoders.sharding.axes import axes, buffers, frozen, matching, named_leaves, path_name
 from eqx_decoders.sharding.explicit import spec_of
 from eqx_decoders.sharding.layout import Layout, partitions
 from eqx_decoders.sharding.offload import Offload, to_device, to_home
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.optimizer.state_layout import StateLayout
 from eqx_decoders.training.step.balance import expert_configs, update_router_bias
-from eqx_decoders.training.step.loss import LossMetrics, or_one, token_loss_sum
+from eqx_decoders.training.step.loss import or_one, token_loss_sum
+from eqx_decoders.training.step.loss_metrics import LossMetrics
+from eqx_decoders.training.step.microbatches import cut_batch, join_microbatch, mean_activations, zeros_to_add
 from eqx_decoders.training.step.offloaded_step import by_layer, check_offload, square_sum
 from eqx_decoders.training.step.qk_clip import clipped_weights, latent_attentions, qk_clip
-
-
-class TrainState(eqx.Module):
-    """All that a run carries from step to step; everything else is configuration.
-
-    **Arguments:**
-
-    - `model`: the decoder.
-    - `optimizer`: the optimizer's state, of the trainable weights only.
-    - `step`: steps taken.
-    - `skipped`: how many of them changed nothing, because loss or gradient was not finite.
-    - `key`: the run's key; each step uses its own, derived from it.
-    - `ema`: running means of the trainable weights by path, in float32; None where none are kept.
-    """
-
-    model: Decoder
-    optimizer: PyTree
-    step: Int32[AnyArray, ""]
-    skipped: Int32[AnyArray, ""]
-    key: Key[AnyArray, ""]
-    ema: dict[str, AnyArray] | None = None
-
-    @property
-    def averaged(self) -> Decoder:
-        """The model with the running means of its weights, in their dtype; where none are kept, the model."""
-        weights = named_leaves(self.model)
-        return replaced(self.model, {name: mean.astype(weights[name].dtype) for name, mean in (self.ema or {}).items()})
-
-
-class StepMetrics(eqx.Module):
-    """What a step reports.
-
-    **Arguments:**
-
-    - `loss`, `nll`: per target token, in nats, before the step.
-    - `accuracy`: share of targets with the highest logit.
-    - `tokens`: target tokens.
-    - `grad_norm`: global norm of the gradient, before clipping.
-    - `learning_rate`: of this step.
-    - `skipped`: whether the step changed nothing.
-    - `mtp_nll`: of each depth of multi-token prediction, per target token of its own; None where there is none.
-    - `stats`: of the layers: of their activations if asked for, of routing where there are experts; None for neither.
-    """
-
-    loss: Float32[Array, ""]
-    nll: Float32[Array, ""]
-    accuracy: Float32[Array, ""]
-    tokens: Float32[Array, ""]
-    grad_norm: Float32[Array, ""]
-    learning_rate: Float32[Array, ""]
-    skipped: Bool[Array, ""]
-    mtp_nll: Float32[Array, "depths"] | None = None
-    stats: BlockStats | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepConfig:
-    """How a step is computed."""
-
-    gradient_accumulation_steps: int = 1
-    """Microbatches into which a batch is cut; their gradients are added, weighted by tokens."""
-    z_loss: float = 0.0
-    """Weight of log(Z)^2 in the loss; 1e-4 is usual."""
-    fused_loss: bool = True
-    """Compute head and loss tile by tile, so that all logits never exist at once."""
-    qk_clip_threshold: float | None = None
-    """Scale the weights of a head of latent attention down after a step in which one of its scores was above this (100
-    is usual); None: never."""
-
-    def __post_init__(self):
-        check_integer("StepConfig.gradient_accumulation_steps", self.gradient_accumulation_steps)
-        check_number("StepConfig.z_loss", self.z_loss, least=0)
-        if self.qk_clip_threshold is not None:
-            check_number("StepConfig.qk_clip_threshold", self.qk_clip_threshold, above=0)
+from eqx_decoders.training.step.step_config import StepConfig
+from eqx_decoders.training.step.train_state import StepMetrics, TrainState
 
 
 class Trainer(eqx.Module):
-    """Makes and advances `TrainState`s; holds what is fixed in a run.
+    """Maker of `TrainState`s and of their steps; holds the optimizer and the settings that are fixed in a run.
 
     `Trainer.create(config, model, steps=1000)`, then `state = trainer.init(model, key=key)` and
     `state, metrics = trainer.step(state, batch)`.
@@ -125,7 +55,7 @@ class Trainer(eqx.Module):
     def create(
         cls, optimizer: OptimizerConfig, model: Decoder, *, steps: int, config: StepConfig = StepConfig()
     ) -> "Trainer":
-        """For models shaped like `model` (arrays or `ShapeDtypeStruct`s) and runs of `steps` steps.
+        """Make a trainer of models shaped like `model` (arrays or `ShapeDtypeStruct`s) for runs of `steps` steps.
 
         Weights that their layer declares frozen are left out, whatever the patterns say, and buffers unless named.
         """
@@ -138,14 +68,14 @@ class Trainer(eqx.Module):
         check(fetched or config.qk_clip_threshold is None, f"{rule} StepConfig.qk_clip_threshold=None: leave one out.")
         single = fetched or config.gradient_accumulation_steps == 1
         check(single, f"{rule} StepConfig.gradient_accumulation_steps=1: gradients of the host's weights lie there.")
-        kept = frozen(model)
-        words = {name: here for name, here in axes(model).items() if name not in kept}
+        fixed = frozen(model)
+        words = {name: axis_names for name, axis_names in axes(model).items() if name not in fixed}
         named = optimizer.trainable
         trainable = matching(words, named, "OptimizerConfig.trainable") - buffers(model, named)
         if config.qk_clip_threshold is not None:
-            fixed = sorted(set(clipped_weights(model)) - trainable)
-            rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(fixed[:3])}"
-            check(not fixed, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
+            untrained = sorted(set(clipped_weights(model)) - trainable)
+            rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(untrained[:3])}"
+            check(not untrained, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
         return cls(
             name=optimizer.name,
             optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
@@ -158,7 +88,7 @@ class Trainer(eqx.Module):
         )
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
-        """The state before the first step."""
+        """Make the state before the first step."""
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
         key = as_key(key)
         optimizer = self.new_optimizer(model)
@@ -168,90 +98,90 @@ class Trainer(eqx.Module):
         return self.with_ema(TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key))
 
     def new_optimizer(self, model: Decoder) -> PyTree:
-        """The optimizer's state before its first step, sharded like the weights it belongs to."""
+        """Make the optimizer's state before its first step, sharded like the weights it belongs to."""
         target = self.abstract(model, key=jax.random.key(0)).optimizer
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
         return jax.jit(start, out_shardings=shardings)(self._weights(model))
 
     def with_ema(self, state: TrainState) -> TrainState:
-        """The state with the running means that it is to have: those it has, or else new ones, equal to the weights."""
+        """Add the running means that the state must have and has not, equal to the weights; drop all others."""
         if self.ema_decay is None:
             return dataclasses.replace(state, ema=None)
-        kept = {name: mean for name, mean in (state.ema or {}).items() if name in self.trainable}
-        weights = {name: leaf for name, leaf in self._weights(state.model).items() if name not in kept}
+        means = {name: mean for name, mean in (state.ema or {}).items() if name in self.trainable}
+        weights = {name: leaf for name, leaf in self._weights(state.model).items() if name not in means}
         if not weights:
-            return dataclasses.replace(state, ema=kept)
+            return dataclasses.replace(state, ema=means)
         every = self.state_shardings(state.model)
-        places = {name: every[name] for name in weights}
+        shardings = {name: every[name] for name in weights}
         # copies: a donated step must not be handed one buffer twice
         copies = jax.jit(
-            lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=places
+            lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=shardings
         )
-        return dataclasses.replace(state, ema=kept | copies(weights))
+        return dataclasses.replace(state, ema=means | copies(weights))
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
-        """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
+        """Return `init` as a tree of `jax.ShapeDtypeStruct` with shardings, into which checkpoints are restored."""
         everywhere, key = _replicated(model), as_key(key)
-        weights, beside = self._weights(model), self._state_layout(model)
-        places = beside.shardings()
+        weights, state_layout = self._weights(model), self._state_layout(model)
+        shardings = state_layout.shardings()
 
         def like(path, leaf):
-            sharding = beside.place(path, leaf, places) or everywhere
+            sharding = state_layout.place(path, leaf, shardings) or everywhere
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         like_key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-        means = {name: jax.eval_shape(widened, leaf).update(sharding=places[name]) for name, leaf in weights.items()}
+        means = {name: jax.eval_shape(widened, leaf).update(sharding=shardings[name]) for name, leaf in weights.items()}
         ema = None if self.ema_decay is None else means
         return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key, ema=ema)
 
     def state_shardings(self, model: Decoder) -> dict[str, jax.sharding.Sharding]:
-        """Where the optimizer's state and the running mean of each trainable weight live: beside it, or in parts."""
+        """Return the shardings of the optimizer's state and running mean of each trainable weight."""
         return self._state_layout(model).shardings()
 
     def _state_layout(self, model: Decoder) -> StateLayout:
         return StateLayout(model, self.trainable, self.shard_over_data)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """One optimizer step, compiled; `state` is donated: its buffers are those of the new state.
+        """Take one compiled optimizer step; `state` is donated: its buffers are those of the new state.
 
-        Returns as soon as the devices have it to do: several steps may be begun before a metric is read.
+        Returns as soon as the devices have it to do: several steps may be started before a metric is read.
         """
         rows, parts = batch.tokens.shape[0], self.config.gradient_accumulation_steps
         rule = f"A batch of {rows} sequences can't be cut into StepConfig.gradient_accumulation_steps={parts} parts."
         check(rows % parts == 0, rule)
-        return _program(self._places(state))((self, batch), state)
+        return _program(self._result_shardings(state))((self, batch), state)
 
     def compile(self, state: TrainState, batch: Batch) -> int | None:
-        """Compile `step` for what looks like these. The bytes of a device that it needs, where the compiler tells."""
-        sizes = _program(self._places(state)).lower((self, batch), state).compile().memory_analysis()
+        """Compile `step` for these shapes; return the bytes that it needs of a device, where the compiler tells."""
+        sizes = _program(self._result_shardings(state)).lower((self, batch), state).compile().memory_analysis()
         if sizes is None:
             return None
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return held + sizes.temp_size_in_bytes
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
-        """`step` as `jax.jit(...).trace` gives it, for states and batches that may be shapes."""
-        places = self._places(state)
-        places = None if places is None else _unflattened(places)
-        return jax.jit(self.advance, donate_argnums=0, out_shardings=places).trace(state, batch)
+        """Trace `step` as `jax.jit(...).trace` does, for states and batches that may be shapes."""
+        shardings = self._result_shardings(state)
+        out = None if shardings is None else _unflattened(shardings)
+        return jax.jit(self.advance, donate_argnums=0, out_shardings=out).trace(state, batch)
 
-    def _places(self, state: TrainState) -> "_Places | None":
-        """Where the results of a step go; None leaves it to XLA, which may not tell memory of the host from others."""
+    def _result_shardings(self, state: TrainState) -> "_StateShardings | None":
+        """Return the shardings of a step's results; None leaves them to XLA, which may mistake the host's memory."""
         if state.model.execution.layout.offload == Offload():
             return None
         leaves, tree = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.sharding, state))
-        return _Places(tuple(leaves), tree, _replicated(state.model))
+        return _StateShardings(tuple(leaves), tree, _replicated(state.model))
 
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """`step` as a plain function, to be put into a program of one's own."""
+        """Take a step as a plain function, for a program of one's own."""
 
-        def places(result: tuple[TrainState, StepMetrics]) -> PyTree:
+        def specs(result: tuple[TrainState, StepMetrics]) -> PyTree:
             return jax.tree.map(spec_of, state), jax.tree.map(lambda _: PartitionSpec(), result[1])
 
-        return state.model.execution.layout.automatically(self._advance, places)(state, batch)
+        return state.model.execution.layout.automatically(self._advance, specs)(state, batch)
 
     def _advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None
@@ -264,31 +194,31 @@ class Trainer(eqx.Module):
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
-        beside = self._state_layout(state.model)
-        parts = beside.in_parts
+        state_layout = self._state_layout(state.model)
+        in_parts = state_layout.in_parts
 
         def move(weights, gradient, optimizer, ema):
             scaled = {
                 name: (_as_float32(leaf) * scale).astype(widened(weights[name]).dtype)
                 for name, leaf in gradient.items()
             }
-            weights = parts(weights)
+            weights = in_parts(weights)
             updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
             with jax.numpy_dtype_promotion("standard"):  # updates are in f32, whatever the weights are in
-                weights = parts(optax.apply_updates(weights, updates))
+                weights = in_parts(optax.apply_updates(weights, updates))
             if self.ema_decay is not None:
-                ema = parts(optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay))
-            return beside.gathered(weights), parts(optimizer), ema
+                ema = in_parts(optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay))
+            return state_layout.gathered(weights), in_parts(optimizer), ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
         old = self._weights(state.model)
-        groups = beside.streamed()
+        groups = state_layout.streamed()
         names = tuple(name for name in old if not any(name in group for group in groups.values()))
         weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
         model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
         clipped = self._clipped(model, sums.stats, finite)
         if ema is not None and clipped is not model:
-            ema = parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
+            ema = in_parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
         new = TrainState(
             model=clipped,
             optimizer=optimizer,
@@ -311,48 +241,51 @@ class Trainer(eqx.Module):
         return new, metrics
 
     def _gradient(self, model: Decoder, batch: Batch, key: PRNGKeyArray | None) -> tuple[PyTree, LossMetrics]:
-        """The gradient of the summed loss, and its metrics, added up over the microbatches."""
-        count, config, beside = self.config.gradient_accumulation_steps, self.config, self._state_layout(model)
+        """Compute the gradient of the summed loss, and its metrics, added up over the microbatches."""
+        config, state_layout = self.config, self._state_layout(model)
+        count = config.gradient_accumulation_steps
 
         def loss(weights, rows, key):
-            here, fused = self._with_weights(model, weights), config.fused_loss
-            here = here if not self.shard_over_data else here.replace(layout=_gradients_over_data(here))
-            here = here if config.qk_clip_threshold is None else here.replace(attention_maxima=True)
-            return token_loss_sum(here, rows, z_loss=config.z_loss, fused=fused, key=key, full_batch=batch)
+            trained, fused = self._with_weights(model, weights), config.fused_loss
+            if self.shard_over_data:
+                trained = trained.replace(layout=_gradients_over_data(trained))
+            if config.qk_clip_threshold is not None:
+                trained = trained.replace(attention_maxima=True)
+            return token_loss_sum(trained, rows, z_loss=config.z_loss, fused=fused, key=key, full_batch=batch)
 
         def part(rows, key):
             (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)
-            return beside.in_parts(gradient), metrics
+            return state_layout.in_parts(gradient), metrics
 
         if count == 1:
             return part(batch, key)
         layout = model.execution.layout
         keys = None if key is None else jax.random.split(key, count)
-        pieces = _cut(batch, count)
+        pieces = cut_batch(batch, count)
 
         def one(rows, key):
-            return part(_joined(rows, layout), key)
+            return part(join_microbatch(rows, layout), key)
 
-        def add(total, here):
-            gradient, metrics = one(*here)
+        def add(total, microbatch):
+            gradient, metrics = one(*microbatch)
             gradient = jax.tree.map(lambda sum, leaf: sum + _as_float32(leaf), total[0], gradient)
             return (gradient, total[1].add(metrics)), None
 
         shapes = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        zeros = (beside.in_parts(zeros[0]), _without_maxima(zeros[1]))
+        zeros = (state_layout.in_parts(zeros[0]), zeros_to_add(zeros[1]))
         total, _ = jax.lax.scan(add, zeros, (pieces, keys))
         gradient, metrics = total
-        return gradient, dataclasses.replace(metrics, stats=_mean_activations(metrics.stats, count))
+        return gradient, dataclasses.replace(metrics, stats=mean_activations(metrics.stats, count))
 
     def _clipped(self, model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
-        """The model with QK-clip, where it is asked for and the step changed anything."""
+        """Apply QK-clip, if the settings have it and the step changed anything."""
         if self.config.qk_clip_threshold is None or stats is None or stats.max_scores is None:
             return model
         return qk_clip(model, jnp.where(finite, stats.max_scores, EMPTY), self.config.qk_clip_threshold)
 
     def _with_clipped(self, ema: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-        """Means of the weights as they are after QK-clip, from those as they were before it."""
+        """Move the running means of weights that QK-clip has changed."""
         share = 1 - (self.ema_decay or 0.0)
 
         def one(name: str, mean: Any) -> Any:
@@ -368,7 +301,7 @@ class Trainer(eqx.Module):
         return jax.tree_util.tree_map_with_path(lambda path, leaf: weights.get(path_name(path), leaf), model)
 
 
-class _Places(NamedTuple):
+class _StateShardings(NamedTuple):
     """Shardings of a state, and of metrics."""
 
     leaves: tuple[jax.sharding.Sharding, ...]
@@ -376,25 +309,25 @@ class _Places(NamedTuple):
     metrics: jax.sharding.Sharding
 
 
-def _unflattened(places: _Places) -> tuple[TrainState, jax.sharding.Sharding]:
-    return jax.tree.unflatten(places.tree, places.leaves), places.metrics
+def _unflattened(shardings: _StateShardings) -> tuple[TrainState, jax.sharding.Sharding]:
+    return jax.tree.unflatten(shardings.tree, shardings.leaves), shardings.metrics
 
 
-def _step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
-    trainer, batch = kept
+def _step(trainer_and_batch: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
+    trainer, batch = trainer_and_batch
     return trainer.advance(state, batch)
 
 
 _compiled_step = jax.jit(_step, donate_argnums=1)  # not eqx.filter_jit, which returns when all is computed
 
 
-def _program(places: _Places | None) -> Any:
-    return _compiled_step if places is None else _placed_step(places)
+def _program(shardings: _StateShardings | None) -> Any:
+    return _compiled_step if shardings is None else _placed_step(shardings)
 
 
 @functools.lru_cache(maxsize=8)
-def _placed_step(places: _Places) -> Any:
-    return jax.jit(_step, donate_argnums=1, out_shardings=_unflattened(places))
+def _placed_step(shardings: _StateShardings) -> Any:
+    return jax.jit(_step, donate_argnums=1, out_shardings=_unflattened(shardings))
 
 
 def _gradients_over_data(model: Decoder) -> Layout:
@@ -405,40 +338,8 @@ def _as_float32(x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
-def _microbatches(x: Array, count: int) -> Array:
-    """`[batch, length]` -> `[count, batch / count, length]`, each device keeping its own rows."""
-    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
-
-
-def _cut(batch: Batch, count: int) -> Batch:
-    """The batch with microbatches in front; images and audio by the rows that they belong to."""
-    rows, groups = batch.tokens.shape[0], None if batch.media is None else batch.media.order.shape[0]
-    rule = f"microbatches need a group of images for each of the {rows} rows: Media.create(…, groups={rows})"
-    check(groups in (None, rows), f"Batch.media has {groups} groups, but {rule}.")
-
-    def cut(path: Any, leaf: Any) -> Array:
-        by_row = leaf.reshape(rows, -1, *leaf.shape[1:]) if _is_media(path) else leaf
-        return _microbatches(jnp.asarray(by_row), count)
-
-    return jax.tree_util.tree_map_with_path(cut, batch)
-
-
-def _joined(batch: Batch, layout: Layout) -> Batch:
-    """One of the microbatches of `_cut`, as a batch."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: (
-            leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else layout.constrain(leaf, "batch length")
-        ),
-        batch,
-    )
-
-
-def _is_media(path: Any) -> bool:
-    return path_name(path).startswith("media.")
-
-
 def _uses_key(model: Decoder) -> bool:
-    """Whether the model has any dropout, random routing or stochastic rounding, and so needs a key."""
+    """Return whether the model has any dropout, random routing or stochastic rounding, and so needs a key."""
     config, rounding = model.config, model.execution.low_precision
     if rounding is not None and rounding.draws:
         return True
@@ -447,22 +348,8 @@ def _uses_key(model: Decoder) -> bool:
     return max(rates) > 0 or any(layer.draws for layer in expert_configs(config))
 
 
-def _mean_activations(stats: BlockStats | None, count: int) -> BlockStats | None:
-    """Statistics added up over microbatches: those of activations are means, others sums or maxima."""
-    if stats is None:
-        return None
-    return dataclasses.replace(stats, activations=jax.tree.map(lambda leaf: leaf / count, stats.activations))
-
-
-def _without_maxima(zeros: LossMetrics) -> LossMetrics:
-    """Zeros to be added to; of maxima what is below all."""
-    if zeros.stats is None or zeros.stats.max_scores is None:
-        return zeros
-    return eqx.tree_at(lambda metrics: metrics.stats.max_scores, zeros, jnp.full_like(zeros.stats.max_scores, EMPTY))
-
-
 def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
-    """The model with its selection biases moved by the loads of this step; by none if it was not finite."""
+    """Move the selection biases by the loads of this step; by none if it was not finite."""
     moves = any(layer.router.bias_update_rate > 0 for layer in expert_configs(model.config))
     if not moves or stats is None or stats.routing is None:
         return model

@@ -1,4 +1,4 @@
-"""How tokens and vocabulary are split over a mesh in the loss, and what its devices tell each other of them."""
+"""Tokens and vocabulary of the loss split over a mesh, and the collectives between its devices."""
 
 import dataclasses
 import math
@@ -10,18 +10,18 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.rules import names_of
 
 
 class VocabPart(NamedTuple):
-    """Some of a device's ids.
+    """Kernel of some of a device's ids.
 
     **Arguments:**
 
-    - `kernel`: all features of them.
-    - `begin`, `first`: the first of them, counted from the device's first, and from that of all devices.
-    - `repeated`: so many of them were in the part before, too.
+    - `kernel`: all features of these ids.
+    - `begin`, `first`: the first id, counted from the device's first, and from that of all devices.
+    - `repeated`: ids that were in the part before, too.
     """
 
     kernel: Array
@@ -30,7 +30,7 @@ class VocabPart(NamedTuple):
     repeated: Array | int
 
     def without_repeated(self, x: Array, fill: float) -> Array:
-        """`x`, a value of each id in its last dimension, but `fill` for those of the part before."""
+        """Replace the values of ids of the part before by `fill`; ids are the last dimension of `x`."""
         if isinstance(self.repeated, int):
             return x
         return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < self.repeated, fill, x)
@@ -38,7 +38,7 @@ class VocabPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
-    """Each device has the logits of its own tokens and ids, and holds some features of its ids' kernel.
+    """Split of the loss over a mesh: each device has logits of its own tokens and ids, and some features of the kernel.
 
     The others' features are gathered, for all of its ids at once or for some at a time, and the gradient of what has
     been gathered is added up over all of its tokens before devices share it.
@@ -72,14 +72,14 @@ class HeadSplit:
         features = tuple(name for name in names_of(spec[inside]) if name not in ids)
         split = (ids or None, features or None) if tied else (features or None, ids or None)
         specs = PartitionSpec(*tokens[:2]), PartitionSpec(*split)
-        rows, further = sum(rows, ()), layout.gradient_spec(words, kernel)
-        new = [index for index in range(2) if "data" in rows and further[index] != spec[index]]
+        rows, spread = sum(rows, ()), layout.gradient_spec(words, kernel)
+        new = [index for index in range(2) if "data" in rows and spread[index] != spec[index]]
         gradient = (names_of(group) + ("data",) * (index in new) for index, group in enumerate(split))
         specs = *specs, PartitionSpec(*(names or None for names in gradient))
         return cls(layout, inside, *specs, spread=next(iter(new), None), ids=ids, features=features, rows=rows)
 
     def mapped(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """`function(hidden, kernel, *of tokens)` of what each device has; `outputs` are the specs of results."""
+        """Map `function(hidden, kernel, *of tokens)` over the devices' parts; `outputs` are the specs of results."""
         if self.layout.single:
             return function
 
@@ -93,32 +93,32 @@ class HeadSplit:
         return math.prod(self.layout.sizes[name] for name in names)
 
     def vocab(self, kernel: Array) -> int:
-        """Ids of all devices."""
+        """Return the number of ids of all devices."""
         return kernel.shape[1 - self.inside] * self._count(self.ids)
 
     def parts(self, kernel: Array, dtype: Any, most: int | None) -> tuple[int, int]:
-        """In how many parts a device's ids are gathered, and ids of each: kernel and gradient in `most` bytes."""
-        own, embed = kernel.shape[1 - self.inside], kernel.shape[self.inside] * self._count(self.features)
+        """Return in how many parts a device's ids are gathered, and ids of each: at most `most` bytes a part."""
+        ids, embed = kernel.shape[1 - self.inside], kernel.shape[self.inside] * self._count(self.features)
         if most is None or not self.features:
-            return 1, own
+            return 1, ids
         each = embed * (jnp.dtype(dtype).itemsize + 4)  # the gradient is added up in f32
-        count = -(-own * each // most)
-        width = min(own, -(-own // count // 128) * 128)  # the lanes of a TPU
-        return -(-own // width), width
+        count = -(-ids * each // most)
+        width = min(ids, -(-ids // count // 128) * 128)  # the lanes of a TPU
+        return -(-ids // width), width
 
     def gathered(self, kernel: Array, index: Array | int, width: int, dtype: Any) -> "VocabPart":
-        """All features of `width` ids; the last part may begin with ids of the one before."""
-        own = kernel.shape[1 - self.inside]
-        begin = 0 if width == own else jnp.minimum(index * width, own - width)
-        repeated = 0 if own % width == 0 else index * width - begin
-        if width < own:
+        """Gather all features of `width` ids; the last part may begin with ids of the one before."""
+        ids = kernel.shape[1 - self.inside]
+        begin = 0 if width == ids else jnp.minimum(index * width, ids - width)
+        repeated = 0 if ids % width == 0 else index * width - begin
+        if width < ids:
             kernel = lax.dynamic_slice_in_dim(kernel, begin, width, 1 - self.inside)
         kernel = kernel.astype(dtype)
         kernel = lax.all_gather(kernel, self.features, axis=self.inside, tiled=True) if self.features else kernel
-        return VocabPart(kernel, begin, begin + (lax.axis_index(self.ids) * own if self.ids else 0), repeated)
+        return VocabPart(kernel, begin, begin + (lax.axis_index(self.ids) * ids if self.ids else 0), repeated)
 
     def scattered(self, gradient: Array) -> Array:
-        """Of the sum over devices that share the kernel's features this device's features."""
+        """Sum over the devices that share the kernel's features; return this device's features."""
         for name in self.features:
             if name in self.rows:
                 gradient = lax.psum_scatter(gradient, name, scatter_dimension=self.inside, tiled=True)
@@ -128,7 +128,7 @@ class HeadSplit:
         return gradient
 
     def summed(self, gradient: Array) -> Array:
-        """The sum of what is scattered over all other devices' tokens, or this device's part of it."""
+        """Sum a scattered gradient over all other devices' tokens; return it, or this device's part of it."""
         others = tuple(name for name in self.rows if name not in self.features)
         if self.spread is not None:
             gradient = lax.psum_scatter(gradient, "data", scatter_dimension=self.spread, tiled=True)
@@ -136,17 +136,17 @@ class HeadSplit:
         return lax.psum(gradient, others) if others else gradient
 
     def over_ids(self, x: Any) -> Any:
-        """The sum over all devices' ids."""
+        """Sum over all devices' ids."""
         return lax.psum(x, self.ids) if self.ids else x
 
     def highest(self, x: Array) -> Array:
-        """The maximum over all devices' ids."""
+        """Return the maximum over all devices' ids."""
         return lax.pmax(x, self.ids) if self.ids else x
 
     def lowest(self, x: Array) -> Array:
-        """The minimum over all devices' ids."""
+        """Return the minimum over all devices' ids."""
         return lax.pmin(x, self.ids) if self.ids else x
 
     def over_rows(self, sums: Any) -> Any:
-        """Sums over all devices' tokens."""
+        """Sum over all devices' tokens."""
         return lax.psum(sums, self.rows) if self.rows else sums

@@ -1,4 +1,4 @@
-"""Rows in another order than that of their text, so that devices that split their length have equal work."""
+"""Tokens of rows in an order that gives devices which split their length equal work."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,30 +8,33 @@ import numpy as np
 from jaxtyping import Array, Float32, Int
 
 from eqx_decoders.context import Execution
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import context_parts, zigzag
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.embedding.embedding import placed_in_documents
+from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def in_context_order(
-    model: Decoder, batch: Batch, targets: Int[Array, "batch length"], weights: Float32[Array, "batch length"]
+    config: DecoderConfig,
+    execution: Execution,
+    batch: Batch,
+    targets: Int[Array, "batch length"],
+    weights: Float32[Array, "batch length"],
 ) -> tuple[Batch, Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """A batch, its targets and their weights in the order of `Execution.context_order`.
+    """Put a batch, its targets and their weights in the order of `Execution.context_order`.
 
-    Positions and targets are found first. Layers that go by positions, and a sum over targets, are as they were.
-    Raises ConfigError for a model with others, and for spans, which are found from the order of tokens.
+    Positions and targets are computed first. Layers that go by positions, and a sum over targets, do not change.
+    Raises ConfigError for a model with other layers, and for spans, which are computed from the order of tokens.
     """
-    execution = model.execution
     if execution.context_order == "plain":
         return batch, targets, weights
     rule = "Execution.context_order='zigzag' needs"
-    ordered = next(_need_order(model.config, execution), None)
+    ordered = next(_need_order(config, execution), None)
     check(ordered is None, f"{rule} layers that go by positions alone, but {ordered} goes by the order of tokens.")
     check(batch.spans is None, f"{rule} batches without spans: these are found from the order of tokens.")
     check(batch.media is None, f"{rule} batches without images and audio: their features are placed in order.")
@@ -41,23 +44,23 @@ def in_context_order(
     tokens, segments, positions = (
         None if x is None else jnp.asarray(x) for x in (batch.tokens, batch.segment_ids, batch.positions)
     )
-    positions, segments = placed_in_documents(positions, segments, batch.tokens.shape)
+    positions, segments = document_positions(positions, segments, batch.tokens.shape)
 
-    def turned(x: Any) -> Any:
+    def reordered(x: Any) -> Any:
         return None if x is None else execution.layout.constrain(x[:, order], "batch length")
 
-    turned_batch = Batch(tokens=turned(tokens), segment_ids=turned(segments), positions=turned(positions))
-    return turned_batch, turned(targets), turned(weights)
+    batch = Batch(tokens=reordered(tokens), segment_ids=reordered(segments), positions=reordered(positions))
+    return batch, reordered(targets), reordered(weights)
 
 
 def row_order(execution: Execution, length: int) -> np.ndarray | None:
-    """Which token of its text stands where in a row, by `Execution.context_order`; None: in their order."""
+    """Return the index of the token at each place of a row, by `Execution.context_order`; None: in their order."""
     parts = 1 if execution.context_order == "plain" else context_parts(execution.layout)
     return None if parts == 1 else zigzag(length, parts)
 
 
 def _need_order(config: DecoderConfig, execution: Execution) -> Iterator[str]:
-    """What of a model would be another with its tokens in another order, whatever their positions."""
+    """Yield the layers whose output would change with the order of tokens, whatever their positions."""
     blocks = {f"DecoderConfig.blocks[{index}]": block for index, block in enumerate(config.blocks)}
     if config.mtp is not None:
         blocks["DecoderConfig.mtp.block"] = config.mtp.block
@@ -73,4 +76,4 @@ def _needs_order(layer: Any, execution: Execution) -> bool:
         return layer.selection is not None
     if isinstance(layer, ExpertsConfig):  # of a row's tokens those that come first take the places of an expert
         return layer.capacity_factor is not None and execution.experts in ("auto", "capacity")
-    return hasattr(layer, "memory") and not isinstance(layer, LatentAttentionConfig)
+    return hasattr(layer, "cache_shape") and not isinstance(layer, LatentAttentionConfig)

@@ -28,17 +28,17 @@ def test_what_is_unfinished_goes_with_the_claim(tmp_path):
     with Leases(tmp_path) as one:
         one.take("a")
         one.partial("a").write_bytes(b"half")
-        leases.beside(one.partial("a")).write_bytes(b"a copy")
+        leases.copy_path(one.partial("a")).write_bytes(b"a copy")
     assert list(tmp_path.iterdir()) == []
 
 
 HOLDER = """
 import os, pathlib, sys
-from eqx_decoders.data.sources.leases import Leases, beside
+from eqx_decoders.data.sources.leases import Leases, copy_path
 claims = Leases(pathlib.Path(sys.argv[1])).__enter__()
 assert claims.take("a")
 claims.partial("a").write_bytes(b"half")
-beside(claims.partial("a")).write_bytes(b"a copy")
+copy_path(claims.partial("a")).write_bytes(b"a copy")
 print("taken", flush=True)
 sys.stdin.read()
 """

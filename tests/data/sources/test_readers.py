@@ -13,9 +13,9 @@ import pytest
 from eqx_decoders.data.sources import hub_datasets, readers, remote
 from eqx_decoders.data.sources.hub_datasets import HubDataset
 from eqx_decoders.data.sources.readers import ReadOptions, parts_of, read_source
-from eqx_decoders.data.sources.sources import Source, as_place, describe, find_sources, is_as_described
+from eqx_decoders.data.sources.sources import Source, describe, find_sources, is_as_described, parse_location
 from eqx_decoders.data.store.corpus import read_documents
-from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from tests.stores import all_tokens
@@ -104,7 +104,7 @@ def test_what_is_compressed_or_small_stays_whole(tmp_path):
 
 
 def test_parts_follow_from_the_size_alone():
-    source = Source("a.jsonl", as_place("a.jsonl"))
+    source = Source("a.jsonl", parse_location("a.jsonl"))
     for size, count in ((33_554_433, 3), (1 << 30, 32), (1 << 40, 4096)):
         parts = parts_of(source, size)
         assert len(parts) == count and parts[-1][1] == size
@@ -187,7 +187,7 @@ def test_parts_of_files_elsewhere(tmp_path, memory, monkeypatch, kind):
         monkeypatch.setattr(readers, name, value)
     local = write(tmp_path, kind, words(60))
     memory.pipe_file(f"/{kind}", local.file.read_bytes())
-    source = Source(kind, as_place(f"memory://{kind}"))
+    source = Source(kind, parse_location(f"memory://{kind}"))
     parts = parts_of(source, source.file.size)
     assert (len(parts) > 1) == (kind != "a.txt"), "where a text's documents begin is not known without reading it"
     assert [text for part in parts for text in document_texts(source, part)] == document_texts(local)
@@ -232,9 +232,9 @@ def test_how_datasets_of_the_hub_are_spelled():
     }
     for path, dataset in spelled.items():
         (source,) = find_sources(path)
-        assert source.file == dataset == as_place(str(dataset)) and source.name == str(dataset)
+        assert source.file == dataset == parse_location(str(dataset)) and source.name == str(dataset)
     for file in ("hf://datasets/org/name/train.parquet", "hf://datasets/org/name/data/a.jsonl.gz"):
-        assert as_place(file) == remote.RemoteFile(file)
+        assert parse_location(file) == remote.RemoteFile(file)
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_datasets_of_the_hub_are_streamed_file_by_file(tmp_path, hub, monkeypatc
     asked, commits = hub
     texts = [text for number in range(3) for text in words(5, number)]
     assert [one.text for one in read_documents("hf://datasets/o/n/c")] == texts
-    assert parts_of(Source("x", as_place("hf://datasets/o/n")), None) == [(0, 1), (1, 2), (2, 3)]
+    assert parts_of(Source("x", parse_location("hf://datasets/o/n")), None) == [(0, 1), (1, 2), (2, 3)]
     monkeypatch.setattr("eqx_decoders.data.store.tokenization._setup", lambda recipe: contextlib.nullcontext())
     options = dict(path="hf://datasets/o/n/c", cache_dir=tmp_path / "cache")
     store = open_store(tmp_path / "run", BYTES, **options)
@@ -294,7 +294,7 @@ def test_what_a_package_raises_has_a_sentence(tmp_path, monkeypatch):
         raise KeyError("of its own")
 
     (tmp_path / "a.txt").write_text("x")
-    monkeypatch.setitem(readers._READERS, "text", readers._Reader(broken, lambda *_: []))
+    monkeypatch.setitem(readers._READERS, "text", readers._SourceReader(broken, lambda *_: []))
     with pytest.raises(DataError, match=r"a\.txt cannot be read: KeyError: 'of its own'"):
         list(read_documents(str(tmp_path)))
 
@@ -306,7 +306,7 @@ def test_remote_files_that_are_needed_here_are_copied_to_where_they_are_deleted(
     memory.pipe_file("/b.npy", (tmp_path / "b.npy").read_bytes())
     copy = tmp_path / "x.beside"
     for name in ("a.arrayrecord", "b.npy"):
-        found = read_source(Source(name, as_place(f"memory://{name}")), ReadOptions(tokenizer=BYTES, copy=copy))
+        found = read_source(Source(name, parse_location(f"memory://{name}")), ReadOptions(tokenizer=BYTES, copy=copy))
         next(found)
         assert copy.exists()
         found.close()

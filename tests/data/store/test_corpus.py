@@ -11,7 +11,7 @@ from eqx_decoders.data.sources.documents import Document
 from eqx_decoders.data.sources.readers import LONG
 from eqx_decoders.data.sources.sources import find_sources
 from eqx_decoders.data.store.corpus import held_out_rule, read_documents
-from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 

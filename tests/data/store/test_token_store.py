@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eqx_decoders.data.dataset import DataConfig, open_tokens
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import open_tokens
 from eqx_decoders.data.sources import sources
-from eqx_decoders.data.store import corpus_stats as counts_module, token_store, tokenization
+from eqx_decoders.data.store import count_corpus as counts_module, open_store as store_module, tokenization
 from eqx_decoders.data.store.corpus import held_out_rule, read_documents
 from eqx_decoders.data.store.gzip_baseline import Gzip
-from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -479,8 +480,8 @@ def test_a_set_that_was_counted_as_training_data_is_counted_anew(corpus, made):
 def test_gzip_gets_the_first_of_large_corpora_also_where_sizes_are_not_known(corpus, monkeypatch):
     monkeypatch.setattr(counts_module, "COMPRESSED", 300)
     monkeypatch.setattr(tokenization, "_setup", lambda recipe: contextlib.nullcontext())  # makes them in this process
-    real = token_store.job_of
-    monkeypatch.setattr(token_store, "job_of", lambda *rest: real(*rest)._replace(size=None))
+    real = store_module.make_task
+    monkeypatch.setattr(store_module, "make_task", lambda *rest: real(*rest)._replace(size=None))
     counts = build(corpus, held_out_fraction=1.0).counts("held_out")
     sizes = [len(file.read_bytes()) for file in sorted(corpus.iterdir())]
     assert counts.bytes == sum(sizes)

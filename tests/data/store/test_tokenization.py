@@ -14,8 +14,8 @@ from eqx_decoders.data.sources import readers
 from eqx_decoders.data.sources.leases import Leases
 from eqx_decoders.data.sources.sources import Source
 from eqx_decoders.data.store import tokenization
-from eqx_decoders.data.store.token_store import open_store
-from eqx_decoders.data.store.tokenization import ShardTask, job_words, loaded_job
+from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.tokenization import ShardTask, task_from_json, task_to_json
 from eqx_decoders.errors import DataError, EqxDecodersError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -29,17 +29,17 @@ COUNT = 16
 # Opens a store, with signals as the programs have them; tells which shards this process made itself.
 CHILD = """
 import json, pathlib, sys
-from eqx_decoders.io.run_lock import Interrupt, Watch
+from eqx_decoders.io.interrupt import Interrupt, Watchdog
 from eqx_decoders.io.text.tokenizer import load_tokenizer
-from eqx_decoders.training import tokenise
-from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.data.store import tokenization
+from eqx_decoders.data.store.open_store import open_store
 folder, run, small, fixture = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-made, real = [], tokenise.make_shard
+made, real = [], tokenization.make_shard
 def noted(folder, job, *rest):
     real(folder, job, *rest)
     made.append(job.source.name)
-tokenise.SMALL, tokenise.make_shard = int(small), noted
-with Interrupt(at_once=True), Watch():
+tokenization.SMALL, tokenization.make_shard = int(small), noted
+with Interrupt(at_once=True), Watchdog():
     print("ready", flush=True)
     store = open_store(folder / run, load_tokenizer(fixture), path=str(folder / "corpus"), cache_dir=folder / "cache")
 print(json.dumps({"hash": store.content_hash, "tokens": store.counts("train").tokens, "made": made}), flush=True)
@@ -136,7 +136,7 @@ def test_errors_of_processes_are_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tokenization.subprocess, "Popen", killed)
     with pytest.raises(
-        EqxDecodersError, match=r"a process ended with -9 while tokenising .*a\.jsonl: was there enough"
+        EqxDecodersError, match=r"a process ended with -9 while tokenizing .*a\.jsonl: was there enough"
     ):
         open_store(tmp_path / "run", ByteTokenizer(), path=str(tmp_path / "a.jsonl"), cache_dir=tmp_path / "cache")
 
@@ -153,10 +153,10 @@ def test_a_tokenizer_that_cannot_be_told_to_a_process_works_here(tmp_path, monke
 
 def test_what_a_process_is_told_is_what_was_meant():
     for file in (Path("/a/b.txt"), Path("/a/b"), "memory://a.jsonl", "hf://datasets/o/n@c/d:train"):
-        place = file if isinstance(file, Path) else tokenization.as_place(file)
+        place = file if isinstance(file, Path) else tokenization.parse_location(file)
         for part in (None, (3, 5)):
             job = ShardTask(Source("name", place, part is None), part, "hash", 7, part and (9, 8))
-            again = loaded_job(json.loads(json.dumps(job_words(job))))
+            again = task_from_json(json.loads(json.dumps(task_to_json(job))))
             assert again == job and again.key == job.key
 
 
@@ -175,7 +175,7 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
         assert time.monotonic() - begun < 4
         assert process.returncode == (-9 if number == signal.SIGKILL else 143)
     if number == signal.SIGTERM:
-        assert "stopped while tokenising" in told and "the tokens of finished parts are kept" in told
+        assert "stopped while tokenizing" in told and "the tokens of finished parts are kept" in told
     finished = shards(corpus)
     assert 2 <= len(finished) < COUNT and not (corpus / "run" / "manifest.json").exists()
     left = {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")}

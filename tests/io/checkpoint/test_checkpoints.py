@@ -275,7 +275,7 @@ def test_flipped_bits_are_found_or_harmless(saved, tmp_path, mode, trials):
         file = data_file(copy / "20") if trial % 2 else copy / "20/manifest/data.json"
         flip(file, pick.randrange(file.stat().st_size), pick.randrange(8))
         try:
-            weights, refusal = load_weights(copy, template.model, 20), ""
+            weights, refusal = load_weights(copy, template.model, 20).tree, ""
             assert_same(weights, make_state(20).model)
         except CheckpointError as error:
             refusal = str(error)
@@ -423,11 +423,11 @@ def test_only_the_first_process_tidies_up(copied, monkeypatch):
 
 
 def test_load_weights_reads_only_the_model(copied):
-    model = load_weights(copied, abstract(make_state()).model)
+    model = load_weights(copied, abstract(make_state()).model).tree
     assert_same(model, make_state(20).model)
     os.truncate(data_file(copied / "20"), 40)
     warnings = []
-    assert_same(load_weights(copied, make_state().model, warn=warnings.append), make_state(10).model)
+    assert_same(load_weights(copied, make_state().model, warn=warnings.append).tree, make_state(10).model)
     assert warnings and Checkpoints(copied).steps == (10, 20), "reading changes nothing"
     with pytest.raises(CheckpointError, match=r"model\.bias: bfloat16\[8\] in the checkpoint, not in the model"):
         load_weights(copied, make_state(bias=False).model, 20)
@@ -489,6 +489,25 @@ def test_a_kill_at_any_point_of_a_deletion_leaves_no_half_step(mode, tmp_path, m
         if len(done) < limit:
             return
     pytest.fail("there are more operations than were tried")
+
+
+def test_arrays_of_former_names_are_read(tmp_path):
+    """As checkpoints have them that were saved before parts of a block had their present names."""
+    former = {
+        "unit": {name: {"x": jnp.full(3, float(i))} for i, name in enumerate(reading.FORMER_PARTS)},
+        "before": jnp.ones(2),
+    }
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, former, data_state={}, config={})
+        checkpoints.wait()
+        template = {
+            "unit": {name: {"x": jnp.zeros(3)} for name in reading.FORMER_PARTS.values()},
+            "before": jnp.zeros(2),
+        }
+        restored = checkpoints.restore(template).tree
+    for former_name, name in reading.FORMER_PARTS.items():
+        np.testing.assert_array_equal(restored["unit"][name]["x"], former["unit"][former_name]["x"])
+    np.testing.assert_array_equal(restored["before"], [1, 1])
 
 
 def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):

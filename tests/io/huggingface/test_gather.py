@@ -61,7 +61,7 @@ def test_all_bits_arrive(mesh, spec, size, monkeypatch):
         np.testing.assert_array_equal(whole(pieces(x, place), want.shape), want)
         np.testing.assert_array_equal(whole(module._from_all_devices(x, place), want.shape), want)
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_SEEN_BY_NUMPY", ())
+            patch.setattr(module, "_HOST_PLATFORMS", ())
             np.testing.assert_array_equal(whole(pieces(x, place), want.shape), want)
 
 

@@ -15,9 +15,10 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.huggingface import peft
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.huggingface.peft import load_peft, save_peft
-from eqx_decoders.numerics.matmul import LowRank, low_rank_weights
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.lora import LoRAConfig, merge_lora
+from eqx_decoders.training.lora import merge_lora
+from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import pairs, trained
 
 

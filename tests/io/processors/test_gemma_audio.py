@@ -9,12 +9,13 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.inference.text_model import Files, load_text_model
+from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import Files
 from eqx_decoders.io.processors.gemma_audio import Gemma4Audio, LogMagnitudes
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import Processor
 from tests.commands import call
-from tests.encoders.directories import hearing_directory
+from tests.encoders.directories import audio_directory
 from tests.io.processors.media_files import GEMMA_AUDIO, audio, shown
 
 
@@ -24,7 +25,7 @@ RULES = Gemma4Audio()
 
 
 def made(rules, audio, limits=LIMITS):
-    return rules.all(audio, limits, [f"audio {number}" for number in range(len(audio))])
+    return rules.process_all(audio, limits, [f"audio {number}" for number in range(len(audio))])
 
 
 @pytest.mark.parametrize("name", GEMMA_AUDIO)
@@ -58,7 +59,9 @@ def test_audio_that_are_refused():
     with pytest.raises(DataError, match="audio 0 has 160 samples: an audio clip must have more than half a window"):
         made(RULES, [np.zeros(160, np.float32)])
     assert made(RULES, [np.zeros(161, np.float32)])[1] == ["<|audio><|audio|><audio|>"]
-    with pytest.raises(DataError, match=r"2 audio up to audio 1, .* have 2.0 s: more than MediaLimits.max_seconds=1.5"):
+    with pytest.raises(
+        DataError, match=r"2 audio clips up to audio 1, .* have 2.0 s: more than MediaLimits.max_seconds=1.5"
+    ):
         made(RULES, [audio(1.0)] * 2, MediaLimits(max_seconds=1.5))
 
 
@@ -86,7 +89,7 @@ def test_settings_that_are_refused(keys, message):
         (dict(bands=10**6), "must be at most 1024 bands"),
         (dict(window_ms=1e9), "must be at most"),
         (dict(hop_ms=1e-9), "one a hop"),
-        (dict(padded="left", window_ms=5.0), "would see nothing but padding"),
+        (dict(padded="left", window_ms=5.0), "would have nothing but padding"),
         (dict(lowest=9000.0), "LogMagnitudes.highest"),
         (dict(floor=0.0), "LogMagnitudes.floor"),
     ],
@@ -96,12 +99,12 @@ def test_bad_spectra_are_named(keys, message):
         LogMagnitudes(**keys)
 
 
-# --- a directory of a model that hears ---
+# --- a directory of a model with an encoder of audio ---
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return hearing_directory(tmp_path_factory.mktemp("hearing") / "model")
+    return audio_directory(tmp_path_factory.mktemp("hearing") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +125,9 @@ def test_prompts_have_a_place_for_each_token_of_an_audio_clip(text):
     parts = [{"type": "audio", "audio": file} for file in files] + [{"type": "text", "text": "?"}]
     ids, media = text.prepare([{"role": "user", "content": parts}])
     assert (ids == token).sum() == 5 + 9 and media.index.shape == (1, len(ids))
-    plain, heard = text.prepare("What?", Files(audio=(files[1],)))
-    assert (plain == token).sum() == 9 and heard.audio.real.sum() == 35
-    own = np.asarray(text.model.encode(heard).features)[:9]
+    plain, prepared = text.prepare("What?", Files(audio=(files[1],)))
+    assert (plain == token).sum() == 9 and prepared.audio.real.sum() == 35
+    own = np.asarray(text.model.encode(prepared).features)[:9]
     np.testing.assert_allclose(own, np.asarray(text.model.encode(media).features)[5:14], atol=1e-5)
 
 

@@ -81,7 +81,7 @@ def test_frames_are_those_of_the_file(videos, name, tmp_path):
 
 def seen(rules, source):
     with open_video(source) as clip:
-        return rules.one(clip, MediaLimits())
+        return rules.process(clip, MediaLimits())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def seen(rules, source):
 def test_each_family_takes_its_frames(videos, rules, indices):
     made, whole = seen(rules, videos["h264"]), decoded(videos["h264"])
     with open_video(Video(frames=[whole[index] for index in indices])) as clip:
-        known = rules.one(clip, MediaLimits())
+        known = rules.process(clip, MediaLimits())
     np.testing.assert_array_equal(made.arrays["pixel_values_videos"], known.arrays["pixel_values_videos"])
     np.testing.assert_array_equal(made.arrays["video_grid_thw"], known.arrays["video_grid_thw"])
     if isinstance(rules, Qwen3Videos):
@@ -117,7 +117,7 @@ def test_frames_of_uneven_lengths_have_their_mean_rate(options):
     file = video(**options, milliseconds=[10 * number**2 for number in ALL])
     with open_video(file) as clip:
         assert (clip.count, clip.fps) == (20, pytest.approx(20 / 3.71))
-        made = Qwen3Videos().one(clip, MediaLimits())
+        made = Qwen3Videos().process(clip, MediaLimits())
     assert made.arrays["video_grid_thw"][0, 0] == 4  # of seven, since 3.71 s at 2 a second are these
 
 

@@ -23,7 +23,7 @@ from eqx_decoders.io.processors.smolvlm import SmolVLMImages, SmolVLMVideos, Smo
 from eqx_decoders.io.processors.video import Video, open_video
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
-from tests.encoders.directories import seeing_directory, tokenizer_with
+from tests.encoders.directories import tokenizer_with, vision_directory
 from tests.io.processors.media_files import IMAGES, SECONDS, VIDEOS, audio, image, shown, video_frames
 
 
@@ -35,7 +35,7 @@ RULES = {
     "gemma4": Gemma4Images(),
     "llama4": Llama4Images(side=84, tiles=4),
     "qwen2_5": QwenImages(least=4096, most=65_536),
-    "qwen3": QwenImages(size=16, least=4096, most=65_536, colours=Normalization()),
+    "qwen3": QwenImages(size=16, least=4096, most=65_536, normalization=Normalization()),
     "smolvlm": SmolVLMImages(longest=512, tile=128),
     "idefics3": SmolVLMImages(longest=512, tile=128),
     "pixtral": PixtralImages(longest=(280, 280), size=14, merge=2),
@@ -49,7 +49,7 @@ def test_images_are_those_of_transformers(family, name):
     rules, where = RULES[family], f"image {name!r}"
     kind, width, height = IMAGES[name]
     opened = open_image(image(kind, width, height), LIMITS, where)
-    made = rules.join([rules.one(opened, LIMITS, where)])
+    made = rules.join([rules.process(opened, LIMITS, where)])
     keys = [key.split("/")[2] for key in EXPECTED.files if key.startswith(f"{family}/{name}/") and "/shape" not in key]
     assert {"pixel_values"} <= set(made) & set(keys)
     for key in set(made) & set(keys):
@@ -76,7 +76,7 @@ def test_audio_of_different_lengths_stand_together():
         soundfile.write(file, audio(seconds), 16_000, format="WAV", subtype="FLOAT")
         files.append(file.getvalue())
     rules = QwenAudio()
-    made, texts = rules.all(files, LIMITS, ["one", "two"])
+    made, texts = rules.process_all(files, LIMITS, ["one", "two"])
     assert made["input_features"].shape[:2] == (2, 128)
     counts = made["feature_attention_mask"].sum(axis=1).tolist()
     assert counts == [70, 234]
@@ -117,7 +117,7 @@ def test_videos_are_those_of_transformers(name, tmp_path):
     family, settings, count, fps, height, width = VIDEOS[name]
     rules = video_rules(tmp_path, family, settings)
     with open_video(Video(frames=[*video_frames(count, height, width)], fps=fps), LIMITS) as clip:
-        made = rules.one(dataclasses.replace(clip, chosen=fps is None), LIMITS)
+        made = rules.process(dataclasses.replace(clip, chosen=fps is None), LIMITS)
     assert made.text == str(OF_VIDEOS[f"{name}/text"])
     arrays = rules.join([made])
     keys = [key.split("/")[1] for key in OF_VIDEOS.files if key.startswith(f"{name}/") and key.endswith("/shape")]
@@ -132,14 +132,14 @@ def test_videos_have_bounds_of_their_own():
     few = list(video_frames(3, 8, 8))
     gemma = Gemma4Videos(frame=Gemma4Images(size=2, merge=2, tokens=70))
     with open_video(Video(frames=few, fps=1.0), LIMITS) as clip:
-        made = gemma.one(dataclasses.replace(clip, chosen=False), LIMITS)
+        made = gemma.process(dataclasses.replace(clip, chosen=False), LIMITS)
         assert made.arrays["num_frames_per_video"].tolist() == [3]
         for rules in (SmolVLMVideos(size=16, tile=8), gemma):
             with pytest.raises(DataError, match=r"more than MediaLimits.max_video_pixels=100"):
-                rules.one(clip, MediaLimits(max_video_pixels=100))
+                rules.process(clip, MediaLimits(max_video_pixels=100))
         many = SmolVLMVideos(size=16, tile=8, words=SmolWords(tokens=1 << 19))
         with pytest.raises(DataError, match="becomes 1,572,864 tokens: more than 1,048,576"):
-            many.one(clip, LIMITS)
+            many.process(clip, LIMITS)
 
 
 def test_settings_of_videos_are_checked(tmp_path):
@@ -194,7 +194,7 @@ def test_videos_stand_among_images_in_their_order(smol):
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
-    return Processor.load(seeing_directory(tmp_path_factory.mktemp("processor") / "model"))
+    return Processor.load(vision_directory(tmp_path_factory.mktemp("processor") / "model"))
 
 
 def test_prompts_have_a_place_for_each_file(processor):

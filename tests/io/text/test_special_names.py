@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data.chats import encode_spans, render_documents
-from eqx_decoders.data.dataset import DataConfig, open_tokens
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import open_tokens
 from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.errors import DataError
-from eqx_decoders.io.processors.prompts import Kind, expand, in_order
+from eqx_decoders.io.processors.prompts import PromptFiles, expand, in_order
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, load_chat_template
 from eqx_decoders.io.text.chat_template_worker import EscapedNames, SpecialNames
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, hidden, load_tokenizer, with_letters
@@ -47,11 +48,11 @@ def letters(found) -> list[str]:
 def test_of_names_that_begin_at_one_place_the_longest_is_found():
     names = SpecialNames(["<a>", "<a><b>", "[X]", "<ab"])
     text = "<a><b><a>[X]<ab>[X<a"
-    assert [text[start:stop] for start, stop in names.places(text)] == ["<a><b>", "<a>", "[X]", "<ab"]
-    assert [text[start:stop] for start, stop in names.places(text, begun=True)][-1] == "<a"
-    assert list(names.places("<a", begun=True)) == [(0, 2)] and not list(names.places("<a"))
-    assert not list(SpecialNames(["<abc>"]).places("<ab<", begun=False)) and list(
-        SpecialNames(["ab"]).places("aab")
+    assert [text[start:stop] for start, stop in names.spans(text)] == ["<a><b>", "<a>", "[X]", "<ab"]
+    assert [text[start:stop] for start, stop in names.spans(text, partial=True)][-1] == "<a"
+    assert list(names.spans("<a", partial=True)) == [(0, 2)] and not list(names.spans("<a"))
+    assert not list(SpecialNames(["<abc>"]).spans("<ab<", partial=False)) and list(
+        SpecialNames(["ab"]).spans("aab")
     ) == [(1, 3)]
 
 
@@ -160,7 +161,7 @@ def test_nothing_is_changed_without_names_in_messages(tokenizer):
 
 def test_placeholders_of_files_in_letters_stay(tokenizer):
     text, literal = "<img> <img> a <vid>", [(6, 11)]
-    kinds = [Kind("image", "<img>", ["<long one>"]), Kind("video", "<vid>", ["v"])]
+    kinds = [PromptFiles("image", "<img>", ["<long one>"]), PromptFiles("video", "<vid>", ["v"])]
     assert in_order(hidden(text, literal), kinds) == ["image", "video"]
     written, moved = expand(text, kinds, literal)
     assert written == "<long one> <img> a v" and [written[start:stop] for start, stop in moved] == ["<img>"]
@@ -208,5 +209,5 @@ def test_many_names_take_no_time():
 
     names = SpecialNames([f"<unused{number}>" for number in range(6000)])
     names.names = Counted(names.names)
-    assert len(list(names.places("<p><unused17></p>" * 100))) == 100 and len(looked) < 100 * 3 * 6
+    assert len(list(names.spans("<p><unused17></p>" * 100))) == 100 and len(looked) < 100 * 3 * 6
     assert EscapedNames([]).marked({"messages": []}) == ({"messages": []}, {})

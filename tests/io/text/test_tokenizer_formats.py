@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.errors import DataError, MissingPackage
-from eqx_decoders.inference.text_model import StreamDecoder
+from eqx_decoders.inference.stream_decoder import StreamDecoder
 from eqx_decoders.io.text import tokenizer_formats
 from eqx_decoders.io.text.tokenizer import END_OF_TEXT, JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.io.text.tokenizer_formats import KNOWN, byte_letters
@@ -183,14 +183,14 @@ def test_published_tokenizers_of_mistral():
     folder = Path(spec.origin).parent / "data"
     for name in ("tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"):
         theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
-        found = JsonTokenizer(tokenizer_formats.read(folder / name, {}))
+        found = JsonTokenizer(tokenizer_formats.read_tokenizer_file(folder / name, {}))
         same(found, theirs.encode, theirs.decode)
         assert found.vocab_size == len(theirs)
     content = json.loads((folder / "tekken_240911.json").read_text())
     pieces = [base64.b64decode(row["token_bytes"]) for row in content["vocab"][: 131072 - 1000]]
     known = {piece: rank for rank, piece in enumerate(pieces)}
     enc = tiktoken.Encoding("x", pat_str=content["config"]["pattern"], mergeable_ranks=known, special_tokens={})
-    found = JsonTokenizer(tokenizer_formats.read(folder / "tekken_240911.json", {}))
+    found = JsonTokenizer(tokenizer_formats.read_tokenizer_file(folder / "tekken_240911.json", {}))
     ids = lambda text: [one + 1000 for one in enc.encode(text, disallowed_special=())]  # noqa: E731
     same(found, ids, lambda ids: enc.decode([one - 1000 for one in ids]))
     assert found.vocab_size == 131072 and found.encode_prompt("hi").tolist() == [1, *ids("hi")]

@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
-from eqx_decoders.layers.attention.kernels.registry import attend
+from eqx_decoders.layers.attention.kernels.registry import run_kernel
 from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
@@ -65,7 +65,7 @@ def test_borrowed_keys_and_values_are_those_of_the_other_layer():
     taker = attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True, kv_shared_from="giver")
     layer = drawn(lambda key: taker.build(6, key=key))
     own = [layer.query, layer.query_bias, layer.query_norm.scale, layer.out]
-    assert len(jax.tree.leaves(layer)) == len(own) and taker.memory(8) is None
+    assert len(jax.tree.leaves(layer)) == len(own) and taker.cache_shape(8) is None
     layer = eqx.tree_at(
         lambda each: (each.query, each.query_bias, each.query_norm, each.out),
         layer,
@@ -100,18 +100,18 @@ def test_queries_grow_with_their_positions():
 
 def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
     """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
-    told = []
+    calls = []
 
-    def recording(*arrays, **options):
-        told.append(tuple(options.get(name) for name in ("kernel", "platform", "aligned", "mask")))
-        return attend(*arrays, **options)
+    def recording(inputs, options, kernel):
+        calls.append((kernel, options.platform, options.aligned, options.mask))
+        return run_kernel(inputs, options, kernel)
 
-    monkeypatch.setattr("eqx_decoders.layers.attention.context_parallel.attend", recording)
+    monkeypatch.setattr("eqx_decoders.layers.attention.context_parallel.run_kernel", recording)
     monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
     layer = drawn(lambda key: attention(mask=SlidingWindow(3)).build(6, key=key))
     past = CachedKV(jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4)), positions=jnp.zeros((2, 3), jnp.int32))
     eqx.filter_eval_shape(layer, jnp.ones((2, 7, 6)), context(POSITIONS, attention="chunked"), past)
-    assert told == [("chunked", "tpu", aligned, SlidingWindow(3)) for aligned in (True, False)]
+    assert calls == [("chunked", "tpu", aligned, SlidingWindow(3)) for aligned in (True, False)]
 
 
 def test_fused_attention_equals_unfused():

@@ -9,10 +9,12 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh, zigzag
+from eqx_decoders.layers.attention.context_parallel import zigzag
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.sharding.rules import ACTIVATIONS
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
+from tests.layers.common import attend_on_mesh
 
 
 ALL = dict(data=2, context=2, tensor=2)
@@ -135,7 +137,7 @@ def test_the_slots_of_a_cache(length, kv_heads, options):
     )
     slots = slots.at[1].set(-1).at[1, 3].set(13)
     places = {"query_positions": plain(length, start=12), "key_positions": slots, "selected": selection(1, length, 24)}
-    table = ed.layout.ACTIVATIONS | ({} if options.pop("split", True) else {"slots": ()})
+    table = ACTIVATIONS | ({} if options.pop("split", True) else {"slots": ()})
     qkv = make(length, 24, kv_heads=kv_heads, value_dim=5)
     check(ALL | dict(activations=table), qkv, places, aligned=False, key_axis="slots", **options)
 
@@ -173,7 +175,7 @@ def test_rows_need_not_stand_in_the_order_that_is_said(length):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (12, 3)])
 def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads):
     """A mesh axis that splits the heads of queries cannot split the length of keys, too."""
-    table = {name: row for name, row in ed.layout.ACTIVATIONS.items() if name != "kv_heads"}
+    table = {name: row for name, row in ACTIVATIONS.items() if name != "kv_heads"}
     qkv = make(16, heads=heads, kv_heads=kv_heads)
     check(SEQUENCE | dict(activations=table), qkv, packed_places(16), mask=Causal())
 

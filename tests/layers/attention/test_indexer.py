@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention import indexer as module, topk
 from eqx_decoders.layers.attention.indexer import Index, IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -19,7 +19,8 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.step.step import StepConfig, Trainer
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close
 from tests.laws import check_ragged_pieces
 from tests.layers.attention.test_mla import (
@@ -122,7 +123,7 @@ def test_the_best_of_each_row():
     draws[2] = np.where(np.abs(draws[2]) < 0.7, np.copysign(0.0, draws[2]), draws[2])
     draws[3][:, 5:] = -np.inf
     for count in (1, 7, 36, 37, 40):
-        found = np.asarray(topk.best_of_each(jnp.asarray(draws), count))
+        found = np.asarray(topk.top_k_mask(jnp.asarray(draws), count))
         for at in np.ndindex(draws.shape[:2]):
             assert set(np.flatnonzero(found[at])) == set(best(list(draws[at]), count)), (at, count)
 
@@ -181,7 +182,7 @@ def decoder(layers: int = 2, top_k: int = 3, **options) -> ed.DecoderConfig:
 
 @pytest.mark.slow
 def test_fast_is_plain():
-    """Scanned, blockwise, rematerialised and sharded, with packed rows, in values and gradients."""
+    """Scanned, blockwise, rematerialized and sharded, with packed rows, in values and gradients."""
     tokens, segments = packed(4)
     model = filled(decoder(), scan=False, attention="dot")
     want = run(model, tokens, segments)
@@ -300,7 +301,7 @@ def test_single_slots_are_read_from_the_cache_of_all_layers():
 
 
 def test_it_is_remembered_beside_the_latents():
-    shapes = decoder().blocks[0].mixer.memory(32)
+    shapes = decoder().blocks[0].mixer.cache_shape(32)
     assert shapes == {
         "latents": KVShape(slots=32, kv_heads=1, head_dim=12, ring=False, values=False, by_slot=True),
         "index": KVShape(slots=32, kv_heads=1, head_dim=6, ring=False, values=False),

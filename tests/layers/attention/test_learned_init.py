@@ -82,7 +82,7 @@ def layer(request):
 
 
 def test_kernels_are_the_sums(layer):
-    for got, want in zip(kernels_of(layer.materialised(ed.Layout())), kernels_by_hand(layer), strict=True):
+    for got, want in zip(kernels_of(layer.materialized(ed.Layout())), kernels_by_hand(layer), strict=True):
         assert got.dtype == jnp.float32
         assert_close(got, want, units=32)
 
@@ -97,12 +97,12 @@ def test_the_layer_is_attention_with_these_kernels(layer):
     (got, entries), (want, same) = eqx.filter_jit(lambda: (layer(x, CTX), plain(x, CTX)))()
     assert_close(got, np.asarray(want), units=128)
     assert_close(entries.key, np.asarray(same.key), units=128)
-    assert layer.config.memory(7) == RICH.memory(7)
+    assert layer.config.cache_shape(7) == RICH.cache_shape(7)
 
 
 def test_kernels_are_float32_in_bfloat16_models(layer):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer)
-    for got, want in zip(kernels_of(half.materialised(ed.Layout())), kernels_by_hand(half), strict=True):
+    for got, want in zip(kernels_of(half.materialized(ed.Layout())), kernels_by_hand(half), strict=True):
         assert_close(got, want, units=32)
 
 
@@ -146,7 +146,7 @@ def test_new_kernels_have_their_teachers_variance(general):
     sizes = dict(teacher_heads=16, teacher_kv_heads=16, teacher_head_dim=16)
     layer = LearnedInitConfig(attention=attention, general=general, **sizes).build(64, key=jax.random.key(0))
     fans = (64, 64, 64, 16 * 16)
-    for old, new, fan in zip(kernels_of(layer.teacher), kernels_of(layer.materialised(ed.Layout())), fans, strict=True):
+    for old, new, fan in zip(kernels_of(layer.teacher), kernels_of(layer.materialized(ed.Layout())), fans, strict=True):
         assert float(jnp.var(old)) == pytest.approx(1 / fan, rel=0.05)
         assert float(jnp.var(new)) == pytest.approx(1 / fan, rel=0.3)
 

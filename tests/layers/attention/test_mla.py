@@ -13,18 +13,19 @@ from jax.sharding import PartitionSpec as P
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
-from eqx_decoders.layers.attention.kernels.registry import attend
+from eqx_decoders.layers.attention.kernels.registry import run_kernel
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.weight_table import describe
-from eqx_decoders.numerics.matmul import LowRank, low_rank_weights
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
-from eqx_decoders.training.lora import LoRAConfig, add_lora
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.lora_config import LoRAConfig
 from tests.compare import assert_close
 from tests.laws import check_ragged_pieces
 from tests.models import EMBED, VOCAB, filled, packed, run, some_tokens
@@ -150,7 +151,7 @@ def test_zeros_fill_the_last_lane_of_a_cache():
     assert np.all(entries.key[..., :130]) and not np.any(entries.key[..., 130:])
     for rank, rope, cached in ((512, 64, 640), (6, 4, 10), (123, 4, 127), (124, 4, 128), (125, 4, 256)):
         config = dataclasses.replace(layer.config, kv_rank=rank, rope_dim=rope)
-        assert config.cached_dim == config.memory(4).head_dim == cached
+        assert config.cached_dim == config.cache_shape(4).head_dim == cached
 
 
 def test_gradients_are_the_differences_of_the_formula():
@@ -233,18 +234,18 @@ def test_absorbed_is_expanded(pairs):
 
 def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
     """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
-    told = []
+    calls = []
 
-    def recording(*arrays, **options):
-        told.append(tuple(options.get(name) for name in ("kernel", "platform", "aligned", "mask")))
-        return attend(*arrays, **options)
+    def recording(inputs, options, kernel):
+        calls.append((kernel, options.platform, options.aligned, options.mask))
+        return run_kernel(inputs, options, kernel)
 
-    monkeypatch.setattr("eqx_decoders.layers.attention.context_parallel.attend", recording)
+    monkeypatch.setattr("eqx_decoders.layers.attention.context_parallel.run_kernel", recording)
     monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
     layer = drawn(mask=Chunked(2))
     for past in (None, nothing()):
         eqx.filter_eval_shape(layer, jnp.asarray(X), context(attention="chunked"), past)
-    assert told == [("chunked", "tpu", aligned, Chunked(2)) for aligned in (True, True, False)]
+    assert calls == [("chunked", "tpu", aligned, Chunked(2)) for aligned in (True, True, False)]
 
 
 def nothing() -> CachedKV:
@@ -319,7 +320,7 @@ def test_the_cache_is_one_short_vector_a_token():
     assert local.value is None and full.value is None
     assert full.key.sharding.spec == P(None, ("data",), None, None, None)
     with pytest.raises(ed.ConfigError, match="bidirectional attention layer has no cache"):
-        LatentAttentionConfig(**SIZES | dict(mask=Bidirectional())).memory(4)
+        LatentAttentionConfig(**SIZES | dict(mask=Bidirectional())).cache_shape(4)
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.attention.context_parallel import attend_on_mesh, zigzag
+from eqx_decoders.layers.attention.context_parallel import zigzag
 from eqx_decoders.layers.attention.kernels import pallas_flash
+from eqx_decoders.layers.attention.kernels.call import group_arguments
 from eqx_decoders.layers.attention.kernels.chunked import may_see
-from eqx_decoders.layers.attention.kernels.common import cotangents
+from eqx_decoders.layers.attention.kernels.common import make_cotangents
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend, attend_gradients, with_sink
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
 from eqx_decoders.layers.tpu import BlockSizes
@@ -24,6 +25,7 @@ from tests.layers.attention.test_context_parallel import (
     results,
     selection,
 )
+from tests.layers.common import attend_on_mesh
 
 
 TWO, FOUR, EIGHT = dict(context=2, data=2, tensor=2), dict(context=4, fsdp=2), dict(context=8)
@@ -162,11 +164,11 @@ def test_gradients_of_parts_of_the_keys(kernel, interpreted):
 
     @jax.jit
     def in_parts(qkv, results):
-        known, found = cotangents(results, jax.grad(lambda results: after(*results))(results)), []
+        known, found = make_cotangents(results, jax.grad(lambda results: after(*results))(results)), []
         for part in (slice(0, 50), slice(50, 160)):
             there = {name: x[:, part] if "key" in name else x for name, x in places.items()}
             keys = (x[:, part] for x in qkv[1:])
-            found.append(attend_gradients(qkv[0], *keys, known, AttentionPositions(**there), **options, kernel=kernel))
+            found.append(attend_gradients(*group_arguments(qkv[0], *keys, **there, **options), known, kernel))
         (query, *first), (more, *second) = found
         return query + more, *(jnp.concatenate(pair, 1) for pair in zip(first, second, strict=True))
 

@@ -46,12 +46,12 @@ def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
 
     @eqx.filter_jit
     def of_all(model, cache, ids, mine):
-        hidden, proposal, _ = model.propose(ids, cache=cache)
+        hidden, proposal, _ = model.forward_uncommitted(ids, cache=cache)
         return hidden, cache.commit(proposal.entries, jnp.where(mine, proposal.positions, -1), proposal.rope_offset)
 
     @eqx.filter_jit
     def of_some(model, cache, ids, rows):
-        hidden, proposal, _ = model.propose(ids, cache=cache.at_rows(rows))
+        hidden, proposal, _ = model.forward_uncommitted(ids, cache=cache.at_rows(rows))
         return hidden, cache.commit_rows(rows, proposal.entries, proposal.positions, proposal.rope_offset)
 
     cache = eqx.filter_jit(lambda model, *prompts: model.run(*prompts, cache=cache)[1])(model, ids[:, :6], positions)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import ExtraLayerConfig
+from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig

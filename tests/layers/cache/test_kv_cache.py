@@ -7,12 +7,11 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.cache.kv_cache import (
+from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
+from eqx_decoders.layers.cache.recurrent_state import (
     ConvInputs,
     ConvShape,
-    KVShape,
     NewConvInputs,
-    NewKV,
     NewState,
     StateShape,
     StateUpdate,
@@ -38,7 +37,7 @@ ORDER = jnp.arange(7)[None]
 )
 def test_slots_of_keys_and_values(mask, max_length, slots, ring):
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, mask=mask)
-    shape = config.memory(max_length)
+    shape = config.cache_shape(max_length)
     assert (shape.slots, shape.ring, shape.kv_heads, shape.head_dim) == (slots, ring, 2, 4)
 
 

@@ -182,13 +182,15 @@ def test_pages_on_many_devices(kind, sizes):
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "deepseek32-671b", "gemma3-12b"])
 def test_only_keys_and_values_are_in_pages(name):
     """States stay per row, and windows have pages of their own number."""
-    from eqx_decoders.layers.cache.kv_cache import ConvState, KVCache, RecurrentState, is_memory
+    from eqx_decoders.layers.cache.base import is_layer_cache
+    from eqx_decoders.layers.cache.kv_cache import KVCache
     from eqx_decoders.layers.cache.paged import PagedKVCache
+    from eqx_decoders.layers.cache.recurrent_state import ConvState, RecurrentState
 
     config = ed.get_config(name)
     slots = ed.abstract_cache(config, 2, 4096)
     paged = ed.abstract_cache(config, 2, 4096, pages=PageConfig(page_size=32, num_pages=200, window_pages=70))
-    pairs = zip(*(jax.tree.leaves(cache.segments, is_leaf=is_memory) for cache in (slots, paged)), strict=True)
+    pairs = zip(*(jax.tree.leaves(cache.segments, is_leaf=is_layer_cache) for cache in (slots, paged)), strict=True)
     for one, other in pairs:
         if isinstance(one, KVCache):
             assert isinstance(other, PagedKVCache) and other.window == (1024 if one.ring else 0)

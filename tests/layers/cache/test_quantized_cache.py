@@ -61,7 +61,7 @@ def test_formats_are_checked_and_named():
     with pytest.raises(Exception, match="scale_over"):
         CacheFormat(scale_over="head")  # type: ignore
     assert CacheFormat.of(jnp.int8) == CacheFormat(dtype="int8") == CacheFormat.of(CacheFormat(dtype=np.int8))
-    assert CacheFormat(dtype="int4").beside == jnp.float32 and CacheFormat().beside == jnp.bfloat16
+    assert CacheFormat(dtype="int4").unscaled_dtype == jnp.float32 and CacheFormat().unscaled_dtype == jnp.bfloat16
 
 
 def test_a_cache_has_the_bytes_that_its_format_says():
@@ -69,9 +69,9 @@ def test_a_cache_has_the_bytes_that_its_format_says():
     for given, scales in (("int8", 2), (ed.CacheFormat(dtype="int4", scale_over="heads_and_head_dim"), 1)):
         cache = ed.abstract_cache(config, 3, 20, dtype=given)
         small = [x for x in jax.tree.leaves(cache) if x.ndim == 5]
-        beside = [x for x in jax.tree.leaves(cache) if x.ndim == 4]
-        assert {x.dtype for x in small} == {jnp.dtype(CacheFormat.of(given).dtype)} and len(small) == len(beside) == 4
-        assert {(x.dtype.name, x.shape[2]) for x in beside} == {("bfloat16", scales)}
+        others = [x for x in jax.tree.leaves(cache) if x.ndim == 4]
+        assert {x.dtype for x in small} == {jnp.dtype(CacheFormat.of(given).dtype)} and len(small) == len(others) == 4
+        assert {(x.dtype.name, x.shape[2]) for x in others} == {("bfloat16", scales)}
         made = ed.init_cache(config, 3, 20, dtype=given)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), cache)
 
@@ -254,9 +254,10 @@ def test_streams_and_drafts_take_a_format():
 def test_states_stay_as_they_are(name):
     config = ed.get_config(name)
     caches = [ed.abstract_cache(config, 2, 64, dtype=dtype) for dtype in ("int8", "float32")]
-    from eqx_decoders.layers.cache.kv_cache import ConvState, RecurrentState, is_memory
+    from eqx_decoders.layers.cache.base import is_layer_cache
+    from eqx_decoders.layers.cache.recurrent_state import ConvState, RecurrentState
 
-    pairs = zip(*(jax.tree.leaves(cache.segments, is_leaf=is_memory) for cache in caches), strict=True)
+    pairs = zip(*(jax.tree.leaves(cache.segments, is_leaf=is_layer_cache) for cache in caches), strict=True)
     for one, other in pairs:
         if isinstance(one, RecurrentState | ConvState):
             assert jax.tree.leaves(one) == jax.tree.leaves(other)

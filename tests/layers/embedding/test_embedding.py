@@ -13,7 +13,7 @@ from eqx_decoders.layers.embedding.embedding import (
     LearnedPositions,
     SinusoidalPositions,
     TokenEmbedding,
-    placed_in_documents,
+    document_positions,
 )
 from tests.compare import assert_close
 from tests.layers.common import BF16, context, drawn, normal
@@ -56,28 +56,28 @@ SEGMENTS = np.asarray([[1, 1, 2, 2, 2, 0], [0, 0, 3, 3, 1, 1], [5, 5, 5, 5, 5, 5
 
 
 def test_positions_count_from_the_begin_of_a_document():
-    assert placed_in_documents(None, None, (2, 3))[0].tolist() == [[0, 1, 2]] * 2
+    assert document_positions(None, None, (2, 3))[0].tolist() == [[0, 1, 2]] * 2
     want = [[0, 1, 0, 1, 2, -1], [-1, -1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5], [-1, 0, -1, -1, 1, -1]]
-    found, documents = placed_in_documents(None, jnp.asarray(SEGMENTS), SEGMENTS.shape)
+    found, documents = document_positions(None, jnp.asarray(SEGMENTS), SEGMENTS.shape)
     assert found.tolist() == want
     assert documents.tolist() == [[1, 1, 2, 2, 2, 0], [0, 0, 1, 1, 2, 2], [1] * 6, [0, 1, 0, 0, 1, 0]]
     again = jnp.asarray([[7, 0, 7, 2, 0, 7]])  # behind another document it is a new one
-    found, documents = placed_in_documents(None, again, again.shape)
+    found, documents = document_positions(None, again, again.shape)
     assert found.tolist() == [[0, -1, 1, 0, -1, 0]] and documents.tolist() == [[1, 0, 1, 2, 0, 3]]
     given = jnp.full(SEGMENTS.shape, 9)
     assert (
-        placed_in_documents(given, jnp.asarray(SEGMENTS), given.shape)[0].tolist() == np.where(SEGMENTS, 9, -1).tolist()
+        document_positions(given, jnp.asarray(SEGMENTS), given.shape)[0].tolist() == np.where(SEGMENTS, 9, -1).tolist()
     )
 
 
 def test_positions_go_on_from_a_cache():
     """Padding on either side takes none."""
     begin = jnp.asarray([3, 0, 7, 1])
-    assert placed_in_documents(None, None, (4, 2), begin)[0].tolist() == [[3, 4], [0, 1], [7, 8], [1, 2]]
+    assert document_positions(None, None, (4, 2), begin)[0].tolist() == [[3, 4], [0, 1], [7, 8], [1, 2]]
     want = [[3, 4, 5, 6, 7, -1], [-1, -1, 0, 1, 2, 3], [7, 8, 9, 10, 11, 12], [-1, 1, -1, -1, 2, -1]]
-    assert placed_in_documents(None, jnp.asarray(SEGMENTS), SEGMENTS.shape, begin)[0].tolist() == want
+    assert document_positions(None, jnp.asarray(SEGMENTS), SEGMENTS.shape, begin)[0].tolist() == want
     given = jnp.full(SEGMENTS.shape, 9)
-    assert placed_in_documents(given, None, given.shape, begin)[0].tolist() == given.tolist()
+    assert document_positions(given, None, given.shape, begin)[0].tolist() == given.tolist()
 
 
 # --- lookups ---

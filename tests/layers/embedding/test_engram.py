@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.cache.kv_cache import last_inputs
+from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngram_rows
 from eqx_decoders.layers.mlp import LinearConfig
 from tests.compare import assert_close
@@ -157,15 +157,15 @@ def test_one_stream_is_that_of_a_plain_model():
 
 
 @pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 6)], ids=str)
-@pytest.mark.parametrize("keeps_all", [True, False])
-def test_pieces_equal_the_whole(layer, pieces, keeps_all):
+@pytest.mark.parametrize("accept_all", [True, False])
+def test_pieces_equal_the_whole(layer, pieces, accept_all):
     whole, _ = run(layer, jnp.asarray(X), context(TOKENS))
-    shapes, begin, outs = SMALL.memory(LENGTH), 0, []
+    shapes, begin, outs = SMALL.cache_shape(LENGTH), 0, []
     memory = {name: shape.build(1, 2, jnp.float32) for name, shape in shapes.items()}
     for piece in pieces:
         here = slice(begin, begin + piece)
         positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), TOKENS.shape)[:, here]
-        ctx = context(TOKENS[:, here], positions, keeps_all=keeps_all)
+        ctx = context(TOKENS[:, here], positions, accept_all=accept_all)
         out, entries = run(layer, jnp.asarray(X[:, here]), ctx, {name: each.tail[0] for name, each in memory.items()})
         stacked = jax.tree.map(lambda leaf: leaf[None], entries)
         memory = {name: each.commit(stacked[name], ctx.positions) for name, each in memory.items()}
@@ -257,7 +257,7 @@ def test_negative_classes():
 
 
 def test_another_width():
-    with pytest.raises(ed.ConfigError, match=r"EngramConfig.embed_dim=6 must be that of the residual stream, 7"):
+    with pytest.raises(ed.ConfigError, match=r"EngramConfig.embed_dim=6 must be the residual stream's, 7"):
         SMALL.build(7, key=jax.random.key(0))
 
 

@@ -18,13 +18,13 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
-from eqx_decoders.layers.moe.dispatch import sort_by_expert
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.moe.grouped_matmul import block_rows
 from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.moe.sorted_rows import sort_by_expert
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.model.decoder import DecoderConfig
-from eqx_decoders.numerics.matmul import LowRank
+from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.numerics.low_rank import LowRank
 from tests.compare import assert_close
 from tests.models import VOCAB, filled, packed
 from tests.programs import drop_compiled_programs
@@ -82,7 +82,7 @@ def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
 
 
 def together(module: Experts) -> Experts:
-    """All tokens go to the same experts, which are neighbours."""
+    """All tokens go to the same experts, which are neighbors."""
     router, number = module.router, module.config.num_experts
     bias = jnp.where(jnp.arange(number) < module.config.num_experts_per_token, 50.0, 0.0)
     return eqx.tree_at(lambda m: (m.kernel, m.bias), router, (jnp.zeros_like(router.kernel), bias))

@@ -16,7 +16,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.numerics.matmul import LowRank
+from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.sharding.axes import axes, product_axes
 from eqx_decoders.training.optimizer.optimizer import muon_dimensions
 from tests.compare import assert_close

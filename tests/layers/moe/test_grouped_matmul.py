@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.layers.moe.grouped_matmul import block_rows, grouped_products
-from eqx_decoders.numerics.matmul import LowRank
+from eqx_decoders.numerics.low_rank import LowRank
 from tests.compare import assert_close
 
 

@@ -28,7 +28,7 @@ VARIANTS = {
     "deepseek_v2_lite": dict(order="score_first"),
     "deepseek_v2": dict(order="score_first", scaling_factor=16.0, **GROUPS),
     "deepseek_v3": dict(group_score="top2_sum", **DEEPSEEK, **GROUPS),
-    "deepseek_v3 without renormalising": dict(group_score="top2_sum", **(DEEPSEEK | dict(renormalize=False)), **GROUPS),
+    "deepseek_v3 without renormalizing": dict(group_score="top2_sum", **(DEEPSEEK | dict(renormalize=False)), **GROUPS),
     "kimi_k2": DEEPSEEK,
     "deepseek_v4": DEEPSEEK | dict(score="sqrt_softplus"),
     "llama4": dict(score="sigmoid", input_scaling=True),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_decoders.layers.cache.kv_cache import last_inputs
+from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.recurrent.causal_conv import causal_convolution, document_starts
 
 

@@ -105,8 +105,8 @@ def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
 
     args, starts = inputs(128, kind), documents(128)
     want = results(delta_rule, args, (starts,), (("chunk", None),))
-    monkeypatch.setattr(recurrence.recurrence_kernel, "fits", lambda *_: True)
-    monkeypatch.setattr(recurrence.recurrence_kernel, "run_kernel", call)
+    monkeypatch.setattr(recurrence.pallas_scan, "fits", lambda *_: True)
+    monkeypatch.setattr(recurrence.pallas_scan, "run_kernel", call)
     monkeypatch.setattr(type(layout), "platform", property(lambda _: "tpu"))
     run = functools.partial(recur_on_mesh, execution=Execution(layout=layout))
     same(results(run, args, (starts,)), want, tolerance=1e-5)

@@ -62,7 +62,7 @@ def same(left, right, tolerance=5e-6):
 
 
 def documents(length, batch=2):
-    """The first token of a row, two neighbours, and some further on; another row has them elsewhere."""
+    """The first token of a row, two neighbors, and some further on; another row has them elsewhere."""
     starts = np.zeros((batch, length), bool)
     for row in range(batch):
         starts[row, [at for at in (0, 5 + row, 6 + row, length // 2, length - 1 - row) if 0 <= at < length]] = True

@@ -13,9 +13,15 @@ from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.engine.request import QueueFull, Request, SamplingParams
-from eqx_decoders.serving.engine.sampler import BatchSamplingParams, TokenHistory, adjusted, choose
-from tests.encoders.samples import patches, seeing, text
+from eqx_decoders.serving.engine.request import QueueFull, Request
+from eqx_decoders.serving.engine.sampler import (
+    BatchSamplingParams,
+    SamplingParams,
+    TokenHistory,
+    adjust_logits,
+    sample_tokens,
+)
+from tests.encoders.samples import patches, text
 from tests.models import filled
 from tests.serving.engines import SMALL, alone, engine_for, generated, request_pool
 
@@ -90,13 +96,13 @@ def test_steps_of_some_slots_and_short_ones_are_the_same(fixture, monkeypatch):
 
 def counted(engine, monkeypatch):
     """How often each program of an engine is called from now on."""
-    calls, run = collections.Counter(), engine._slots._run
+    calls, run = collections.Counter(), engine._runner._run
 
     def counts(name, *inputs):
         calls[name] += 1
         return run(name, *inputs)
 
-    monkeypatch.setattr(engine._slots, "_run", counts)
+    monkeypatch.setattr(engine._runner, "_run", counts)
     return calls
 
 
@@ -105,7 +111,7 @@ def prefills(calls):
 
 
 def test_a_step_computes_prompts_as_far_as_its_budget_goes(engine, monkeypatch):
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     for token in (3, 4, 5):
         engine.submit(Request(prompt=(token,) * 24, max_new_tokens=1))
     calls = counted(engine, monkeypatch)
@@ -122,7 +128,7 @@ def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
         Request(prompt=prompt, max_new_tokens=6, sampling=SamplingParams(temperature=1.0, seed=n)) for n in range(5)
     ]
     known = [alone(engine, request) for request in requests]
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     calls, order = counted(engine, monkeypatch), [engine.submit(request) for request in requests[:3]]
     updates = engine.step()
     order += [engine.submit(request) for request in requests[3:]]
@@ -138,11 +144,12 @@ def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
 
 def test_ends_of_prompts_are_kept_within_bounds(engine, monkeypatch):
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
-    monkeypatch.setattr(engine._waiting, "max_requests", 6)
+    monkeypatch.setattr(engine._scheduler, "config", engine.config)
+    monkeypatch.setattr(engine._scheduler.queue, "max_requests", 6)
     longer = [Request(prompt=(3,), max_new_tokens=60, client="longer", priority=1) for _ in range(2)]
     requests = [Request(prompt=tuple(range(20 + n, 33 + n)), max_new_tokens=4, client=str(n)) for n in range(3)]
     known = [alone(engine, request) for request in requests]
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     for request in longer:  # one slot is left, for one client after the other
         engine.submit(request)
     engine.step()
@@ -152,7 +159,10 @@ def test_ends_of_prompts_are_kept_within_bounds(engine, monkeypatch):
         for update in engine.step():
             if update.request_id in got:
                 got[update.request_id] += update.tokens
-        most = max(most, len({job.shared for job in engine._waiting if job.shared.end is not None}))
+        most = max(
+            most,
+            len({sequence.shared for sequence in engine._scheduler.queue if sequence.shared.prompt_end is not None}),
+        )
     assert list(got.values()) == [answer for answer in known for _ in range(2)] and most == 1
 
 
@@ -164,7 +174,7 @@ def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
     scores = [update.prompt_scores for update in finish(engine)]
     assert len(scores) == 3 and len(scores[0]) == 20 and all(each is scores[0] for each in scores)
     assert prefills(calls) == 3
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
 
 
 def test_the_next_turn_begins_with_the_last_answer(engine):
@@ -178,7 +188,7 @@ def test_the_next_turn_begins_with_the_last_answer(engine):
 
 
 def test_what_was_written_is_computed_when_there_is_nothing_else_to_do(engine, monkeypatch):
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     number = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=12))
     other = engine.submit(Request(prompt=(5, 6), max_new_tokens=40))
     calls = counted(engine, monkeypatch)
@@ -187,13 +197,13 @@ def test_what_was_written_is_computed_when_there_is_nothing_else_to_do(engine, m
     before = prefills(calls)
     assert {update.request_id for _ in range(3) for update in engine.step()} == {other} and prefills(calls) == before
     engine.cancel(other)
-    engine._written._texts.pop()  # that of the other one
+    engine._scheduler.prefix_warmup._texts.pop()  # that of the other one
     finish(engine)
     assert prefills(calls) == before + 2  # its second and third block
 
 
 def test_the_next_turn_begins_with_an_answer_that_was_cut_short(engine):
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     number, prompt, answer = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=30)), range(20, 33), ()
     while len(answer) < 12:
         answer += tuple(token for update in engine.step() for token in update.tokens)
@@ -208,26 +218,28 @@ def test_the_next_turn_begins_with_an_answer_that_was_cut_short(engine):
 
 def test_a_text_that_is_waited_for_is_computed_in_its_turn(engine, monkeypatch):
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, token_budget=8))  # one chunk in a step
+    monkeypatch.setattr(engine._scheduler, "config", engine.config)
     prompt = tuple(range(20, 33))
     answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     number = engine.submit(Request(prompt=prompt, max_new_tokens=12))
     while number not in {update.request_id for update in engine.step() if update.finish_reason}:
         pass
     engine.step()
-    text = engine._written.current
-    assert text is not None and text.done == 16 < len(text.request.prompt)
+    text = engine._scheduler.prefix_warmup.current
+    assert text is not None and text.num_computed == 16 < len(text.request.prompt)
     engine.submit(Request(prompt=(7,) * 30, max_new_tokens=1))
     turn = engine.submit(Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=1))
     engine.step()
-    assert text.awaited and engine._seats.prefixes.known(text.names) == 3
+    assert text.awaited and engine._slot_manager.prefix_cache.count_cached(text.block_hashes) == 3
     cached = {update.request_id: update.cached_tokens for update in finish(engine) if update.finish_reason}
     assert cached[turn] == 24
 
 
 def test_what_is_kept_of_preempted_requests_is_bounded(engine, monkeypatch):
-    most = engine._slots.kept_bytes(16)
+    most = engine._runner.saved_bytes(16)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=most))
+    monkeypatch.setattr(engine._scheduler, "config", engine.config)
     requests = [Request(prompt=(3 + n,) * (9 if n else 1), max_new_tokens=20, priority=n) for n in range(6)]
     known = [alone(engine, request) for request in requests]
     got, kept = {}, []
@@ -235,7 +247,7 @@ def test_what_is_kept_of_preempted_requests_is_bounded(engine, monkeypatch):
         got[engine.submit(request)] = ()
         for update in [update for _ in range(2) for update in engine.step()]:
             got[update.request_id] += update.tokens
-        kept.append([job.saved for job in engine._waiting if job.saved is not None])
+        kept.append([sequence.saved for sequence in engine._scheduler.queue if sequence.saved is not None])
     for update in finish(engine):
         got[update.request_id] += update.tokens
     assert list(got.values()) == known
@@ -272,7 +284,7 @@ def test_drawn_answers_are_the_draws_of_their_seeds(engine):
         logits = engine.model(np.asarray([text])).logits[:, -1]
         tokens = jax.numpy.asarray([text + [0] * 20], "int32")
         written = TokenHistory(tokens, np.asarray([5]), np.asarray([len(text)]))
-        text.append(int(choose(adjusted(logits, rows, written, *free), rows, np.asarray([number]))[0]))
+        text.append(int(sample_tokens(adjust_logits(logits, rows, written, *free), rows, np.asarray([number]))[0]))
     request = Request(prompt=tuple(text[:5]), max_new_tokens=6, sampling=sampling)
     assert alone(engine, request) == tuple(text[5:])
     assert alone(engine, dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=12))) != tuple(
@@ -299,7 +311,7 @@ def test_stops_wait_for_the_least_length(engine):
 
 
 def test_the_same_prompt_is_found_again(engine):
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     prompt = tuple(range(10, 30))
     first = engine.submit(Request(prompt=prompt, max_new_tokens=2))
     one = finish(engine)
@@ -340,7 +352,7 @@ def test_a_cancelled_request_frees_its_slot_at_once(engine):
 
 
 def test_a_long_prompt_lets_short_ones_pass(engine):
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     engine.submit(Request(prompt=tuple(range(3, 60)), max_new_tokens=1))
     short = engine.submit(Request(prompt=(9, 9), max_new_tokens=1))
     ends = [update.request_id for update in finish(engine) if update.finish_reason is not None]
@@ -471,7 +483,7 @@ def test_drafts_need_what_makes_them(engine):
 
 @pytest.mark.slow
 def test_images_beside_texts_change_nothing_for_either():
-    model = filled(seeing(), 1, attention="dot")
+    model = filled(media_decoder(), 1, attention="dot")
     ids, grids = text("iiiixxiixx"), [(1, 4, 4), (1, 4, 2)]
     media = ed.Media.create(model.config, ids[None], pixel_values=patches(grids), image_grid_thw=np.asarray(grids))
     known = np.asarray(ed.generate(model, ids[None], media=media, max_new_tokens=6, sampler=ed.Greedy()))[0]
@@ -536,7 +548,7 @@ def test_learned_positions_bound_the_length():
 
 def test_a_step_is_given_copies(engine):
     """On CPU, JAX reads some NumPy arrays where they are, after the call has returned."""
-    table = engine._asked
+    table = engine._slot_manager.sampling_batch
     given = table.of(range(2), False)
     for own, taken in zip(jax.tree.leaves(table), jax.tree.leaves(given), strict=True):
         assert not np.shares_memory(own, taken)

@@ -46,7 +46,7 @@ class Got:
 
 def alone(engine, request):
     """What a request gets with nothing else in the engine, and nothing known of its prompt."""
-    engine.forget_prefixes()
+    engine.clear_prefix_cache()
     engine.submit(dataclasses.replace(request, priority=0))
     got = Got()
     while engine.has_work:
@@ -74,7 +74,8 @@ def known(model):
         name = model.removeprefix("paged ")
         options = dict(prefix_cache_bytes=40_000) if name == model else PAGED
         engine = engine_for(MODELS[name], "bfloat16" if name == "bfloat16" else "float32", **options)
-        engine.config = dataclasses.replace(engine.config, preempted_bytes=engine._slots.kept_bytes(40))
+        engine.config = dataclasses.replace(engine.config, preempted_bytes=engine._runner.saved_bytes(40))
+        engine._scheduler.config = engine.config
         pool, answers = with_turns(engine, request_pool(engine.model.config.vocab_size, 24))
         _KNOWN[model] = engine, pool, answers
         assert any(0 < len(got.tokens) < request.max_new_tokens for request, got in zip(pool, answers, strict=True))
@@ -86,7 +87,7 @@ def play(model, seed):
     engine, pool, answers = known(model)
     pick = random.Random(seed)
     if pick.random() < 0.2:
-        engine.forget_prefixes()
+        engine.clear_prefix_cache()
     left, sent, got = pick.randrange(1, 9), {}, {}
     while left or engine.has_work:
         if left and pick.random() < 0.4:
@@ -108,14 +109,19 @@ def play(model, seed):
 def nothing_left(engine):
     """All that was taken was given back."""
     counts = engine.counts()
-    prefixes, paging = engine._seats.prefixes, engine._seats.paging
+    prefixes, paging = engine._slot_manager.prefix_cache, engine._slot_manager.block_manager
     assert (counts.running, counts.waiting) == (0, 0)
     assert paging is not None or counts.cache_usage == 0
     for window, tables in paging.tables.items() if paging is not None else ():
         pages = [page for block in prefixes._blocks.values() for page in block.pages[window] if page >= 0]
         assert tables.pool.num_used == len(set(pages)) and (tables.table < 0).all()
     assert prefixes.nbytes == sum(block.nbytes for block in prefixes._blocks.values()) <= prefixes.capacity
-    assert not engine._turn and not engine._asked.masked.any() and not engine._written and not engine._seats.jobs
+    assert (
+        not engine._scheduler.prefilling
+        and not engine._slot_manager.sampling_batch.masked.any()
+        and not engine._scheduler.prefix_warmup
+        and not engine._slot_manager.sequences
+    )
 
 
 @pytest.mark.parametrize("model", ["llama"])
@@ -124,7 +130,7 @@ def test_some_histories(model, monkeypatch):
     monkeypatch.setattr(
         SequenceState,
         "restart",
-        lambda job, restart=SequenceState.restart: (again.append(len(job.answer)), restart(job)),
+        lambda sequence, restart=SequenceState.restart: (again.append(len(sequence.answer)), restart(sequence)),
     )
     for seed in range(25):
         counts = play(model, seed)

@@ -22,22 +22,22 @@ def test_pages_are_given_and_given_back():
     assert pool.num_free == 1 and pool.pages_for(0) == 0 and pool.pages_for(16) == 1 and pool.pages_for(17) == 2
     pool.share(second)
     assert pool.free(second) == [] and pool.references(1) == 1
-    assert pool.own(1) == 1
+    assert pool.make_private(1) == 1
     pool.share([1])
-    assert pool.own(1) == 3 and pool.references(1) == 1 and pool.num_free == 0
+    assert pool.make_private(1) == 3 and pool.references(1) == 1 and pool.num_free == 0
     pool.share([2])
     with pytest.raises(OutOfPages):
-        pool.own(2)
+        pool.make_private(2)
     assert pool.references(2) == 2
     assert pool.free([2, 2, 0]) == [2, 0] and pool.allocate(1) == [2]
 
 
-@pytest.mark.parametrize("call", ["free", "share", "own"])
+@pytest.mark.parametrize("call", ["free", "share", "make_private"])
 def test_what_nobody_has_is_refused(call):
     pool = PagePool(2, 4)
     pool.allocate()
     with pytest.raises(ConfigError, match=rf"PagePool\.{call}: page=1 is free"):
-        getattr(pool, call)(1 if call == "own" else [0, 1])
+        getattr(pool, call)(1 if call == "make_private" else [0, 1])
     assert pool.references(0) == 1
     with pytest.raises(ConfigError, match="page=2 must be one of 0 to 1"):
         pool.references(2)
@@ -82,7 +82,7 @@ class History:
         other = int(self.random.integers(self.rows))
         if other != row:
             self.release(row)
-            self.tables.fork(other, row)
+            self.tables.adopt(row, self.tables.table[other].tolist())
             self.texts[row], self.dropped[row] = list(self.texts[other]), self.dropped[other]
 
     def adopt(self, row: int) -> None:
@@ -161,7 +161,7 @@ def test_a_cache_with_these_tables_keeps_rows_apart():
         return cache.with_table(jnp.asarray(tables.table)).commit_rows(jnp.asarray([row]), NewKV(key, key), places)
 
     cache = write(cache, 0, 0, text[:6])
-    tables.fork(0, 1)
+    tables.adopt(1, tables.table[0].tolist())
     cache = cache.with_table(jnp.asarray(tables.table), jnp.asarray([6, 6], jnp.int32))
     cache = write(cache, 1, 6, text[6:9] + 100)
     cache = write(cache, 0, 6, text[6:12])
@@ -173,8 +173,8 @@ def test_a_cache_with_these_tables_keeps_rows_apart():
 def test_rows_that_are_not_empty_or_too_short_are_refused():
     tables = PageTables(PagePool(8, 4), 2, 3)
     tables.reserve(0, 0, 5)
-    with pytest.raises(ConfigError, match=r"PageTables\.fork: row=0 must be empty"):
-        tables.fork(1, 0)
+    with pytest.raises(ConfigError, match=r"PageTables\.adopt: row=0 must be empty"):
+        tables.adopt(0, tables.table[1].tolist())
     with pytest.raises(ConfigError, match=r"PageTables\.adopt: row=1 must be empty, and have room for 4 pages"):
         tables.adopt(1, [0, 1, 0, 1])
     with pytest.raises(ConfigError, match="5 to 13 must be within 0 to 12"):

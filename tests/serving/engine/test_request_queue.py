@@ -38,16 +38,16 @@ def test_one_client_is_served_in_the_order_of_arrival_and_priorities_first():
 
 def test_who_was_served_less_comes_first():
     waiting = waiting_list(entry(0, "a"), entry(1, "a"), entry(2, "b"))
-    waiting.serve("a", 10)
+    waiting.charge("a", 10)
     assert order(waiting) == [2, 0, 1]
 
 
 def test_being_away_earns_nothing():
     waiting = waiting_list(entry(0, "a"), entry(1, "b"))
-    waiting.serve("a", 100)
-    waiting.serve("b", 90)
+    waiting.charge("a", 100)
+    waiting.charge("b", 90)
     waiting.add(entry(2, "new"), set())
-    waiting.serve("new", 1)
+    waiting.charge("new", 1)
     assert waiting.first().request_id == 1  # the new one began at 90
     waiting.add(entry(3, "other"), {"a"})
     assert waiting.first().request_id == 1
@@ -73,5 +73,5 @@ def test_a_prompt_longer_than_the_bound_waits_if_it_is_alone():
 def test_clients_that_are_gone_are_forgotten():
     waiting = waiting_list()
     for number in range(10_000):
-        waiting.serve(str(number), 1)
+        waiting.charge(str(number), 1)
     assert len(waiting._served) <= 4097

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from eqx_decoders.core.sampling import Sample, filter_logits
-from eqx_decoders.serving.engine.request import SamplingParams
-from eqx_decoders.serving.engine.sampler import BatchSamplingParams, TokenHistory, adjusted, choose, least, scores
+from eqx_decoders.serving.engine.sampler import (
+    BatchSamplingParams,
+    SamplingParams,
+    TokenHistory,
+    adjust_logits,
+    min_logits,
+    sample_tokens,
+    score_tokens,
+)
 
 
 VOCAB = 700
@@ -32,7 +39,7 @@ def rows_of(*samplings, biases=4):
     return rows
 
 
-lowest, chosen = jax.jit(least), jax.jit(choose)
+lowest, chosen = jax.jit(min_logits), jax.jit(sample_tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
@@ -57,7 +64,7 @@ def test_draws_have_the_distribution_of_the_filtered_logits():
     sampling, draws = SamplingParams(temperature=1.5, top_k=30, seed=3), 20_000
     rows = rows_of(sampling)
     one = jnp.asarray(LOGITS[:1])
-    found = np.asarray(jax.jit(jax.vmap(lambda index: choose(one, rows, index[None])[0]))(jnp.arange(draws)))
+    found = np.asarray(jax.jit(jax.vmap(lambda index: sample_tokens(one, rows, index[None])[0]))(jnp.arange(draws)))
     kept = filter_logits(Sample(temperature=1.5, top_k=30), one)[0]
     expected = draws * np.asarray(jax.nn.softmax(kept))
     counts = np.bincount(found, minlength=VOCAB)
@@ -81,7 +88,7 @@ def adjust(logits, *samplings, tokens, prompt_length, length, allowed=None, mask
     allowed = np.full((count, words), -1, np.int32) if allowed is None else allowed
     masked = np.zeros(count, bool) if masked is None else masked
     written = TokenHistory(jnp.asarray(tokens), np.asarray(prompt_length), np.asarray(length))
-    return np.asarray(jax.jit(adjusted)(jnp.asarray(logits), rows_of(*samplings), written, allowed, masked))
+    return np.asarray(jax.jit(adjust_logits)(jnp.asarray(logits), rows_of(*samplings), written, allowed, masked))
 
 
 def test_penalties_and_biases_are_those_of_their_formulas():
@@ -116,12 +123,12 @@ def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
 
 
 def test_scores_are_log_probabilities_of_the_model_itself():
-    found = scores(jnp.asarray(LOGITS), jnp.asarray([3, 4, 5, 6]), 5, jnp.asarray(True))
+    found = score_tokens(jnp.asarray(LOGITS), jnp.asarray([3, 4, 5, 6]), 5, jnp.asarray(True))
     known = np.asarray(jax.nn.log_softmax(LOGITS, axis=-1))
     np.testing.assert_allclose(found.chosen, known[range(4), [3, 4, 5, 6]], rtol=1e-5)
     np.testing.assert_allclose(found.top, -np.sort(-known, axis=1)[:, :5], rtol=1e-5)
     assert np.asarray(found.top_ids)[0, 0] == LOGITS[0].argmax()
-    assert not np.asarray(scores(jnp.asarray(LOGITS), jnp.zeros(4, int), 5, jnp.asarray(False)).chosen).any()
+    assert not np.asarray(score_tokens(jnp.asarray(LOGITS), jnp.zeros(4, int), 5, jnp.asarray(False)).chosen).any()
 
 
 @pytest.mark.parametrize(

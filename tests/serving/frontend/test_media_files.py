@@ -16,8 +16,8 @@ import pytest
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
+from eqx_decoders.serving.frontend.json_fields import ApiError
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
-from eqx_decoders.serving.http.json_fields import ApiError
 from tests.encoders.directories import AUDIO_RULES
 from tests.io.processors.media_files import KINDS, audio, image, video
 from tests.io.processors.test_media_files import FORMS
@@ -248,7 +248,11 @@ def test_what_waits_is_bounded(reading, runner):
         del arrays
         gc.collect()
         assert all(found[0].arrays for found in await asyncio.gather(*waiting))
-        assert reading.bytes == 0 == reading._sent.total and not reading._kept._of and not reading._sent._of
+        assert (
+            reading.bytes == 0 == reading._waiting.total
+            and not reading._decoded._by_client
+            and not reading._waiting._by_client
+        )
 
     runner.run(run())
 
@@ -277,7 +281,7 @@ def test_what_one_client_holds_and_sends_keeps_nobody_else_out(reading, runner):
         await asyncio.gather(*waiting, return_exceptions=True)
         del arrays
         await asyncio.sleep(0)
-        assert reading.bytes == 0 and not reading._sent._of
+        assert reading.bytes == 0 and not reading._waiting._by_client
 
     runner.run(run())
 

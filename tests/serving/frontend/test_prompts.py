@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.inference.text_model import load_text_model
+from eqx_decoders.inference.load_text import load_text_model
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend import chat_rendering
+from eqx_decoders.serving.frontend.json_fields import ApiError
 from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, longest_token
-from eqx_decoders.serving.http.json_fields import ApiError
-from tests.encoders.directories import seeing_directory
+from eqx_decoders.serving.text_frontend import create_frontend
+from tests.encoders.directories import vision_directory
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.servers import CHAT, Running, chat_language, serving
+from tests.serving.servers import CHAT, Running, chat_frontend, serving
 
 
 class Slow(ChatTemplate):
@@ -34,11 +35,11 @@ class Slow(ChatTemplate):
         return [Rendered(text, None, []) for text in done]
 
 
-def read(language: TextFrontend, texts: list[str], **options):
+def read(frontend: TextFrontend, texts: list[str], **options):
     """What becomes of conversations that come at once: their ids, or errors."""
 
     async def run():
-        reader = PromptPreparer(language, max_length=64, **options)
+        reader = PromptPreparer(frontend, max_length=64, **options)
         try:
             messages = [[{"role": "user", "content": text}] for text in texts]
             work = (reader.chat(one, {}, answer=True) for one in messages)
@@ -50,29 +51,29 @@ def read(language: TextFrontend, texts: list[str], **options):
 
 
 def test_conversations_that_come_at_once_share_a_process():
-    language, Slow.batches = chat_language(chat=Slow(source="")), []
-    found = read(language, [f"text {number}" for number in range(40)])
-    assert [language.tokenizer.decode(one.ids) for one in found] == [f"text {number}" for number in range(40)]
+    frontend, Slow.batches = chat_frontend(chat=Slow(source="")), []
+    found = read(frontend, [f"text {number}" for number in range(40)])
+    assert [frontend.tokenizer.decode(one.ids) for one in found] == [f"text {number}" for number in range(40)]
     assert sum(Slow.batches) == 40 and len(Slow.batches) <= 3
 
 
 def test_one_that_ends_its_process_takes_no_others_with_it():
-    language, Slow.batches = chat_language(chat=Slow(source="")), []
-    found = read(language, ["a", "fail", "b", "c"])
+    frontend, Slow.batches = chat_frontend(chat=Slow(source="")), []
+    found = read(frontend, ["a", "fail", "b", "c"])
     assert [isinstance(one, ConversionError) for one in found] == [False, True, False, False]
-    assert language.tokenizer.decode(found[3].ids) == "c"
+    assert frontend.tokenizer.decode(found[3].ids) == "c"
 
 
 def test_what_is_too_long_is_refused_before_it_is_encoded():
-    tokenizer = chat_language().tokenizer
+    tokenizer = chat_frontend().tokenizer
     longest = max(len(tokenizer.name_of(index) or "") for index in range(tokenizer.vocab_size))
     assert longest_token(tokenizer) == longest and longest_token(ByteTokenizer()) == 1
-    (found,) = read(chat_language(chat=Slow(source="")), ["a" * (64 * longest * 4 + 1)])
+    (found,) = read(chat_frontend(chat=Slow(source="")), ["a" * (64 * longest * 4 + 1)])
     assert isinstance(found, ApiError) and found.code == "context_length_exceeded"
 
 
 def test_texts_begin_as_the_model_was_trained():
-    own, published = chat_language(published=False), chat_language()
+    own, published = chat_frontend(published=False), chat_frontend()
     assert own.encode("a") == (256, *own.encode("a", special=False)) == published.encode("a")
     assert own.encode("<|end|>", special=False) == (257,)
 
@@ -84,8 +85,8 @@ def test_texts_begin_as_the_model_was_trained():
 def seeing(tmp_path_factory):
     """A model that sees, as text and as a language."""
     pytest.importorskip("PIL.Image")
-    text = load_text_model(seeing_directory(tmp_path_factory.mktemp("models") / "seeing"), "float32")
-    return text, TextFrontend.of(text)
+    text = load_text_model(vision_directory(tmp_path_factory.mktemp("models") / "seeing"), "float32")
+    return text, create_frontend(text)
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +115,13 @@ def url_of(content: bytes) -> str:
 
 
 def test_images_become_what_files_become(seeing, server, tmp_path):
-    text, language = seeing
+    text, frontend = seeing
     (tmp_path / "a.png").write_bytes(png())
     parts = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": "what?"}]
     ids, media = text.prepare([{"role": "user", "content": parts}])
     ask(server, url_of(png()))
     request = server.engine.seen[-1]
-    assert language.sees and request.prompt == tuple(ids.tolist())
+    assert frontend.takes_images and request.prompt == tuple(ids.tolist())
     np.testing.assert_array_equal(request.media.index, media.index)
     np.testing.assert_array_equal(request.media.images.patches, media.images.patches)
     assert b'"sees": true' in server.call("/")[2]
@@ -172,7 +173,7 @@ def test_a_process_waits_for_the_next_conversation():
             return super().render_some(conversations)
 
     async def run():
-        reader = PromptPreparer(chat_language(chat=Noting(source="")), max_length=64)
+        reader = PromptPreparer(chat_frontend(chat=Noting(source="")), max_length=64)
         for _ in range(3):
             await reader.chat([{"role": "user", "content": "a"}], {}, answer=True)
         assert reader._renderer is not None
@@ -190,7 +191,7 @@ def test_where_no_process_can_be_started_ahead_what_is_rendered_stays(monkeypatc
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(chat_rendering, "RenderingProcess", full)
-    assert [len(one.ids) for one in read(chat_language(chat=Slow(source="")), ["a", "bc"])] == [1, 2]
+    assert [len(one.ids) for one in read(chat_frontend(chat=Slow(source="")), ["a", "bc"])] == [1, 2]
 
 
 def test_an_error_of_a_batch_is_that_of_the_one_that_causes_it():
@@ -201,7 +202,7 @@ def test_an_error_of_a_batch_is_that_of_the_one_that_causes_it():
             return super().render_some(conversations)
 
     Slow.batches = []
-    found = read(chat_language(chat=Breaking(source="")), ["a", "b", "break", "c", *["d"] * 40])
+    found = read(chat_frontend(chat=Breaking(source="")), ["a", "b", "break", "c", *["d"] * 40])
     assert [isinstance(one, ValueError) for one in found] == [one == 2 for one in range(44)]
     assert max(Slow.batches) > 1  # later ones share again
 
@@ -218,7 +219,7 @@ def test_clients_take_turns_at_texts_and_their_ids(size, monkeypatch):
             return super().render_some(conversations)
 
     async def run():
-        reader = PromptPreparer(chat_language(chat=Noting(source="")), max_length=2 * size + 64)
+        reader = PromptPreparer(chat_frontend(chat=Noting(source="")), max_length=2 * size + 64)
         try:
             given = [*"aaaaaab"]
             work = [

@@ -12,8 +12,8 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.serving.frontend import structured_output
-from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, KEPT, Grammar, GrammarCompiler
-from eqx_decoders.serving.http.json_fields import ApiError
+from eqx_decoders.serving.frontend.json_fields import ApiError
+from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, MAX_CACHED, Grammar, GrammarCompiler
 from tests.serving.servers import CHAT
 
 
@@ -98,9 +98,9 @@ def test_answers_of_one_form_do_not_share_their_place(forms):
     one.accept(before[0])
     assert allowed(other) == before != allowed(one)
     one_of(forms, ANY_OBJECT)
-    for number in range(KEPT + 3):
+    for number in range(MAX_CACHED + 3):
         one_of(forms, Grammar("regex", f"a{number}"))
-    assert len(forms._known) == KEPT and ANY_OBJECT in forms._known
+    assert len(forms._cache) == MAX_CACHED and ANY_OBJECT in forms._cache
 
 
 def test_of_costly_forms_few_are_kept(monkeypatch):
@@ -116,7 +116,7 @@ def test_of_costly_forms_few_are_kept(monkeypatch):
     monkeypatch.setattr(forms, "_compile", costly)
     for form in (ANY_OBJECT, *(Grammar("regex", f"a{number}") for number in range(6))):
         one_of(forms, form)
-    assert {form.content for form in forms._known} == {ANY_OBJECT.content, "a3", "a4", "a5"}
+    assert {form.content for form in forms._cache} == {ANY_OBJECT.content, "a3", "a4", "a5"}
 
 
 DEEP = "[" * 100_000
@@ -149,7 +149,7 @@ def test_forms_that_are_none(forms, name):
 def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
     form = Grammar("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
     assert allowed(one_of(forms, form))
-    monkeypatch.setattr(structured_output, "SYMBOLS", 5)
+    monkeypatch.setattr(structured_output, "MAX_SYMBOLS", 5)
     with pytest.raises(ConfigError, match=r"grammar cannot be kept: .*too big"):
         one_of(forms, form._replace(content=f"{form.content}\n"))
 
@@ -185,7 +185,7 @@ class Gated(GrammarCompiler):
         self.gate, self.compiled = threading.Event(), []
         self.warm_up()
         self._threads.submit(lambda: None).result()
-        while ANY_OBJECT not in self._known:
+        while ANY_OBJECT not in self._cache:
             pass
 
     def _compile(self, form):
@@ -277,7 +277,7 @@ def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monk
 
 def test_who_asks_for_many_forms_is_refused_before_others(gated, monkeypatch):
     """Also where another client waits for the form whose turn was taken from it."""
-    monkeypatch.setattr(gated._turns, "_most", 3)
+    monkeypatch.setattr(gated._semaphore, "_max_waiting", 3)
 
     async def run():
         many = [asyncio.ensure_future(gated.prepare(Grammar("regex", f"a{n}"), 1, "one")) for n in range(5)]

@@ -16,7 +16,7 @@ from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.protocol import ApiConfig, choice_seed
 from eqx_decoders.serving.http.server import ServerConfig
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.servers import Running, chat_language, serving
+from tests.serving.servers import Running, chat_frontend, serving
 
 
 openai = pytest.importorskip("openai")
@@ -31,7 +31,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def server():
     """Bytes as tokens."""
-    with serving(language=LETTERS) as running:
+    with serving(frontend=LETTERS) as running:
         yield running
 
 
@@ -49,7 +49,7 @@ class MadeUp(ChatTemplate):
 @pytest.fixture(scope="module")
 def chats():
     """A published tokenizer with a chat template."""
-    with serving(FakeEngine(per_step=2), chat_language(chat=MadeUp(source="messages"))) as running:
+    with serving(FakeEngine(per_step=2), chat_frontend(chat=MadeUp(source="messages"))) as running:
         yield running
 
 
@@ -229,7 +229,7 @@ def test_priorities_are_for_servers_that_allow_them(server):
     error = server.json(COMPLETIONS, {"prompt": "a", "priority": -3}, code=400)["error"]
     assert error["param"] == "priority" and "lets no request take the place of others" in error["message"]
     assert asked_of(server, priority=0).priority == 0
-    with serving(language=LETTERS, allow_priority=True) as allowing:
+    with serving(frontend=LETTERS, allow_priority=True) as allowing:
         assert asked_of(allowing, priority=3).priority == -3
 
 
@@ -241,7 +241,7 @@ def test_health_tells_of_a_device_that_hangs(monkeypatch):
 
 def test_what_was_published_with_the_model_counts_where_nothing_is_given():
     published = GenerationConfig(temperature=0.6, top_p=0.9, repetition_penalty=1.3)
-    with serving(language=LETTERS, defaults=published) as server:
+    with serving(frontend=LETTERS, defaults=published) as server:
         sampling = asked_of(server).sampling
         assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.6, 0.9, 1.3)
         sampling = asked_of(server, temperature=1, top_p=1, repetition_penalty=1).sampling
@@ -424,8 +424,8 @@ def test_tools_go_to_a_template_that_knows_them(chats):
     assert "knows no tools" in chats.json(CHAT, body, code=400)["error"]["message"]
     chats.json(CHAT, body | {"tool_choice": "none"})
     assert chats.json(CHAT, body | {"tool_choice": "required"}, code=400)["error"]["code"] == "unsupported_parameter"
-    language = chat_language(chat=ChatTemplate(source="{{ messages[0].content }}{{ tools[0].function.name }}"))
-    with serving(language=language) as server:
+    frontend = chat_frontend(chat=ChatTemplate(source="{{ messages[0].content }}{{ tools[0].function.name }}"))
+    with serving(frontend=frontend) as server:
         assert prompt_of(server, body["messages"], tools=[TOOL]) == "af"
 
 
@@ -515,7 +515,7 @@ def test_the_page_asks_nobody_else(server):
 
 
 def test_a_key_is_needed_where_there_are_some():
-    with serving(language=LETTERS, api_keys=("one", "two")) as server:
+    with serving(frontend=LETTERS, api_keys=("one", "two")) as server:
         assert server.json("/v1/models", code=401)["error"]["code"] == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
             client(server, api_key="wrong").completions.create(model="fake", prompt="a")
@@ -529,12 +529,12 @@ def test_a_key_is_needed_where_there_are_some():
 
 
 def test_pages_of_other_sites_call_it_only_where_they_may():
-    with serving(language=LETTERS, allow_origins=("https://a.example",)) as server:
+    with serving(frontend=LETTERS, allow_origins=("https://a.example",)) as server:
         for site, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
-            _, headers, _ = server.call("/v1/models", Provenance=site)
+            _, headers, _ = server.call("/v1/models", Origin=site)
             assert headers.get("access-control-allow-origin") == allowed
-    with serving(language=LETTERS) as server:
-        assert "access-control-allow-origin" not in server.call("/v1/models", Provenance="https://a.example")[1]
+    with serving(frontend=LETTERS) as server:
+        assert "access-control-allow-origin" not in server.call("/v1/models", Origin="https://a.example")[1]
         body = b'{"prompt": "a"}'  # a form of another site's page may send this without being asked
         assert server.call(COMPLETIONS, raw=body, **{"Content-Type": "text/plain"})[0] == 415
 

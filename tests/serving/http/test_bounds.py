@@ -18,17 +18,17 @@ from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, is_too_long
 from eqx_decoders.serving.http import api, server as server_module, streaming
 from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, ResponseBuilder
-from eqx_decoders.serving.http.server import ServerConfig, most_connections, raise_file_limit
+from eqx_decoders.serving.http.server import ServerConfig, max_connections, raise_file_limit
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.http.test_hostile import head, said
-from tests.serving.servers import chat_language, serving
+from tests.serving.servers import chat_frontend, serving
 
 
 LETTERS = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-class NoResidual(ChatTemplate):
+class Plain(ChatTemplate):
     """Writes what was said, in no process; `rendered` counts conversations."""
 
     rendered: list[int] = []  # noqa: RUF012 - of the test
@@ -41,7 +41,7 @@ class NoResidual(ChatTemplate):
 
 @pytest.fixture(scope="module")
 def chats():
-    with serving(FakeEngine(), chat_language(chat=NoResidual(source="tools"))) as running:
+    with serving(FakeEngine(), chat_frontend(chat=Plain(source="tools"))) as running:
         yield running
 
 
@@ -70,7 +70,7 @@ TEXTS = ["hello world ", "a", " ", "\n\n", "héllo", "<|end|>", "<|end|>   ", "1
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_fits_is_never_too_long(text):
     blanks = 5000 * " " + text
-    for tokenizer in (chat_language().tokenizer, ByteTokenizer(), train_bpe(TEXTS, 280)):
+    for tokenizer in (chat_frontend().tokenizer, ByteTokenizer(), train_bpe(TEXTS, 280)):
         for whole in (text * 8_000, blanks * 9):
             options = {"special": True} if hasattr(tokenizer, "to_json") else {}
             assert not is_too_long(tokenizer, whole, len(tokenizer.encode(whole, **options)))
@@ -125,7 +125,7 @@ def test_blanks_that_a_token_takes_are_none_of_the_text(side):
 
 def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered(chats):
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    NoResidual.rendered = []
+    Plain.rendered = []
     for count in (257, 30_000):
         error = chats.json(CHAT, {"messages": pair * count}, code=400)["error"]
         assert error["code"] == "context_length_exceeded"
@@ -133,14 +133,14 @@ def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered
     assert error["code"] == "context_length_exceeded"
     kwargs = {str(number): [1] * 9000 for number in range(5)}
     error = chats.json(CHAT, {"messages": pair, "chat_template_kwargs": kwargs}, code=400)["error"]
-    assert "entries" in error["message"] and NoResidual.rendered == []
-    assert chats.json(CHAT, {"messages": pair * 20, "max_tokens": 1})["choices"] and NoResidual.rendered == [1]
+    assert "entries" in error["message"] and Plain.rendered == []
+    assert chats.json(CHAT, {"messages": pair * 20, "max_tokens": 1})["choices"] and Plain.rendered == [1]
 
 
 def test_long_conversations_are_rendered_apart_from_short_ones():
     gate, order = threading.Event(), []
 
-    class Slow(NoResidual):
+    class Slow(Plain):
         def render_some(self, conversations, process=None):
             if len(conversations[0].messages[0]["content"]) > 9000:
                 gate.wait(10)
@@ -148,7 +148,7 @@ def test_long_conversations_are_rendered_apart_from_short_ones():
             return super().render_some(conversations)
 
     async def run():
-        reader = PromptPreparer(chat_language(chat=Slow(source="")), max_length=100_000)
+        reader = PromptPreparer(chat_frontend(chat=Slow(source="")), max_length=100_000)
         try:
 
             def ask(text):
@@ -181,14 +181,14 @@ def test_log_probabilities_of_one_response_are_bounded():
             error = server.json(COMPLETIONS, ask | more, code=400)["error"]
             assert error["param"] == "logprobs" and "1,000" in error["message"]
         server.json(COMPLETIONS, ask | {"n": 5, "echo": True, "logprobs": None})
-    with serving(FakeEngine(), chat_language(chat=NoResidual(source="")), max_scores=1000) as server:
+    with serving(FakeEngine(), chat_frontend(chat=Plain(source="")), max_scores=1000) as server:
         ask = dict(messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=4, temperature=0)
         server.json(CHAT, ask)  # of an answer without a length of its own, as many as there may be
         assert server.engine.seen[-1].max_new_tokens == 200
 
 
 def test_echoed_prompts_of_one_response_are_bounded(monkeypatch):
-    monkeypatch.setattr(api, "ECHOED", 400)
+    monkeypatch.setattr(api, "MAX_ECHO", 400)
     with serving(FakeEngine(), LETTERS) as server:
         ask = dict(max_tokens=1, echo=True, temperature=0, n=4)
         for prompt in ([97] * 100, "a" * 100, ["a" * 50, [97] * 50]):
@@ -227,7 +227,7 @@ def test_where_a_text_goes_on_is_found_once_for_all_answers_to_a_prompt():
             found = server.json(COMPLETIONS, body | ask)["choices"]
             assert {choice["text"] for choice in found} == {"b"}
             counts.append(
-                (sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:6] != "beside"))
+                (sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:6] != "worker"))
             )
     alone, several, many = counts
     assert several[0] - alone[0] <= 6 * 63  # the decoding of each answer's own token
@@ -255,7 +255,7 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
             blanks = b" " * (large * 70_000)
             server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + blanks)
             assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
-            beside = {name: any(one.startswith("beside") for one in found) for name, found in threads.items()}
+            beside = {name: any(one.startswith("worker") for one in found) for name, found in threads.items()}
             assert beside == dict.fromkeys(("whole", "chunk", "take", "read_completion"), large)
 
 
@@ -263,7 +263,7 @@ def test_many_ids_are_not_written_on_the_event_loop(monkeypatch):
     threads, real = [], streaming.write
 
     def noted(value):
-        threads.append(threading.current_thread().name.startswith("beside"))
+        threads.append(threading.current_thread().name.startswith("worker"))
         return real(value)
 
     monkeypatch.setattr(streaming, "write", noted)
@@ -325,7 +325,7 @@ def test_prefixes_of_one_key_are_not_found_by_another():
 
 
 def test_beyond_the_most_connections_those_go_that_have_said_nothing_for_the_longest_time(monkeypatch):
-    monkeypatch.setattr(server_module, "most_connections", lambda: 8)
+    monkeypatch.setattr(server_module, "max_connections", lambda: 8)
     engine = FakeEngine(seconds=0.01)
     with serving(engine, LETTERS, ServerConfig(head=30, drain=0.5, end=0.5)) as server:
         body = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
@@ -346,7 +346,7 @@ def test_beyond_the_most_connections_those_go_that_have_said_nothing_for_the_lon
 
 
 def test_slow_bodies_keep_nobody_from_connecting(monkeypatch):
-    monkeypatch.setattr(server_module, "most_connections", lambda: 8)
+    monkeypatch.setattr(server_module, "max_connections", lambda: 8)
     with serving(FakeEngine(), LETTERS, max_open=100) as server:
         slow = [server.connect() for _ in range(8)]
         for link in slow:
@@ -421,10 +421,10 @@ def test_as_many_files_as_allowed_may_be_open():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-        few = most_connections()
+        few = max_connections()
         assert 8 <= few < 512
         raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard) and most_connections() > few
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard) and max_connections() > few
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -471,13 +471,13 @@ def test_what_others_ask_for_that_is_done_anyway_is_no_error(chats):
 
 
 def test_tokenize_reads_a_conversation_as_a_chat_does():
-    class Told(NoResidual):
+    class Told(Plain):
         def render_some(self, conversations, process=None):
             return [Rendered(json.dumps(one.variables), None, []) for one in conversations]
 
     tool = {"type": "function", "function": {"name": "f"}}
     body = PATHS[CHAT] | {"tools": [tool], "chat_template_kwargs": {"thinking": True}}
-    with serving(FakeEngine(), chat_language(chat=Told(source="tools"))) as server:
+    with serving(FakeEngine(), chat_frontend(chat=Told(source="tools"))) as server:
         server.json(CHAT, body | {"max_tokens": 1})
         assert server.json("/tokenize", body)["tokens"] == list(server.engine.seen[-1].prompt)
         for name in ("messages", "self"):
@@ -504,7 +504,7 @@ def test_mistakes_of_clients_are_theirs(chats):
 
 def test_errors_of_a_template_do_not_say_where_it_is(tmp_path):
     template = ChatTemplate(source="{{ raise_exception('no') }}", where=str(tmp_path / "chat_template.jinja"))
-    with serving(FakeEngine(), chat_language(chat=template)) as server:
+    with serving(FakeEngine(), chat_frontend(chat=template)) as server:
         error = server.json(CHAT, PATHS[CHAT], code=400)["error"]
     assert "no" in error["message"] and str(tmp_path) not in error["message"]
 

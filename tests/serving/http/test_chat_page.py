@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.servers import chat_language, serving
+from tests.serving.servers import chat_frontend, serving
 
 
 # An image of one pixel.
@@ -77,7 +77,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(visit):
 @pytest.mark.slow
 def test_text_is_shown_as_text_and_errors_as_sentences(visit):
     said = "<img src=x onerror=alert(1)>&amp;"
-    ids = tuple(chat_language().encode(said, special=False))
+    ids = tuple(chat_frontend().encode(said, special=False))
     with serving(FakeEngine(script=ids)) as server:
         page = visit(server)
         page.click("summary")
@@ -113,7 +113,7 @@ def test_a_key_is_asked_for(visit):
 def test_images_are_sent_with_the_message(visit, monkeypatch):
     from eqx_decoders.serving.frontend.prompts import TextFrontend
 
-    monkeypatch.setattr(TextFrontend, "sees", True)
+    monkeypatch.setattr(TextFrontend, "takes_images", True)
     with serving() as server:
         page = visit(server)
         page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})

@@ -81,7 +81,7 @@ def test_whoever_goes_away_leaves_nothing_behind():
         await until(lambda: len(engine.order) == 1)
         answers.close()
         await until(lambda: not engine.order)
-        return await collected(answers), len(worker._tickets), len(worker._open)
+        return await collected(answers), len(worker._owners), len(worker._open)
 
     assert with_worker(test, seconds=0.001) == ({}, 0, 0)
 
@@ -97,7 +97,7 @@ def test_a_caller_who_is_cancelled_while_it_submits():
         engine.gate.set()
         first.close()
         await until(lambda: not engine.order and not worker._open)
-        return len(worker._tickets), set(engine.cancelled) == set(range(len(engine.seen)))
+        return len(worker._owners), set(engine.cancelled) == set(range(len(engine.seen)))
 
     assert with_worker(test) == (0, True)
 
@@ -179,7 +179,7 @@ def test_a_step_that_hangs_is_left_alone():
 
 def test_a_step_that_takes_too_long_is_told_and_nothing_more_is_taken():
     async def test(worker, engine):
-        worker._patience = 0.01
+        worker._step_timeout = 0.01
         engine.gate.clear()
         assert not worker.hangs
         answers = await worker.submit([request()])

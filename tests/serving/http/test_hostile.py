@@ -13,7 +13,7 @@ from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.server import ServerConfig
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.servers import Running, chat_language, serving
+from tests.serving.servers import Running, chat_frontend, serving
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -23,15 +23,15 @@ LARGE = 10**400
 
 @pytest.fixture(scope="module")
 def server():
-    language = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
+    frontend = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
     times = ServerConfig(head=1.0, drain=0.5, end=0.5)
-    with serving(FakeEngine(), language, times, max_body_bytes=MOST, body_seconds=1.0, max_open=40) as running:
+    with serving(FakeEngine(), frontend, times, max_body_bytes=MOST, body_seconds=1.0, max_open=40) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def chats():
-    with serving(language=chat_language(), max_body_bytes=MOST) as running:
+    with serving(frontend=chat_frontend(), max_body_bytes=MOST) as running:
         yield running
 
 
@@ -328,8 +328,8 @@ def test_connections_that_are_half_closed_or_cut_leave_nothing_behind(server):
 @pytest.mark.slow
 def test_a_client_that_reads_nothing_holds_nobody_up():
     engine = FakeEngine(per_step=50, max_length=60_000, seconds=0.005)
-    language = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
-    with serving(engine, language, ServerConfig(write=0.5, drain=0.5, end=0.5)) as server, socket.socket() as link:
+    frontend = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
+    with serving(engine, frontend, ServerConfig(write=0.5, drain=0.5, end=0.5)) as server, socket.socket() as link:
         body = json.dumps({"prompt": "a", "max_tokens": 50_000, "stream": True, "logprobs": 20}).encode()
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         link.connect(("127.0.0.1", server.port))

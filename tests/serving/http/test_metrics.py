@@ -3,7 +3,7 @@
 import pytest
 
 from eqx_decoders.serving.engine.request import EngineStats
-from eqx_decoders.serving.http.metrics import Clock, Metrics
+from eqx_decoders.serving.http.metrics import Metrics, RequestTimer
 
 
 pytest.importorskip("prometheus_client")
@@ -13,7 +13,7 @@ def test_time_between_tokens_that_come_together_is_shared_among_them(monkeypatch
     now = [100.0]
     monkeypatch.setattr("eqx_decoders.serving.http.metrics.time.monotonic", lambda: now[0])
     metrics = Metrics("m", EngineStats)
-    clock = Clock(metrics, arrived=99.0)
+    clock = RequestTimer(metrics, arrived=99.0)
     clock.tokens(1, queued=0.25)
     now[0] += 0.3
     clock.tokens(3)

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 import eqx_decoders as ed
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.planning.collectives import collectives
-from eqx_decoders.planning.device_memory import state_memory
 from eqx_decoders.planning.hlo import parse
-from eqx_decoders.planning.step_plan import abstract_batch
+from eqx_decoders.planning.traced_memory import abstract_batch, state_memory
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import WEIGHTS, device_bytes
-from eqx_decoders.training.config import TrainConfig, changed_settings, check_changes
+from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.settings_file import changed_settings, check_changes
 from eqx_decoders.training.step.step import Trainer
 from tests.commands import AS_USERS_RUN, ROOT
 from tests.compare import assert_close

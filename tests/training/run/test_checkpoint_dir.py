@@ -9,13 +9,15 @@ import pytest
 from etils import epath
 
 from eqx_decoders.cli.train import parse
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
-from eqx_decoders.training.config import TrainConfig, save_settings
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
 from eqx_decoders.training.run.loop import TrainingLoop
-from eqx_decoders.training.run.run_directory import resume_settings
+from eqx_decoders.training.run.resume_run import resume_settings
+from eqx_decoders.training.settings_file import save_settings
 from tests.buckets import bucket
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 from tests.training.run.test_loop import OPTIONS, QUICK
@@ -81,14 +83,14 @@ def test_a_start_that_fails_on_a_new_machine_leaves_nothing(first, elsewhere, tm
 
 def test_the_run_that_was_started_last_has_the_directory(elsewhere, corpus, tmp_path, monkeypatch):
     """A machine that was believed to be lost stops at its next save, before it writes anything."""
-    place, report = f"{elsewhere}-two", TrainingLoop._report
+    place, report = f"{elsewhere}-two", MetricsReporter.report
 
     def another(self, row):
         report(self, row)
         if row["step"] == 3:
             RunBackup(tmp_path / "run", place).claim()
 
-    monkeypatch.setattr(TrainingLoop, "_report", another)
+    monkeypatch.setattr(MetricsReporter, "report", another)
     _, err = begin(tmp_path / "run", corpus, checkpoint_dir=place, code=4)
     assert f"--checkpoint-dir={place!r} is in use by pid" in err and "which was started after this run" in err
     assert Checkpoints(place).steps == (2,)
@@ -141,7 +143,7 @@ def test_checkpoints_that_are_moved_must_be_there_and_the_run_s_own(elsewhere, t
     assert resume_settings(new, run) == (new, {"checkpoint_dir": (None, place)})
     assert Checkpoints(place).restore({"x": jnp.ones(2)}).step == 4
     save_settings(TrainConfig(dataset=DataConfig(seed=1)), tmp_path / "other/settings.json")
-    RunBackup(tmp_path / "other", place).keep()
+    RunBackup(tmp_path / "other", place).save()
     with pytest.raises(ConfigError, match=rf"seed=0, but {place} was begun with 1"):
         resume_settings(new, run)
 
@@ -157,7 +159,7 @@ def test_what_cannot_be_copied_is_told_at_the_start(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "settings.json").touch()
     with pytest.raises(CheckpointError, match=r"checkpoint_dir='.*/file/there' \(.*: check its name"):
-        RunBackup(tmp_path, str(tmp_path / "file/there")).keep()
+        RunBackup(tmp_path, str(tmp_path / "file/there")).save()
     options = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": str(tmp_path / "file/there")}
     with pytest.raises(CheckpointError, match="that you may write and delete there"):
         TrainingLoop(TrainConfig(**options, dataset=DataConfig(path="nowhere"))).train()
@@ -168,10 +170,10 @@ def test_files_of_others_beside_checkpoints_are_left_alone(tmp_path):
     place = tmp_path / "there" / "run"
     place.mkdir(parents=True)
     (place / "probe").write_text("mine")
-    RunBackup(tmp_path / "new", str(tmp_path / "there")).try_out()
+    RunBackup(tmp_path / "new", str(tmp_path / "there")).check_writable()
     (place / "metrics.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match=r"checkpoint_dir='.*there' has metrics.jsonl in .*run, but not from a run"):
-        RunBackup(tmp_path / "new", str(tmp_path / "there")).try_out()
+        RunBackup(tmp_path / "new", str(tmp_path / "there")).check_writable()
     assert {path.name: path.read_text() for path in place.iterdir()} == {"probe": "mine", "metrics.jsonl": "mine"}
 
 
@@ -183,13 +185,13 @@ def test_copies_come_back_as_they_were(tmp_path):
     for name in ("manifest.json", "lock", "train/web/manifest.json", "train/web/rows-1.npy"):
         (tmp_path / "run/data" / name).write_text(name)
     copies = RunBackup(tmp_path / "run", str(tmp_path / "there"))
-    assert not copies.there
-    copies.keep()
-    RunBackup(tmp_path / "new", str(tmp_path / "there")).bring_back()
+    assert not copies.is_complete
+    copies.save()
+    RunBackup(tmp_path / "new", str(tmp_path / "there")).restore()
     found = {
         str(path.relative_to(tmp_path / "new")): path for path in Path(tmp_path / "new").rglob("*") if path.is_file()
     }
     data = {"data/manifest.json", "data/train/web/manifest.json"}
     assert found.keys() == {"source/deep/a", "settings.json", *data}
     assert found["source/deep/a"].read_bytes() == b"\x00"
-    RunBackup(tmp_path / "run", None).keep()  # without a directory elsewhere there is nothing to do
+    RunBackup(tmp_path / "run", None).save()  # without a directory elsewhere there is nothing to do

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run import data_preview as module
 from eqx_decoders.training.run.data_preview import describe_data
@@ -34,7 +34,7 @@ def test_conversations_are_shown_with_their_targets(settings, tmp_path):
     assert (
         "\n\n9 documents to train on, 171 tokens, 90 of them targets (52.6%)\n0 are longer than --seq-len 256" in text
     )
-    assert "<|assistant|>\x1b[32mshe sells" in describe_data(settings(init_from=FIXTURE), colours=True)
+    assert "<|assistant|>\x1b[32mshe sells" in describe_data(settings(init_from=FIXTURE), color=True)
     assert not (tmp_path / "run").exists(), "nothing is written"
 
 

@@ -24,7 +24,7 @@ def row(step, seconds, **more):
 
 
 def test_goodput_is_the_share_of_the_time_of_steps_that_were_kept(clock):
-    found = Goodput(begun=1000.0)
+    found = Goodput(started=1000.0)
     clock[0] = 1010
     assert found.add(row(1, 4.0)) == {"run_seconds": 10, "goodput": 0.4}
     clock[0] = 1020
@@ -34,10 +34,10 @@ def test_goodput_is_the_share_of_the_time_of_steps_that_were_kept(clock):
 def test_earlier_starts_count_and_what_was_lost_with_them_does_not(clock):
     """Steps 1 to 4 were taken in 30 s; the run goes on behind step 2."""
     before = [row(n, 5.0, run_seconds=10.0 + 5 * n) for n in range(1, 5)] + [{"step": 4, "eval_loss": 2.0}]
-    found = Goodput(before, start=3, begun=1000.0)
+    found = Goodput(before, start=3, started=1000.0)
     clock[0] = 1010
     assert found.add(row(3, 5.0)) == {"run_seconds": 40, "goodput": 15 / 40}
-    old = Goodput([row(1, 5.0), row(2, 5.0)], start=3, begun=1000.0)  # of a version that did not write the time
+    old = Goodput([row(1, 5.0), row(2, 5.0)], start=3, started=1000.0)  # of a version that did not write the time
     assert old.add(row(3, 5.0)) == {"run_seconds": 20, "goodput": 15 / 20}
 
 

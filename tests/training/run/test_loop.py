@@ -1,6 +1,7 @@
 """The training program in this process: every setting has an effect, and all ways to compute give the same losses."""
 
 import ast
+import contextlib
 import dataclasses
 import json
 import re
@@ -19,26 +20,39 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.data.batches import Batches
-from eqx_decoders.data.dataset import DataConfig, make_dataset
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.errors import ConfigError, DataError, EqxDecodersError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.io.coordination import LONG
+from eqx_decoders.io.coordination import LONG, Stop
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.run_lock import RunLock
 from eqx_decoders.io.status import takes_time
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.sharding.offload import Offload
-from eqx_decoders.training.config import MeshConfig, PipelineConfig, TrainConfig, load_settings, save_settings
+from eqx_decoders.training.config import MeshConfig, PipelineConfig, TrainConfig
 from eqx_decoders.training.evaluation import evaluate
-from eqx_decoders.training.lora import LoRAConfig
+from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run import loop as run_module
-from eqx_decoders.training.run.loop import TrainingLoop
+from eqx_decoders.training.run import loop as run_module, setup
+from eqx_decoders.training.run.goodput import WallTime
+from eqx_decoders.training.run.hooks import evaluation_hook, sample_hook
+from eqx_decoders.training.run.hooks.base import failures_as_warnings
+from eqx_decoders.training.run.hooks.checkpoint_hook import CheckpointHook
+from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
 from eqx_decoders.training.run.metrics import read_metrics
-from eqx_decoders.training.run.run_directory import load_run, resume_settings
+from eqx_decoders.training.run.prepared_run import PreparedRun
+from eqx_decoders.training.run.progress import Progress
+from eqx_decoders.training.run.resume_run import resume_settings
+from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.run.trackers import Trackers
+from eqx_decoders.training.settings_file import load_settings, save_settings
 from eqx_decoders.training.step import loss as loss_module, step as step_module
-from eqx_decoders.training.step.step import StepConfig, Trainer, TrainState
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
+from eqx_decoders.training.step.step_metrics import StepLog
+from eqx_decoders.training.step.train_state import TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 
 
@@ -330,13 +344,16 @@ def test_a_checkpoint_of_an_earlier_start_that_was_stuck_says_nothing_of_those_b
     rows = [{"step": step, "skipped": step > 8} for step in range(1, 13)] + [{"step": 12, "eval_loss": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     checkpoints = mock.MagicMock(spec=Checkpoints, steps=(8, 10), directory="there")
-    log = mock.MagicMock(last={"loss": float("nan"), "grad_norm": 1.0})
-    state = dict(dir=tmp_path, skipped_in_a_row=2, config=TrainConfig(max_skipped=2), log=log, checkpoints=checkpoints)
+    log = mock.MagicMock(spec=StepLog, last={"loss": float("nan"), "grad_norm": 1.0})
+    log.__len__.return_value = 0
+    shown = mock.MagicMock(spec=Trackers), mock.MagicMock(spec=Progress)
+    reporter = MetricsReporter(tmp_path / "metrics.jsonl", checkpoints, 2, log, *shown)
+    reporter.skipped_in_a_row = 2
     with pytest.raises(EqxDecodersError, match=r"goes on from step 10, after which no step was finite\. Lower"):
-        TrainingLoop._read(types.SimpleNamespace(**state), 12)
+        reporter.read(12)
     checkpoints.steps = (6, 8, 10)
     with pytest.raises(EqxDecodersError, match=r"go back to step 6, the newest .*, move 8, 10 out of there"):
-        TrainingLoop._read(types.SimpleNamespace(**state), 12)
+        reporter.read(12)
 
 
 def test_steps_that_were_begun_before_it_was_known_end_too(folder):
@@ -352,7 +369,7 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
     the first is made at the next one, and that of the last takes the place of no other. No process is given up for
     what it does before the first step."""
     seen, limits = [], {}
-    save, report, gather = TrainingLoop._save, TrainingLoop._report, run_module.gather
+    save, report, gather = CheckpointHook.save, MetricsReporter.report, run_module.all_gather_json
 
     def saved(self, step, state):
         seen.append(("save", step))
@@ -372,11 +389,18 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
         limits[name] = seconds
         return gather(name, value)
 
-    patches = {name: failing(name) for name in ("evaluate_sets", "sample_text", "plot_losses")}
+    names = {"evaluate_sets": evaluation_hook, "sample_text": sample_hook, "plot_losses": run_module}
+    patches = [mock.patch.object(module, name, failing(name)) for name, module in names.items()]
+    patches += [mock.patch.object(module, "all_gather_json", gathered) for module in (run_module, setup)]
+    patches += [
+        mock.patch.object(CheckpointHook, "save", saved),
+        mock.patch.object(MetricsReporter, "report", reported),
+    ]
     options = {"--data": folder / "texts", "--steps": 5, "--eval-every": 4, "--run-dir": folder / "failing"}
     options |= {"--max-checkpoints": 1}
-    own = mock.patch.multiple(TrainingLoop, _save=saved, _report=reported)
-    with own, mock.patch.multiple(run_module, gather=gathered, **patches):
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         out, err = call("train", *flags(OPTIONS | options))
     fails = ["evaluate_sets", "sample_text"]
     assert seen == [("save", 3), ("save", 4), *fails, ("save", 5), *fails, "plot_losses"]
@@ -392,11 +416,10 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
 def test_of_several_processes_a_failing_evaluation_ends_all(monkeypatch):
     """The others may wait for this one in the middle of it; but not where one works alone."""
     told = []
-    run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError), TrainingLoop._going_on(run, "the evaluation", 3):
+    with pytest.raises(ValueError), failures_as_warnings("the evaluation", 3, told.append):
         raise ValueError
-    with TrainingLoop._going_on(run, "drawing", 3, alone=True):
+    with failures_as_warnings("drawing", 3, told.append, local=True):
         raise ValueError
     assert len(told) == 1
 
@@ -406,18 +429,25 @@ def test_means_of_the_weights_that_do_not_fit_end_no_run(monkeypatch):
         raise MemoryError
 
     told = []
-    run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append), _evaluate=None, _sample=None)
-    run._going_on = lambda what, step: TrainingLoop._going_on(run, what, step)
     monkeypatch.setattr(TrainState, "averaged", property(fail))
-    assert TrainingLoop._judge(run, object.__new__(TrainState), 3) == ({}, "")
+    run, stop, time = (mock.MagicMock(spec=kind) for kind in (PreparedRun, Stop, WallTime))
+    run.writes = True
+    evaluation = evaluation_hook.EvaluationHook(run, mock.MagicMock(spec=Trackers), told.append, time, stop)
+    sample = sample_hook.SampleHook(run, told.append, time, stop)
+    for hook in (evaluation, sample):
+        hook.finish(3, object.__new__(TrainState))
+    assert (evaluation.results, sample.text) == ({}, "")
     assert [each.count("failed, the run goes on: MemoryError") for each in told] == [1, 1]
 
 
 def test_a_signal_saves_no_state_that_is_stuck(capsys):
     saved = []
     steps = types.SimpleNamespace(wait=lambda drop: saved.append(drop), latest=7)
-    run = types.SimpleNamespace(checkpoints=steps, skipped_in_a_row=2, _save=lambda *step: saved.append(step))
-    TrainingLoop._stop(run, 9, object.__new__(TrainState))
+    run = mock.MagicMock(spec=PreparedRun, checkpoints=steps)
+    reporter = mock.MagicMock(spec=MetricsReporter, skipped_in_a_row=2)
+    hook = CheckpointHook(run, reporter, mock.MagicMock(spec=WallTime))
+    with mock.patch.object(CheckpointHook, "save", lambda self, *step: saved.append(step)):
+        hook.save_and_stop(9, object.__new__(TrainState))
     assert saved == [False]
     assert "stopped, saved at step 7: the last 2 steps were not finite, and are not saved" in capsys.readouterr().err
 
@@ -425,28 +455,28 @@ def test_a_signal_saves_no_state_that_is_stuck(capsys):
 def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_path, monkeypatch):
     """So that other processes wait for a download of hours."""
     found = []
-    monkeypatch.setattr(run_module, "abstract_hf", lambda source: found.append((source, takes_time())))
-    monkeypatch.setattr(run_module, "keep_source", lambda model, run: None)
-    run = types.SimpleNamespace(config=TrainConfig(init_from="org/name"), dir=tmp_path)
-    TrainingLoop._keep_source(run)
+    monkeypatch.setattr(setup, "abstract_hf", lambda source: found.append((source, takes_time())))
+    monkeypatch.setattr(setup, "write_source", lambda model, run: None)
+    config = TrainConfig(init_from="org/name")
+    setup.fetch_source(config, tmp_path)
     assert found == [("org/name", True)]
     (tmp_path / "source").mkdir()
-    TrainingLoop._keep_source(run)
+    setup.fetch_source(config, tmp_path)
     assert len(found) == 2, "nothing was made yet of what is there: it may be that of another start"
     (tmp_path / "tokenizer").mkdir()
-    save_settings(run.config, tmp_path / "settings.json")
-    TrainingLoop._keep_source(run)
+    save_settings(config, tmp_path / "settings.json")
+    setup.fetch_source(config, tmp_path)
     assert len(found) == 2
-    run.config = TrainConfig()
+    config = TrainConfig()
     with pytest.raises(ConfigError, match=r"source is there, but init_from=None: of a start or an import that did not"):
-        TrainingLoop._keep_source(run)
+        setup.fetch_source(config, tmp_path)
     assert len(found) == 2
 
 
 def test_the_devices_do_not_wait_for_the_host(folder):
     """A step is begun before the metrics of the last two are read; all are read before a checkpoint, in order."""
     seen = []
-    step, report, save = Trainer.step, TrainingLoop._report, TrainingLoop._save
+    step, report, save = Trainer.step, MetricsReporter.report, CheckpointHook.save
 
     def begun(self, state, batch):
         seen.append("step")
@@ -462,7 +492,8 @@ def test_the_devices_do_not_wait_for_the_host(folder):
         save(self, *args)
 
     options = QUICK | {"--steps": 6, "--checkpoint-every": 4, "--data": folder / "texts"}
-    with mock.patch.multiple(TrainingLoop, _report=read, _save=saved), mock.patch.object(Trainer, "step", begun):
+    patches = mock.patch.object(MetricsReporter, "report", read), mock.patch.object(CheckpointHook, "save", saved)
+    with patches[0], patches[1], mock.patch.object(Trainer, "step", begun):
         call("train", "--run-dir", folder / "ahead", *flags(OPTIONS | options))
     assert seen == [*("step", "step", "step", 1, "step", 2, 3, 4, "save"), *("step", "step", 5, 6, "save")]
 
@@ -503,13 +534,13 @@ def test_a_run_tells_where_its_time_goes(folder):
     """Of both starts; what was computed twice counts once."""
     options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
     run, words = folder / "time", flags(OPTIONS | options)
-    save = TrainingLoop._save
+    save = CheckpointHook.save
 
     def killed(self, step, state):
         assert step < 4
         save(self, step, state)
 
-    with mock.patch.object(TrainingLoop, "_save", killed), pytest.raises(AssertionError):
+    with mock.patch.object(CheckpointHook, "save", killed), pytest.raises(AssertionError):
         call("train", "--run-dir", run, *words)
     before = steps_of(run)
     assert [row["step"] for row in before] == [1, 2, 3, 4]

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.data.batches import Batch
-from eqx_decoders.data.dataset import DataConfig, make_dataset
-from eqx_decoders.data.media_documents import SyntheticReader, loaded_reader
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset
+from eqx_decoders.data.media_documents import SyntheticReader, reader_from_json
 from eqx_decoders.data.synthetic_images import NUMBERS, SIZE, draw, drawn_pixels, write_questions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.loss import token_loss_sum
-from eqx_decoders.training.step.step import StepConfig, Trainer
-from tests.encoders.samples import MEDIA, STEM, VISION, seeing
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
+from tests.encoders.samples import MEDIA, STEM, VISION, media_decoder
 from tests.models import filled
 
 
@@ -29,7 +31,7 @@ TOKEN = 300
 VISION_32 = dataclasses.replace(
     VISION, stem=dataclasses.replace(STEM, size=8, frames=1, positions=LearnedGrid(side=4)), blocks=VISION.blocks[:2]
 )
-CONFIG = seeing(
+CONFIG = media_decoder(
     dataclasses.replace(MEDIA, vision=VISION_32, audio=None, audio_token=None, image_token=TOKEN, positions=None),
     layers=2,
     vocab_size=301,
@@ -38,7 +40,7 @@ READER = SyntheticReader.of(CONFIG)
 
 
 def test_images_are_functions_of_their_numbers():
-    assert READER.tokens == 4 and loaded_reader(READER.words()) == READER
+    assert READER.tokens == 4 and reader_from_json(READER.to_json()) == READER
     some = [draw(number) for number in range(200)]
     for number, one in enumerate(some[:5]):
         np.testing.assert_array_equal(one.pixels, draw(number).pixels)
@@ -62,14 +64,14 @@ def test_images_are_functions_of_their_numbers():
 )
 def test_each_image_has_its_placeholders(tokens, expected):
     targets = np.arange(len(tokens)) > 0
-    found, kept = READER.placed((np.asarray(tokens), targets), ("drawn:1", "drawn:2"), "here")
+    found, kept = READER.expand_tokens((np.asarray(tokens), targets), ("drawn:1", "drawn:2"), "here")
     assert found.tolist() == expected
     assert kept.tolist() == [token in (7, 8) for token in expected]
 
 
 def test_other_numbers_of_placeholders_are_refused():
     with pytest.raises(DataError, match="there: 1 has 1 placeholders, but 2 images"):
-        READER.placed((np.asarray([256, TOKEN]), np.ones(2, bool)), ("drawn:1", "drawn:2"), "there: 1")
+        READER.expand_tokens((np.asarray([256, TOKEN]), np.ones(2, bool)), ("drawn:1", "drawn:2"), "there: 1")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eqx_decoders.data.dataset import DataConfig, make_dataset, make_held_out_sets, training_texts
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, training_texts
 from eqx_decoders.data.media_documents import ProcessorReader
-from eqx_decoders.data.sources.documents import referred
+from eqx_decoders.data.sources.documents import parse_reference
 from eqx_decoders.data.sources.remote import RemoteFile
 from eqx_decoders.data.sources.sources import folder_of
 from eqx_decoders.errors import DataError
@@ -22,7 +23,7 @@ from eqx_decoders.training.run.data_preview import describe_data
 from eqx_decoders.training.run.media_eval import Question, answers, describe_answers, draw_answers
 from tests.commands import call
 from tests.encoders.directories import save_image
-from tests.encoders.test_heard_files import IMAGE, VIDEO, directory
+from tests.encoders.test_audio_files import IMAGE, VIDEO, directory
 from tests.training.run.test_media_kinds import TEMPLATE
 
 
@@ -79,7 +80,7 @@ def test_images_are_looked_for_beside_the_file_that_names_them(model, tmp_path, 
     batches, reader = opened(model, tmp_path / "run", *paths[form])
     with batches:
         assert placeholders_of(batches.store) == [4, 8, 12]
-        folders = [Path(referred(batches.store.media(document)[0])[1]).parent for document in range(3)]
+        folders = [Path(parse_reference(batches.store.media(document)[0])[1]).parent for document in range(3)]
         assert folders == [root / one for one in ("a", "b.1", "deep/er")]
         assert len({float(batches.store.shard(number).draws[0]) for number in range(3)}) == 1, "of what was read"
         assert [reader.pixels(batches.store.media(document)[0]).shape[1] for document in range(3)] == [8, 16, 24]
@@ -92,9 +93,9 @@ def test_relative_paths_in_sources_that_are_elsewhere_are_refused(model, tmp_pat
     assert folder_of(RemoteFile("gs://bucket/x.jsonl")) is None and folder_of(tmp_path) == tmp_path.resolve()
     reader = ProcessorReader(str(model), IMAGE)
     with pytest.raises(DataError, match=r"x.jsonl:3 names the image '1.png' by a relative path.*absolute paths"):
-        reader.located(["1.png"], None, "x.jsonl:3")
+        reader.locate(["1.png"], None, "x.jsonl:3")
     given = [str(tmp_path / "1.png"), "https://x.org/1.png"]
-    assert reader.located(given, None, "x") == tuple(given)
+    assert reader.locate(given, None, "x") == tuple(given)
 
 
 def test_tokens_are_shared_by_processors_of_the_same_content(model, tmp_path):

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.data.dataset import DataConfig, make_dataset
-from eqx_decoders.data.media_documents import ProcessorReader, loaded_reader
-from eqx_decoders.data.sources.documents import reference, referred
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset
+from eqx_decoders.data.media_documents import ProcessorReader, reader_from_json
+from eqx_decoders.data.sources.documents import parse_reference, reference
 from eqx_decoders.errors import DataError
-from eqx_decoders.inference.text_model import load_text_model
+from eqx_decoders.inference.load_text import load_text_model
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.encoders.directories import save_image
-from tests.encoders.test_heard_files import AUDIO, VIDEO, directory
+from tests.encoders.test_audio_files import AUDIO, VIDEO, directory
 from tests.io.processors.media_files import audio, video
 
 
@@ -50,7 +51,7 @@ def batches_of(folder, name, records, **options):
     """Batches of documents, and the reader of their files."""
     text = load_text_model(folder / name)
     reader = ProcessorReader(str(folder / name), IMAGE)
-    assert loaded_reader(json.loads(json.dumps(reader.words()))) == reader
+    assert reader_from_json(json.loads(json.dumps(reader.to_json()))) == reader
     path = folder / f"{name}.{len(records)}.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     data = DataConfig(path=str(path), seq_len=160, held_out_fraction=0.0, cache_dir=str(folder / "cache"), batch_size=2)
@@ -153,7 +154,7 @@ def test_a_file_that_has_changed_is_noticed(folder):
     save_image(folder / "new.png", 8, 8, 5)
     _, reader, batches = batches_of(folder, "qwen2_5_vl", [record] * 5)
     (one,) = batches.store.media(0)
-    assert referred(one)[:2] == ("image", str(folder / "new.png")) and reader.pixels(one).shape == (8, 8, 3)
+    assert parse_reference(one)[:2] == ("image", str(folder / "new.png")) and reader.pixels(one).shape == (8, 8, 3)
     batches._batch(0, 0)
     save_image(folder / "new.png", 8, 8, 6)
     with pytest.raises(DataError, match=r"image '.*/new.png' is not the file that tokens were made of: put that one"):
@@ -162,8 +163,12 @@ def test_a_file_that_has_changed_is_noticed(folder):
 
 
 def test_other_numbers_and_kinds_are_refused(folder):
-    assert referred(reference("video", "a:b")) == ("video", "a:b", "") and referred("x.png") == ("image", "x.png", "")
-    assert referred(reference("image", "x.png", "1f")) == ("image", "x.png", "1f")
+    assert parse_reference(reference("video", "a:b")) == ("video", "a:b", "") and parse_reference("x.png") == (
+        "image",
+        "x.png",
+        "",
+    )
+    assert parse_reference(reference("image", "x.png", "1f")) == ("image", "x.png", "1f")
     for record, words in (
         ({"text": f"{CLIP} w1", "videos": ["0.mkv", "1.mkv"]}, r"has 1 placeholders '<\|video_pad\|>', but 2 videos"),
         ({"text": f"{CLIP} w1 w2", "images": ["0.png"]}, r"has 0 placeholders '<\|image_pad\|>', but 1 images"),

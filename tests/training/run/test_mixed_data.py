@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data import batches as module, row_index as rows_module
-from eqx_decoders.data.dataset import DataConfig, make_dataset, make_held_out_sets, training_texts
-from eqx_decoders.data.store import token_store
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, training_texts
+from eqx_decoders.data.store import open_store as store_module
 from eqx_decoders.errors import ConfigError, DataError
 from tests.data.test_dataset import FIELDS, Numbers, equal, rows, take, targets_of, used
 from tests.stores import documents_of
@@ -258,7 +259,7 @@ def test_the_sources_of_held_out_parts_are_asked_once(make, monkeypatch):
     options = {"cache": "once", "sets": False}
     train = make(0.7, 0.3, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(token_store, "describe_sources", None)
+        patch.setattr(store_module, "describe_sources", None)
         sets = make(0.7, 0.3, **options | {"sets": True})
     assert [one.store for one in sets.values()] == [part.store for part in train.parts]
     with pytest.raises(DataError, match=r"held out was --held-out-fraction 0\.3 and is --held-out-fraction 0\.2"):

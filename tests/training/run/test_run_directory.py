@@ -10,22 +10,20 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.config import DataConfig
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.config import MeshConfig, TrainConfig, save_settings, settings_json
+from eqx_decoders.training.config import MeshConfig, TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run import run_directory
-from eqx_decoders.training.run.run_directory import (
-    SOURCE,
-    abstract_run,
-    keep_config,
-    keep_source,
-    new_model,
-    restore_state,
-    resume_settings,
-)
-from eqx_decoders.training.step.step import StepConfig, Trainer
+from eqx_decoders.training.optimizer.resume import trained_weights
+from eqx_decoders.training.run import run_loading, run_model
+from eqx_decoders.training.run.resume_run import restore_state, resume_settings
+from eqx_decoders.training.run.run_directory import SOURCE
+from eqx_decoders.training.run.run_model import abstract_run, new_model, write_config, write_source
+from eqx_decoders.training.settings_file import load_settings, save_settings, settings_json
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
 
 
 BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
@@ -43,7 +41,7 @@ def test_only_some_weights_are_taken(tmp_path):
 
 def test_the_source_of_a_run_is_kept_as_it_was_read(tmp_path):
     model = ed.abstract_hf(BASE)
-    keep_source(model, tmp_path)
+    write_source(model, tmp_path)
     kept = json.loads((tmp_path / SOURCE / "config.json").read_text())
     original = json.loads((BASE / "config.json").read_text())
     assert {key: kept.get(key) for key in original if key not in ("dtype", "torch_dtype")} == {
@@ -164,7 +162,7 @@ def test_other_weights_to_train(trained):
 
 def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
     """Not by its patterns, which meant buffers, too, in earlier versions: all others keep their moments."""
-    model = ed.init(run_directory.read_config(BASE.parent / "gemma4_dense")[0], key=jax.random.key(0))
+    model = ed.init(read_config(BASE.parent / "gemma4_dense")[0], key=jax.random.key(0))
     optimizer, named = OptimizerConfig(name="muon", ema_decay=0.5), ("*", "*.residual.scale")
     trainer, earlier = (
         Trainer.create(dataclasses.replace(optimizer, trainable=patterns), model, steps=10)
@@ -183,7 +181,7 @@ def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
     for options in ({"moments_dtype": "int8"}, {"name": "adafactor"}, {"name": "lion"}):
         other = Trainer.create(OptimizerConfig(trainable=named, **options), model, steps=10)
         arrays = named_leaves(other.abstract(model, key=jax.random.key(0)))
-        assert run_directory.trained_weights(arrays, model) == other.trainable, options
+        assert trained_weights(arrays, model) == other.trainable, options
 
 
 def test_the_same_optimizer_goes_on_as_it_is(trained):
@@ -216,7 +214,7 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
 def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
     """Although another one is saved while they are read."""
     settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))
-    keep_config(settings, tmp_path)
+    write_config(settings, tmp_path)
     save_settings(settings, tmp_path / "settings.json")
     model = new_model(settings, tmp_path)
     trainer = Trainer.create(settings.optimizer, model, steps=10)
@@ -224,22 +222,22 @@ def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, state, data_state={}, config="", wait=True)
         other = jax.tree.map(lambda x: x + jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
-        read = run_directory.load_part
+        read = run_loading.load_weights
 
         def saved_meanwhile(*given, **options):
             found = read(*given, **options)
             checkpoints.save(2, other, data_state={}, config="", wait=True)
             return found
 
-        monkeypatch.setattr(run_directory, "load_part", saved_meanwhile)
-        found = named_leaves(run_directory.load_run(tmp_path))
+        monkeypatch.setattr(run_loading, "load_weights", saved_meanwhile)
+        found = named_leaves(run_loading.load_run(tmp_path))
         assert checkpoints.latest == 2
         want = named_leaves(state.model) | state.ema
         assert all(np.array_equal(found[name], want[name]) for name in want)
 
 
 def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tmp_path):
-    """A start that was killed behind `keep_source` has trained nothing; one without init_from goes on with it."""
+    """A start that was killed behind `write_source` has trained nothing; one without init_from goes on with it."""
     first = TrainConfig(init_from="a/b", run_dir=str(tmp_path))
     save_settings(first, tmp_path / "settings.json")
     (tmp_path / SOURCE).mkdir()
@@ -247,7 +245,7 @@ def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tm
     other = dataclasses.replace(first, init_from=str(BASE))
     assert resume_settings(other, tmp_path) == (other, {})
     assert resume_settings(dataclasses.replace(first, init_from=None), tmp_path) == (first, {})
-    keep_source(ed.abstract_hf(BASE), tmp_path)
+    write_source(ed.abstract_hf(BASE), tmp_path)
     assert not (tmp_path / SOURCE / "of_a").exists() and (tmp_path / SOURCE / "config.json").exists()
     (tmp_path / "metrics.jsonl").touch()
     assert resume_settings(other, tmp_path) == (other, {})
@@ -258,11 +256,11 @@ def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tm
 
 def test_settings_are_there_before_the_configuration(tmp_path, monkeypatch):
     """They tell whose the directory is; beside them is never the configuration of another start's model."""
-    keep_config(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path)), tmp_path, save=True)
+    write_config(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path)), tmp_path, save=True)
     settings = TrainConfig(model="tiny", run_dir=str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(run_directory, "write_atomically", lambda file, content: 1 / 0)
+        patch.setattr(run_model, "write_atomically", lambda file, content: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            keep_config(settings, tmp_path, save=True)
-    assert run_directory.load_settings(tmp_path / "settings.json").model == "tiny"
-    assert run_directory.run_config(settings, tmp_path) == ed.get_config("tiny")
+            write_config(settings, tmp_path, save=True)
+    assert load_settings(tmp_path / "settings.json").model == "tiny"
+    assert run_model.run_config(settings, tmp_path) == ed.get_config("tiny")

@@ -9,7 +9,13 @@ import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.step.cross_entropy import _tile_length, cross_entropy, linear_argmax, linear_cross_entropy
+from eqx_decoders.training.step.cross_entropy import (
+    HeadTiles,
+    _tile_length,
+    cross_entropy,
+    linear_argmax,
+    linear_cross_entropy,
+)
 from tests.compare import assert_close
 
 
@@ -59,10 +65,13 @@ def test_fused_is_plain(tied, options):
     @jax.jit
     def run(*arguments):
         fused = [
-            both(lambda *a, f=f, t=t: linear_cross_entropy(*a, tied=tied, flatten=f, tile=t, **options), *arguments)
+            both(
+                lambda *a, f=f, t=t: linear_cross_entropy(*a, tied=tied, flatten=f, tiles=HeadTiles(t), **options),
+                *arguments,
+            )
             for f, t in forms
         ]
-        undifferentiated = linear_cross_entropy(*arguments, tied=tied, tile=2, **options)
+        undifferentiated = linear_cross_entropy(*arguments, tied=tied, tiles=HeadTiles(2), **options)
         return expected_of(arguments, tied=tied, **options), undifferentiated, fused
 
     expected, undifferentiated, fused = run(*arguments)
@@ -82,7 +91,10 @@ def test_in_bf16(tied, kernel_dtype):
     @jax.jit
     def run(arguments, exact):
         fused = [
-            both(lambda *a, f=f: linear_cross_entropy(*a, tied=tied, flatten=f, tile=3, z_loss=0.01), *arguments)
+            both(
+                lambda *a, f=f: linear_cross_entropy(*a, tied=tied, flatten=f, tiles=HeadTiles(3), z_loss=0.01),
+                *arguments,
+            )
             for f in (False, True)
         ]
         return expected_of(exact, tied=tied, z_loss=0.01), fused
@@ -114,7 +126,7 @@ def test_both_gradients_take_the_cotangent():
 
     fused, expected = jax.jit(
         lambda: (
-            through_scan(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tile=4)),
+            through_scan(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tiles=HeadTiles(4))),
             through_scan(lambda *a: plain(*a, tied=False)),
         )
     )()
@@ -134,7 +146,9 @@ def test_no_token_counts(dtype):
     nothing = jnp.zeros((BATCH, LENGTH))
     targets = targets.at[0].set(-100)
     (loss, sums), gradients = jax.jit(
-        lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tile=3, z_loss=0.1), *a)
+        lambda *a: both(
+            lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tiles=HeadTiles(3), z_loss=0.1), *a
+        )
     )(100 * hidden, kernel, targets, nothing)
     assert loss == 0 and sums.nll == 0 and sums.correct == 0
     assert not gradients[0].any() and not gradients[1].any() and jnp.isfinite(gradients[2]).all()
@@ -203,10 +217,13 @@ def test_on_a_mesh(mesh, tied):
     weights = jnp.asarray(draws.random(hidden.shape[:2]), jnp.float32)
 
     def run(form, **options):
-        def one(**options):
-            fused = lambda *a: linear_cross_entropy(*a, tied=tied, tile=3, **ALL, **options)  # noqa: E731
+        def one(head_bytes=None, **options):
+            tiles = HeadTiles(3, head_bytes)
+            fused = lambda *a: linear_cross_entropy(*a, tied=tied, tiles=tiles, **ALL, **options)  # noqa: E731
             arguments = hidden, kernel, targets, weights
-            return both(fused, *arguments), fused(*arguments), linear_argmax(*arguments[:2], tied=tied, **options)
+            whole = HeadTiles(head_bytes=head_bytes)
+            likeliest = linear_argmax(*arguments[:2], tied=tied, tiles=whole, **options)
+            return both(fused, *arguments), fused(*arguments), likeliest
 
         return jax.jit(lambda: [one(**options, **each) for each in form])()
 
@@ -239,7 +256,7 @@ def test_the_head_travels_once(head_bytes, parts, over_data):
     targets, weights = jnp.zeros((8, 32), jnp.int32), jnp.ones((8, 32))
 
     def loss(hidden, kernel):
-        options = dict(tied=False, tile=4, layout=layout, head_bytes=head_bytes)
+        options = dict(tied=False, tiles=HeadTiles(4, head_bytes), layout=layout)
         return linear_cross_entropy(hidden, kernel, targets, weights, **options)[0]
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel).jaxpr
@@ -255,7 +272,7 @@ def test_logits_are_never_whole():
     hidden, kernel, targets, weights = make(False, batch=2, length=64)
 
     def loss(hidden, kernel):
-        return linear_cross_entropy(hidden, kernel, targets, weights, tied=False, tile=8)[0]
+        return linear_cross_entropy(hidden, kernel, targets, weights, tied=False, tiles=HeadTiles(8))[0]
 
     text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel))
     assert f"f32[2,8,{VOCAB}]" in text and f"f32[2,64,{VOCAB}]" not in text and f",2,8,{VOCAB}]" not in text
@@ -296,7 +313,8 @@ def test_cross_entropy_is_its_formula(getkey):
 
 
 @pytest.mark.parametrize(
-    "options", [{"soft_cap": 0.0}, {"tile": 0}, {"z_loss": -1.0}, {"tied": True}, {"head_bytes": 0}]
+    "options",
+    [{"soft_cap": 0.0}, {"tiles": HeadTiles(0)}, {"z_loss": -1.0}, {"tied": True}, {"tiles": HeadTiles(head_bytes=0)}],
 )
 def test_options_out_of_range(options):
     with pytest.raises(ConfigError):

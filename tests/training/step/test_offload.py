@@ -13,8 +13,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.planning.device_memory import state_memory
-from eqx_decoders.planning.step_plan import abstract_batch
+from eqx_decoders.planning.traced_memory import abstract_batch, state_memory
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.offload import HOST, Offload, may_stream
 from eqx_decoders.training.config import TrainConfig

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.init import with_mtp
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.qk_clip import clipped_weights, qk_clip
-from eqx_decoders.training.step.step import StepConfig, Trainer
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 

@@ -11,7 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import place
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
@@ -19,12 +19,14 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.model.mtp import MTPConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step import step as step_module
 from eqx_decoders.training.step.loss import next_token_loss, token_loss_sum
-from eqx_decoders.training.step.step import StepConfig, Trainer, TrainState
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
+from eqx_decoders.training.step.train_state import TrainState
 from tests.compare import assert_close
 from tests.models import filled, packed, rich_decoder, some_tokens
 

@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention import context_parallel
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import zigzag
-from eqx_decoders.layers.attention.kernels.registry import max_scores
+from eqx_decoders.layers.attention.kernels.registry import run_max_scores
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.embedding.engram import EngramConfig
@@ -23,10 +23,12 @@ from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.model.init import with_mtp
-from eqx_decoders.model.mtp import MTPConfig, shift_left
+from eqx_decoders.model.mtp import shift_left
+from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.training.step.loss import evaluation_sums, next_tokens
 from eqx_decoders.training.step.zigzag import in_context_order
 from tests.compare import assert_close
+from tests.layers.common import attend_on_mesh
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
 
 
@@ -117,40 +119,39 @@ def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
     layout = ed.Layout.create(context=4, data=2)
     model = rich(False).place(layout).replace(context_order="zigzag")
     batch = ed.Batch(tokens=jnp.arange(32, dtype=jnp.int32)[None].repeat(2, 0))
-    turned, targets, weights = in_context_order(model, batch, *next_tokens(batch))
+    turned, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     pieces = [*range(4), *range(28, 32), *range(4, 8), *range(24, 28)]
     np.testing.assert_array_equal(turned.tokens[0, :16], pieces)
     np.testing.assert_array_equal(turned.positions[1, :16], pieces)
     np.testing.assert_array_equal(targets[0, :16], [(token + 1) % 32 for token in pieces])
     np.testing.assert_array_equal(weights[0, :16], [token != 31 for token in pieces])
 
-    def told(query, key, value, *, key_positions, selected, **options):
-        rising = jnp.all(key_positions == jnp.arange(32)[None]) & jnp.all(jnp.diff(key[0, :, 0, 0]) == 1)
-        rising &= jnp.all(selected[0, 0] == (jnp.arange(32) < 5)[None])
+    def in_order(inputs, options, kernel):
+        query, key, positions = inputs.query, inputs.key, inputs.positions.key_positions
+        rising = jnp.all(positions == jnp.arange(32)[None]) & jnp.all(jnp.diff(key[0, :, 0, 0]) == 1)
+        rising &= jnp.all(inputs.selected[0, 0] == (jnp.arange(32) < 5)[None])
         return query + rising.astype(query.dtype), jnp.zeros(query.shape[:3])
 
-    monkeypatch.setattr(context_parallel, "attend", told)
+    monkeypatch.setattr(context_parallel, "run_kernel", in_order)
     key = turned.tokens.astype(jnp.float32)[:, :, None, None]
     places = dict(query_positions=turned.positions, key_positions=turned.positions, mask=Causal())
     chosen = jnp.broadcast_to(turned.tokens[:, None, None] < 5, (2, 1, 32, 32))
-    out = context_parallel.attend_on_mesh(
-        jnp.zeros((2, 32, 1, 1)), key, key, selected=chosen, execution=model.execution, **places
-    )
+    out = attend_on_mesh(jnp.zeros((2, 32, 1, 1)), key, key, selected=chosen, execution=model.execution, **places)
     np.testing.assert_array_equal(out[0], 1.0)
 
 
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
 def test_largest_scores_are_found_in_the_order_that_is_said(monkeypatch, order):
-    told = []
+    aligned = []
 
-    def recording(*arrays, **options):
-        told.append(options["aligned"])
-        return max_scores(*arrays, **options)
+    def recording(inputs, options):
+        aligned.append(options.aligned)
+        return run_max_scores(inputs, options)
 
-    monkeypatch.setattr("eqx_decoders.layers.attention.mla.max_scores", recording)
+    monkeypatch.setattr("eqx_decoders.layers.attention.mla.run_max_scores", recording)
     model = rich(True).replace(layout=ed.Layout.create(context=2, data=4), context_order=order)
     eqx.filter_eval_shape(evaluation_sums, model, rows())
-    assert told == [order == "plain"]
+    assert aligned == [order == "plain"]
 
 
 def changed(**layers) -> ed.DecoderConfig:
@@ -176,7 +177,10 @@ ENGRAM = EngramConfig(
             lambda: changed(mixer=AttentionConfig(**ATTENTION, selection=BlockSelection(size=4, top_k=2))),
             r"blocks\[0\].mixer",
         ),
-        (lambda: changed(pre_layers=(ed.ExtraLayerConfig(layer=ENGRAM),)), r"pre_layers.0 \(EngramConfig\)"),
+        (
+            lambda: changed(pre_layers=(ed.ExtraLayerConfig(layer=ENGRAM),)),
+            r"blocks\[0\].pre_layers.0 \(EngramConfig\)",
+        ),
         (
             lambda: dataclasses.replace(
                 rich_decoder(1), mtp=MTPConfig(num_depths=1, block=changed(mixer=DELTA).blocks[0], norm=RMSNormConfig())
@@ -189,20 +193,21 @@ ENGRAM = EngramConfig(
 def test_layers_that_go_by_the_order_of_tokens_are_refused(config, named):
     model = ed.abstract(config(), context_order="zigzag")
     with pytest.raises(ConfigError, match=rf"needs layers that go by positions alone, but DecoderConfig\.{named}"):
-        in_context_order(model, rows(), *next_tokens(rows()))
+        in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
 
 
 def test_capacities_and_spans_are_refused():
     sparse = changed(mlp=ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, capacity_factor=1.0))
     model = ed.abstract(sparse, context_order="zigzag")
     with pytest.raises(ConfigError, match="ExpertsConfig"):
-        in_context_order(model, rows(), *next_tokens(rows()))
+        in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
     model = model.replace(experts="dropless")
-    in_context_order(model, rows(), *next_tokens(rows()))
+    in_context_order(model.config, model.execution, rows(), *next_tokens(rows()))
     spans = dataclasses.replace(rows(), spans=rows().tokens)
     with pytest.raises(ConfigError, match="batches without spans"):
-        in_context_order(model, spans, *next_tokens(spans))
+        in_context_order(model.config, model.execution, spans, *next_tokens(spans))
     with pytest.raises(ConfigError, match="a length of 12 must be a multiple of 8"):
-        in_context_order(model.replace(layout=ed.Layout.create(context=4, data=2)), rows(12), *next_tokens(rows(12)))
+        split = model.replace(layout=ed.Layout.create(context=4, data=2))
+        in_context_order(split.config, split.execution, rows(12), *next_tokens(rows(12)))
     window = ed.abstract(changed(mixer=AttentionConfig(**ATTENTION, mask=SlidingWindow(3))), context_order="zigzag")
-    in_context_order(window, rows(), *next_tokens(rows()))
+    in_context_order(window.config, window.execution, rows(), *next_tokens(rows()))

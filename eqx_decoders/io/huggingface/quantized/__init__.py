@@ -1,6 +1,6 @@
-"""Checkpoints in few bits: read as the numbers that they stand for, or kept as they are (`kept`); written (`saved`).
+"""Quantized checkpoints: expanded to the numbers that they encode, kept in few bits (`keep`), or written (`write`).
 
-`tensors` knows how numbers lie in files, `schemes` what `quantization_config` says of them.
+`unpack` has the layouts of numbers in files, `schemes` the meaning of `quantization_config`.
 """
 
 from eqx_decoders.io.huggingface.quantized.keep import keep as keep

@@ -1,7 +1,7 @@
-"""What `quantization_config` says of a checkpoint's tensors: from stored ones to what they stand for, by name.
+"""Quantization schemes in `quantization_config`: from the stored tensors to those that they encode, by name.
 
-Known are MXFP4 as GPT-OSS has it, FP8 in blocks as DeepSeek has it, FBGEMM's FP8, compressed-tensors, GPTQ and AWQ. No
-scheme rounds activations: what a file says of that is left aside, and the weights are those that it means.
+Known are MXFP4 of GPT-OSS, FP8 in blocks of DeepSeek, FBGEMM's FP8, compressed-tensors, GPTQ and AWQ. No scheme rounds
+activations: settings about that are ignored, and the weights are the same.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ _Tensors = dict[str, StoredTensor]
 Scheme = Callable[[_Tensors], _Tensors]
 
 _FLOATS = ("F32", "BF16", "F16")
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which place of its four bytes each of eight numbers is
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in their four bytes
 
 
 def checkpoint_tensors(directory: Directory) -> _Tensors:
-    """The tensors of a checkpoint by name, those that are quantised as what they stand for."""
+    """Return the tensors of a checkpoint by name, quantized ones as the numbers that they encode."""
     return read_scheme(directory.json("config.json"))(stored_tensors(directory))
 
 
 def read_scheme(content: Mapping[str, Any]) -> Scheme:
-    """What `quantization_config` says of the tensors: a function of them. Raises ConversionError."""
+    """Read `quantization_config` as a function from stored to decoded tensors. Raises ConversionError."""
     fields = Fields(content).table("quantization_config")
     if fields is None:
         return lambda tensors: tensors
@@ -54,8 +54,8 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
         known = f"Known: {', '.join(schemes)}. Load a checkpoint in bfloat16."
         raise fields.error(f"quant_method={str(method)[:60]} is not read. {known}")
     scheme = schemes[method](fields)
-    fields.flag("dequantize", False)  # what transformers computes with; the numbers are the same
-    for key in ("modules_to_not_convert", "ignored_layers", "modules_to_convert"):  # each tensor says it by its dtype
+    fields.flag("dequantize", False)  # dtype of transformers' products; the numbers are the same
+    for key in ("modules_to_not_convert", "ignored_layers", "modules_to_convert"):  # the dtype of each tensor shows it
         names = fields.take(key, [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise fields.error(f"{key} must be a list of names.")
@@ -67,60 +67,60 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
 
 
 def _mxfp4_tensors(tensors: _Tensors) -> _Tensors:
-    found = dict(tensors)
+    decoded = dict(tensors)
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
-        blocks = found.pop(f"{name}_blocks")
-        scales = _beside(found, f"{name}_scales", blocks)
+        blocks = decoded.pop(f"{name}_blocks")
+        scales = _pop_companion(decoded, f"{name}_scales", blocks)
         half = blocks.shape[-1] if len(blocks.shape) > 2 else 0
-        good = half == GROUP // 2 and blocks.dtype == "U8"
+        valid = half == GROUP // 2 and blocks.dtype == "U8"
         rule = f"blocks of MXFP4 are U8 with {GROUP // 2} bytes each"
-        check(good, f"{blocks.file}: {blocks.name} is {blocks.description}: {rule}.", ConversionError)
+        check(valid, f"{blocks.file}: {blocks.name} is {blocks.description}: {rule}.", ConversionError)
         _check(scales, ("U8",), blocks.shape[:-1])
-        found[name] = mxfp4_tensor(name, blocks, scales)
-    return found
+        decoded[name] = mxfp4_tensor(name, blocks, scales)
+    return decoded
 
 
 def _fp8(fields: Fields) -> Scheme:
     fields.allow_only("activation_scheme", "dynamic")
     fields.allow_only("fmt", "e4m3")
     fields.allow_only("expert_dtype", "fp8")
-    bytes_too = fields.word("scale_fmt", {"float": False, "ue8m0": True}, "float")
+    has_bytes = fields.word("scale_fmt", {"float": False, "ue8m0": True}, "float")
     block = fields.take("weight_block_size")
     whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)
     if not whole or len(block) != 2 or min(block) < 1:
         raise fields.error(f"weight_block_size={block!r} must be two integers of at least 1: rows and columns.")
-    dtypes = (*_FLOATS, "F8_E8M0", *["U8"] * bytes_too)
+    dtypes = (*_FLOATS, "F8_E8M0", *["U8"] * has_bytes)
     return lambda tensors: _block_scaled_tensors(tensors, (block[0], block[1]), dtypes)
 
 
 def _block_scaled_tensors(tensors: _Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) -> _Tensors:
-    found = dict(tensors)
+    decoded = dict(tensors)
     for name, values in tensors.items():
         if values.dtype != "F8_E4M3":
             continue
-        scales = _beside(found, f"{name}_scale_inv", values)
+        scales = _pop_companion(decoded, f"{name}_scale_inv", values)
         *lead, rows, columns = _matrix(values)
         _check(scales, dtypes, (*lead, -(-rows // block[0]), -(-columns // block[1])))
-        found[name] = _scaled(name, values, scales, block)
-    _none_left(found, "_scale_inv")
-    return found
+        decoded[name] = _scaled(name, values, scales, block)
+    _check_none_left(decoded, "_scale_inv")
+    return decoded
 
 
 def _fbgemm(fields: Fields) -> Scheme:
-    fields.take("activation_scale_ub", None)  # where activations are cut off before they are rounded
+    fields.take("activation_scale_ub", None)  # limit of activations before rounding
     return _row_scaled_tensors
 
 
 def _row_scaled_tensors(tensors: _Tensors) -> _Tensors:
-    found = dict(tensors)
+    decoded = dict(tensors)
     for name, values in tensors.items():
         if values.dtype == "F8_E4M3":
-            scales = _beside(found, f"{name}_scale", values)
+            scales = _pop_companion(decoded, f"{name}_scale", values)
             rows, columns = _matrix(values, 2)
             _check(scales, _FLOATS, (rows, 1))
-            found[name] = _scaled(name, values, scales, (1, columns))
-    _none_left(found, "_scale")
-    return found
+            decoded[name] = _scaled(name, values, scales, (1, columns))
+    _check_none_left(decoded, "_scale")
+    return decoded
 
 
 # --- compressed-tensors ---
@@ -128,13 +128,13 @@ def _row_scaled_tensors(tensors: _Tensors) -> _Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class _Packing:
-    """What all groups of a `quantization_config` say together.
+    """Sizes that occur in the groups of a `quantization_config`.
 
     **Arguments:**
 
-    - `bits`: of whole numbers, those that occur.
-    - `blocks`: rows and columns of a block, those that occur.
-    - `groups`: columns of a group, those that occur.
+    - `bits`: of whole numbers.
+    - `blocks`: rows and columns of blocks.
+    - `groups`: columns of groups.
     """
 
     bits: tuple[int, ...]
@@ -161,7 +161,7 @@ def _compressed(fields: Fields) -> Scheme:
     fields.word("format", dict.fromkeys(_FORMATS, True), "int-quantized")
     fields.take("quantization_status", None)
     fields.allow_only("quantization_status", "compressed", "frozen")
-    for key in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):  # tensors say it; or caches
+    for key in ("ignore", "kv_cache_scheme", "global_compression_ratio", "version"):  # tensors show it; or about caches
         fields.take(key, None)
     for key in ("sparsity_config", "transform_config"):
         value = fields.take(key, {})
@@ -176,75 +176,78 @@ def _compressed(fields: Fields) -> Scheme:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
             raise fields.error(f"config_groups.{str(name)[:40]} must have an object as weights.")
-        own = Fields(weights, f"{fields.where}.config_groups.{str(name)[:40]}.weights")
-        count, kind = own.integer("num_bits", 8), own.word("type", {"int": "int", "float": "float"}, "int")
+        inner = Fields(weights, f"{fields.where}.config_groups.{str(name)[:40]}.weights")
+        count, kind = inner.integer("num_bits", 8), inner.word("type", {"int": "int", "float": "float"}, "int")
         if not (count <= 8 if kind == "int" else count in (4, 8)):
-            raise own.error(f"num_bits={count} of type={kind} is not read: integers of up to 8 bits, floats of 4 or 8.")
+            raise inner.error(
+                f"num_bits={count} of type={kind} is not read: integers of up to 8 bits, floats of 4 or 8."
+            )
         bits |= {count} if kind == "int" else set()
-        size = own.take("group_size", None)
+        size = inner.take("group_size", None)
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
             sizes.add(size)
-        block = own.take("block_structure", None)
+        block = inner.take("block_structure", None)
         if block is not None:
-            good = isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block)
-            if not good:
-                raise own.error(f"block_structure={str(block)[:60]} must be two integers of at least 1.")
+            valid = isinstance(block, list) and len(block) == 2 and all(type(x) is int and x > 0 for x in block)
+            if not valid:
+                raise inner.error(f"block_structure={str(block)[:60]} must be two integers of at least 1.")
             blocks.add(tuple(block))
     packing = _Packing(tuple(sorted(bits)), tuple(sorted(blocks)), tuple(sorted(sizes)))
     return lambda tensors: _compressed_tensors(tensors, packing)
 
 
 def _compressed_tensors(tensors: _Tensors, packing: _Packing) -> _Tensors:
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
-    for name in [name for name in found if name.endswith(("weight_packed", ".weight"))]:
+    decoded = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
+    for name in [name for name in decoded if name.endswith(("weight_packed", ".weight"))]:
         if name.endswith("weight_packed"):
-            _unpack(found, name.removesuffix("_packed"), packing)
-        elif found[name].dtype in ("I8", "F8_E4M3"):
-            numbers = found[name]
-            scales, zeros = _beside(found, f"{name}_scale", numbers), found.pop(f"{name}_zero_point", None)
-            found[name] = _with_scales(name, numbers, scales, zeros, packing)
-    _none_left(found, ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".weight_global_scale")
-    return found
+            _unpack(decoded, name.removesuffix("_packed"), packing)
+        elif decoded[name].dtype in ("I8", "F8_E4M3"):
+            numbers = decoded[name]
+            scales, zeros = _pop_companion(decoded, f"{name}_scale", numbers), decoded.pop(f"{name}_zero_point", None)
+            decoded[name] = _with_scales(name, numbers, scales, zeros, packing)
+    ends = ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".weight_global_scale"
+    _check_none_left(decoded, *ends)
+    return decoded
 
 
-def _unpack(found: _Tensors, name: str, packing: _Packing) -> None:
-    """Put `name` in place of `weight_packed` and what belongs to it."""
-    packed = found.pop(f"{name}_packed")
-    scales = _beside(found, f"{name}_scale", packed)
+def _unpack(tensors: _Tensors, name: str, packing: _Packing) -> None:
+    """Replace `weight_packed` and its scales, zeros and indices by the tensor `name`."""
+    packed = tensors.pop(f"{name}_packed")
+    scales = _pop_companion(tensors, f"{name}_scale", packed)
     rows, words = _matrix(packed, 2)
     if packed.dtype == "U8":
         _check(scales, ("U8", "F8_E8M0"), (rows, 2 * words // GROUP))
         numbers = HalvesTensor(packed.file, name, (rows, 2 * words), "F4_E2M1", packed.offset, packed)
         if scales.dtype == "U8":
             scales = BytesTensor(scales.file, scales.name, scales.shape, "F8_E8M0", scales.offset, scales)
-        found[name] = _scaled(name, numbers, scales, (1, GROUP))
+        tensors[name] = _scaled(name, numbers, scales, (1, GROUP))
         return
     _check_dtype(packed, "I32")
-    shape = _beside(found, f"{name}_shape", packed)
-    good = shape.dtype in ("I64", "I32") and shape.shape == (2,)
+    shape = _pop_companion(tensors, f"{name}_shape", packed)
+    valid = shape.dtype in ("I64", "I32") and shape.shape == (2,)
     rule = "must be two integers: the shape of the weight"
-    check(good, f"{shape.file}: {shape.name} is {shape.description}, but {rule}.", ConversionError)
-    # its first number is the rows that there are; the second follows from the scales, or must be read
+    check(valid, f"{shape.file}: {shape.name} is {shape.description}, but {rule}.", ConversionError)
+    # its first number is the number of rows; the second follows from the scales, or must be read
     columns, bits = _columns(packed, scales, shape, packing)
     kind, half = ("I4" if bits <= 4 else "I8"), 2 ** (bits - 1)
     numbers = PackedTensor(packed.file, name, (rows, columns), kind, packed.offset, packed, 1, bits, half)
-    zeros = found.pop(f"{name}_zero_point", None)
+    zeros = tensors.pop(f"{name}_zero_point", None)
     if zeros is not None:
         _check(zeros, ("I32",), (-(-rows * bits // 32), *scales.shape[1:]))
         kind = "I8" if bits < 8 else "I16"
         zeros = PackedTensor(zeros.file, zeros.name, scales.shape, kind, zeros.offset, zeros, 0, bits, half)
-    places = found.pop(f"{name}_g_idx", None)
-    found[name] = _with_scales(name, numbers, scales, zeros, packing, places)
+    group_index = tensors.pop(f"{name}_g_idx", None)
+    tensors[name] = _with_scales(name, numbers, scales, zeros, packing, group_index)
 
 
 def _columns(packed: StoredTensor, scales: StoredTensor, shape: StoredTensor, packing: _Packing) -> tuple[int, int]:
-    """Columns of a packed matrix, and the bits of its numbers."""
+    """Return the number of columns of a packed matrix, and the bits of its numbers."""
     rows, words = packed.shape
-    known = [int(size) for size in shape.read_all()]
-    fits = [bits for bits in packing.bits if known[0] == rows and words == -(-known[1] * bits // 32)]
-    text = f"weight_shape={known} and num_bits={list(packing.bits)}"
+    sizes = [int(size) for size in shape.read_all()]
+    fits = [bits for bits in packing.bits if sizes[0] == rows and words == -(-sizes[1] * bits // 32)]
+    text = f"weight_shape={sizes} and num_bits={list(packing.bits)}"
     check(bool(fits), f"{packed.file}: {packed.name} is {packed.description}, but {text}.", ConversionError)
-    return known[1], fits[0]
+    return sizes[1], fits[0]
 
 
 def _with_scales(
@@ -253,9 +256,9 @@ def _with_scales(
     scales: StoredTensor,
     zeros: StoredTensor | None,
     packing: _Packing,
-    places: StoredTensor | None = None,
+    group_index: StoredTensor | None = None,
 ) -> ScaledTensor:
-    """A matrix whose scales are one, one for each row, one for each group of a row, or one for each block."""
+    """Return a matrix with one scale, or one for each row, for each group of a row, or for each block."""
     rows, columns = _matrix(numbers, 2)
     _check_dtype(scales, *_FLOATS)
     covered = [block for block in packing.blocks if scales.shape == (1, 1) and rows <= block[0] and columns <= block[1]]
@@ -270,16 +273,16 @@ def _with_scales(
     check(bool(fits), f"{where}, which {rule}.", ConversionError)
     if zeros is not None and not isinstance(zeros, PackedTensor):
         _check(zeros, ("I8",), scales.shape)
-    if places is not None:
-        _check(places, ("I32", "I64"), (columns,))
-    return _scaled(name, numbers, scales, fits[0], zeros, places if fits[0][1] < columns else None)
+    if group_index is not None:
+        _check(group_index, ("I32", "I64"), (columns,))
+    return _scaled(name, numbers, scales, fits[0], zeros, group_index if fits[0][1] < columns else None)
 
 
 # --- GPTQ and AWQ ---
 
 
 def _bits_and_group(fields: Fields, known: Sequence[int]) -> tuple[int, int]:
-    """How many bits a number has, and the rows of a group; 0 for all of them."""
+    """Read the bits of a number, and the rows of a group; 0 for all of them."""
     bits, group = fields.integer("bits"), fields.take("group_size", 128)
     if bits not in known:
         raise fields.error(f"bits={bits} is not read: must be one of {', '.join(map(str, known))}.")
@@ -311,29 +314,29 @@ def _gptq(fields: Fields) -> Scheme:
 
 
 def _gptq_tensors(tensors: _Tensors, bits: int, group: int, plain: bool, ordered: bool) -> _Tensors:
-    """GPTQ (Frantar et al. 2022): numbers packed along what a weight contracts, zeros along what it makes."""
-    found, half = dict(tensors), 2 ** (bits - 1)
+    """Decode GPTQ (Frantar et al. 2022): numbers packed along a weight's inputs, zeros along its outputs."""
+    decoded, half = dict(tensors), 2 ** (bits - 1)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
-        packed = found.pop(f"{name}qweight")
+        packed = decoded.pop(f"{name}qweight")
         words, columns = _matrix(packed, 2)
         rows = words * 32 // bits
         _check_dtype(packed, "I32")
-        scales, zeros = (_beside(found, name + end, packed) for end in ("scales", "qzeros"))
+        scales, zeros = (_pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
         groups = 1 if group == 0 else -(-rows // group)
         _check(scales, _FLOATS, (groups, columns))
         _check(zeros, ("I32",), (groups, -(-columns * bits // 32)))
-        places = found.pop(f"{name}g_idx", None)
-        if places is not None:
-            _check(places, ("I32", "I64"), (rows,))
+        group_index = decoded.pop(f"{name}g_idx", None)
+        if group_index is not None:
+            _check(group_index, ("I32", "I64"), (rows,))
         kinds = ("I4", "I8") if bits <= 4 else ("I8", "I16")
         numbers = PackedTensor(packed.file, name, (rows, columns), kinds[0], packed.offset, packed, 0, bits, half)
-        minus = half - (not plain)  # older files have each zero less one
-        nothing = PackedTensor(zeros.file, name, scales.shape, kinds[1], zeros.offset, zeros, 1, bits, minus)
-        kept = None if ordered or groups == 1 else places  # where nothing was reordered, as they are counted
-        views = swapped(numbers), swapped(scales), (1, group or rows), swapped(nothing), kept
-        found[f"{name}weight"] = _scaled(f"{name}weight", *views)
-    _none_left(found, ".qzeros", ".g_idx")
-    return found
+        minus = half - (not plain)  # older files store each zero minus one
+        unpacked = PackedTensor(zeros.file, name, scales.shape, kinds[1], zeros.offset, zeros, 1, bits, minus)
+        group_index = None if ordered or groups == 1 else group_index  # groups of ordered rows are contiguous
+        views = swapped(numbers), swapped(scales), (1, group or rows), swapped(unpacked), group_index
+        decoded[f"{name}weight"] = _scaled(f"{name}weight", *views)
+    _check_none_left(decoded, ".qzeros", ".g_idx")
+    return decoded
 
 
 def _awq(fields: Fields) -> Scheme:
@@ -348,13 +351,13 @@ def _awq(fields: Fields) -> Scheme:
 
 
 def _awq_tensors(tensors: _Tensors, group: int) -> _Tensors:
-    """AWQ (Lin et al. 2023): numbers and zeros packed along what a weight makes, eight of them interleaved."""
-    found = dict(tensors)
+    """Decode AWQ (Lin et al. 2023): numbers and zeros packed along a weight's outputs, eight of them interleaved."""
+    decoded = dict(tensors)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
-        packed = found.pop(f"{name}qweight")
+        packed = decoded.pop(f"{name}qweight")
         _check_dtype(packed, "I32")
         rows, words = _matrix(packed, 2)
-        scales, zeros = (_beside(found, name + end, packed) for end in ("scales", "qzeros"))
+        scales, zeros = (_pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
         groups = 1 if group == 0 else -(-rows // group)
         _check(scales, _FLOATS, (groups, 8 * words))
         _check(zeros, ("I32",), (groups, words))
@@ -364,17 +367,17 @@ def _awq_tensors(tensors: _Tensors, group: int) -> _Tensors:
             return swapped(PackedTensor(inner.file, inner.name, shape, kind, start, inner, 1, 4, 8, _AWQ_ORDER))
 
         views = unpacked(packed, "I4"), swapped(scales), (1, group or rows), unpacked(zeros, "I8")
-        found[f"{name}weight"] = _scaled(f"{name}weight", *views)
-    _none_left(found, ".qzeros")
-    return found
+        decoded[f"{name}weight"] = _scaled(f"{name}weight", *views)
+    _check_none_left(decoded, ".qzeros")
+    return decoded
 
 
 def without_empty_biases(tensors: _Tensors, wanted: Mapping[str, Any]) -> _Tensors:
-    """Without the zeros that some programs write as biases of quantised matrices which have none."""
+    """Remove the zeros that some programs write as biases of quantized matrices without a bias."""
 
     def empty(name: str) -> bool:
-        beside = tensors.get(name.removesuffix("bias") + "weight")
-        return name not in wanted and isinstance(beside, ScaledTensor) and not tensors[name].read_all().any()
+        weight = tensors.get(name.removesuffix("bias") + "weight")
+        return name not in wanted and isinstance(weight, ScaledTensor) and not tensors[name].read_all().any()
 
     return {name: tensor for name, tensor in tensors.items() if not (name.endswith(".bias") and empty(name))}
 
@@ -388,26 +391,28 @@ def _scaled(
     scales: StoredTensor,
     block: tuple[int, int],
     zeros: StoredTensor | None = None,
-    places: StoredTensor | None = None,
+    group_index: StoredTensor | None = None,
 ) -> ScaledTensor:
-    return ScaledTensor(numbers.file, name, numbers.shape, DTYPE, numbers.offset, numbers, scales, zeros, block, places)
+    views = numbers, scales, zeros, block, group_index
+    return ScaledTensor(numbers.file, name, numbers.shape, DTYPE, numbers.offset, *views)
 
 
 def _matrix(tensor: StoredTensor, dimensions: int | None = None) -> tuple[int, ...]:
-    """The shape of a tensor that must be a matrix, or a stack of them unless `dimensions` says how many."""
-    good = len(tensor.shape) > 1 if dimensions is None else len(tensor.shape) == dimensions
+    """Return the shape of a tensor that must be a matrix or a stack of them, or have so many dimensions."""
+    valid = len(tensor.shape) > 1 if dimensions is None else len(tensor.shape) == dimensions
     where = f"{tensor.file}: {tensor.name} is {tensor.description}"
-    check(good, f"{where}: only matrices have scales of few bits, and blocks.", ConversionError)
+    check(valid, f"{where}: only matrices have scales of few bits, and blocks.", ConversionError)
     return tensor.shape
 
 
-def _beside(tensors: _Tensors, name: str, values: StoredTensor) -> StoredTensor:
-    rule = f"is quantised, but {name} is missing: the checkpoint is incomplete"
+def _pop_companion(tensors: _Tensors, name: str, values: StoredTensor) -> StoredTensor:
+    """Remove and return the tensor `name` that belongs to `values`. Raises ConversionError."""
+    rule = f"is quantized, but {name} is missing: the checkpoint is incomplete"
     check(name in tensors, f"{values.file}: {values.name} {rule}.", ConversionError)
     return tensors.pop(name)
 
 
-def _none_left(tensors: _Tensors, *ends: str) -> None:
+def _check_none_left(tensors: _Tensors, *ends: str) -> None:
     left = [name for name in tensors if name.endswith(ends)]
     rule = "the weights of these scales are not in F8_E4M3" if "_scale_inv" in ends else "no weight belongs to them"
     check(not left, f"{', '.join(left[:5])}: {rule}. Download the files again.", ConversionError)
@@ -419,6 +424,6 @@ def _check_dtype(tensor: StoredTensor, *dtypes: str) -> None:
 
 
 def _check(tensor: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    good, rule = tensor.dtype in dtypes and tensor.shape == shape, f"{' or '.join(dtypes)} of shape {shape}"
+    valid, rule = tensor.dtype in dtypes and tensor.shape == shape, f"{' or '.join(dtypes)} of shape {shape}"
     where = f"{tensor.file}: {tensor.name} is {tensor.description}"
-    check(good, f"{where}, but must be {rule}. Check weight_block_size or group_size in config.json.", ConversionError)
+    check(valid, f"{where}, but must be {rule}. Check weight_block_size or group_size in config.json.", ConversionError)

@@ -1,8 +1,7 @@
-"""Tensors of few bits, and what they stand for: read part by part, in float32, in which every product here is exact or
-correctly rounded.
+"""Tensors of few bits and the numbers that they encode, read part by part in float32.
 
-A `ScaledTensor` is made of views, each of which is read like a tensor of a file: its numbers in the order of the matrix
-that they are, its scales, and its zeros.
+All products here are exact or correctly rounded in float32. A `ScaledTensor` is made of views, each of which is read
+like a tensor of a file: its numbers in the order of the matrix, its scales, and its zeros.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ import numpy as np
 from eqx_decoders.io.huggingface.directory import StoredTensor
 
 
-# The numbers of FP4 (E2M1), by their four bits: one for the sign, two for the exponent, one for the mantissa.
+# Numbers of FP4 (E2M1) by their four bits: one for the sign, two for the exponent, one for the mantissa.
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _SIGNED = np.concatenate([E2M1, -E2M1])
 # twice both numbers of a byte, and half of 2^(s - 127): so no factor overflows where the product does not
@@ -23,10 +22,10 @@ _BYTES = np.arange(256, dtype=np.uint8)
 _E4M3 = _BYTES.view(jnp.float8_e4m3fn).astype(np.float32)
 _HALF_E8M0 = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
 GROUP = 32  # numbers that share a scale of MXFP4
-DTYPE = "BF16"  # of such a model where the caller leaves the choice to the files
+DTYPE = "BF16"  # of a quantized model where the caller leaves the choice to the files
 
-# What a kept weight is made of, by the dtypes of views (and of files): short floats are kept as their bits.
-KEPT = {
+# Dtypes of the arrays of a `QuantizedWeight`, by the dtypes of views (and of files): short floats are stored as bits.
+STORAGE_DTYPES = {
     "U8": np.uint8,
     "I4": jnp.int4,
     "I8": np.int8,
@@ -43,12 +42,12 @@ Cuts = tuple[slice, ...]
 
 
 def whole_cuts(part: Cuts, shape: tuple[int, ...]) -> Cuts:
-    """The slices with begins and ends."""
+    """Return the slices with explicit begins and ends."""
     return tuple(slice(*cut.indices(size)) for cut, size in zip(part, shape, strict=True))
 
 
 def as_float32(x: np.ndarray) -> np.ndarray:
-    """Numbers or scales of any kind in float32."""
+    """Convert numbers or scales of any dtype to float32."""
     if x.dtype == np.uint8:
         return 2 * _HALF_E8M0[x]
     if x.dtype == jnp.float8_e4m3fn:
@@ -58,34 +57,34 @@ def as_float32(x: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class SwappedTensor(StoredTensor):
-    """A tensor with its last two dimensions exchanged."""
+    """View of a tensor with its last two dimensions exchanged."""
 
     inner: StoredTensor
 
     def read(self, part: Cuts) -> np.ndarray:
-        """A part of it, one slice for each dimension."""
+        """Read a part, one slice for each dimension."""
         return self.inner.read((*part[:-2], part[-1], part[-2])).swapaxes(-1, -2)
 
 
 def swapped(inner: StoredTensor) -> SwappedTensor:
-    """The view of a tensor with its last two dimensions exchanged."""
+    """Return the view of a tensor with its last two dimensions exchanged."""
     shape = (*inner.shape[:-2], inner.shape[-1], inner.shape[-2])
     return SwappedTensor(inner.file, inner.name, shape, inner.dtype, inner.offset, inner)
 
 
 @dataclasses.dataclass(frozen=True)
 class BytesTensor(StoredTensor):
-    """Short floats of eight or four bits as bytes, or bytes that are such."""
+    """View of short floats of eight or four bits as bytes, or of bytes under the dtype of such floats."""
 
     inner: StoredTensor
 
     def read(self, part: Cuts) -> np.ndarray:
-        """A part of it, one slice for each dimension."""
+        """Read a part, one slice for each dimension."""
         return np.ascontiguousarray(self.inner.read(part)).view(np.uint8)
 
 
-def as_kept(inner: StoredTensor) -> StoredTensor:
-    """The view of numbers or scales as they are kept."""
+def storage_view(inner: StoredTensor) -> StoredTensor:
+    """Return the view of numbers or scales in the dtype of a `QuantizedWeight`."""
     if inner.dtype not in ("F8_E4M3", "F8_E8M0", "F4_E2M1"):
         return inner
     return BytesTensor(inner.file, inner.name, inner.shape, inner.dtype, inner.offset, inner)
@@ -93,12 +92,12 @@ def as_kept(inner: StoredTensor) -> StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedTensor(StoredTensor):
-    """One number for a whole matrix, as if each of its rows had one."""
+    """View of one number for a whole matrix as one for each row."""
 
     inner: StoredTensor
 
     def read(self, part: Cuts) -> np.ndarray:
-        """A part of it, one slice for each dimension."""
+        """Read a part, one slice for each dimension."""
         sizes = [len(range(*cut.indices(size))) for cut, size in zip(part, self.shape, strict=True)]
         return np.broadcast_to(self.inner.read_all().reshape((1,) * len(sizes)), sizes)
 
@@ -107,7 +106,7 @@ class RepeatedTensor(StoredTensor):
 class PackedTensor(StoredTensor):
     """Whole numbers of few bits, packed densely along a dimension of int32: low bits first, all of them below 2^bits.
 
-    `minus` is subtracted. Of each eight numbers that share four bytes number i is at place `order[i]` (AWQ); None: i.
+    `minus` is subtracted. Among eight numbers that share four bytes number i is at position `order[i]` (AWQ); None: i.
     """
 
     inner: StoredTensor
@@ -117,7 +116,7 @@ class PackedTensor(StoredTensor):
     order: tuple[int, ...] | None = None
 
     def read(self, part: Cuts) -> np.ndarray:
-        """A part of it, one slice for each dimension."""
+        """Read a part, one slice for each dimension."""
         cuts, each = list(whole_cuts(part, self.shape)), math.lcm(32, self.bits) // self.bits
         wanted = cuts[self.axis]
         first, last = wanted.start // each, -(-wanted.stop // each)
@@ -128,11 +127,11 @@ class PackedTensor(StoredTensor):
         if self.order is not None:
             x = x.reshape(*x.shape[:-1], -1, len(self.order))[..., list(self.order)].reshape(x.shape)
         x = x[..., wanted.start - first * each : wanted.stop - first * each].astype(np.int16) - self.minus
-        return np.moveaxis(x.astype(KEPT["I16" if self.dtype == "I16" else "I8"]), -1, self.axis)
+        return np.moveaxis(x.astype(STORAGE_DTYPES["I16" if self.dtype == "I16" else "I8"]), -1, self.axis)
 
 
 def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """All numbers of `bits` bits in the int32 of the last dimension."""
+    """Unpack all numbers of `bits` bits in the int32 of the last dimension."""
     if 8 % bits == 0:
         octets = words.view(np.uint8)
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
@@ -151,7 +150,7 @@ class HalvesTensor(StoredTensor):
     inner: StoredTensor
 
     def read(self, part: Cuts) -> np.ndarray:
-        """A part of it, one slice for each dimension."""
+        """Read a part, one slice for each dimension."""
         *before, last = whole_cuts(part, self.shape)
         octets = self.inner.read((*before, slice(last.start // 2, -(-last.stop // 2))))
         halves = np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
@@ -161,31 +160,33 @@ class HalvesTensor(StoredTensor):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
-    """`x[.., i, j] = (numbers[.., i, j] - zeros[.., r, c]) scales[.., r, c]`, r = i // block[0], c = j // block[1].
+    """Scaled tensor: `x[.., i, j] = (numbers[.., i, j] - zeros[.., r, c]) scales[.., r, c]`.
 
-    The last blocks may be cut short. Where there are `places`, c is `places[j]` (GPTQ's `g_idx`).
+    r = i // block[0], and c = j // block[1] or, where there is a `group_index`, `group_index[j]` (GPTQ's `g_idx`). The
+    last blocks may be smaller.
 
     **Arguments:**
 
-    - `numbers`: of this tensor's shape; its dtype is that in which they can be kept.
+    - `numbers`: of this tensor's shape, in the dtype of a `QuantizedWeight`.
     - `scales`, `zeros`: one for each block; None for no zeros.
     - `block`: rows and columns of a block.
-    - `places`: for each column its c; None where columns are in order.
+    - `group_index`: c for each column; None where columns are in order.
     """
 
     numbers: StoredTensor
     scales: StoredTensor
     zeros: StoredTensor | None
     block: tuple[int, int]
-    places: StoredTensor | None = None
+    group_index: StoredTensor | None = None
 
     def read(self, part: Cuts) -> np.ndarray:
-        """A part of the tensor in float32, one slice for each dimension."""
+        """Read a part in float32, one slice for each dimension."""
         cuts = whole_cuts(part, self.shape)
         x = as_float32(self.numbers.read(cuts))
         rows, columns = (np.arange(cut.start, cut.stop) for cut in cuts[-2:])
         rows, columns = rows // self.block[0], columns // self.block[1]
-        columns = columns if self.places is None else self.places.read((cuts[-1],)).astype(np.int64)
+        if self.group_index is not None:
+            columns = self.group_index.read((cuts[-1],)).astype(np.int64)
         if x.size == 0:
             return x
         lead, begin, end = cuts[:-2], int(rows[0]), int(rows[-1]) + 1
@@ -199,7 +200,7 @@ class ScaledTensor(StoredTensor):
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What tensors must share to be parts of one kept weight."""
+        """Properties that tensors must share to be parts of one `QuantizedWeight`."""
         zeros = None if self.zeros is None else self.zeros.dtype
         return self.shape, self.numbers.dtype, self.scales.dtype, self.scales.shape, zeros, self.block
 
@@ -215,7 +216,7 @@ class MXFP4Tensor(ScaledTensor):
     exponents: StoredTensor = dataclasses.field(kw_only=True)
 
     def read(self, part: Cuts) -> np.ndarray:
-        """A part of the tensor in float32, one slice for each dimension."""
+        """Read a part in float32, one slice for each dimension."""
         *lead, inner, rows = whole_cuts(part, self.shape)
         groups = slice(inner.start // GROUP, -(-inner.stop // GROUP))
         stored = (*lead, rows, groups)
@@ -229,7 +230,7 @@ class MXFP4Tensor(ScaledTensor):
 
 @dataclasses.dataclass(frozen=True)
 class _JoinedTensor(StoredTensor):
-    """A tensor whose last two dimensions are one: groups, and bytes of a group."""
+    """View of a tensor that joins its last two dimensions: groups, and bytes of a group."""
 
     inner: StoredTensor
 
@@ -243,7 +244,7 @@ class _JoinedTensor(StoredTensor):
 
 
 def mxfp4_tensor(name: str, blocks: StoredTensor, scales: StoredTensor) -> MXFP4Tensor:
-    """The tensor that blocks and scales of GPT-OSS stand for: `[.., 32 groups, rows]`."""
+    """Return the tensor that blocks and scales of GPT-OSS encode: `[.., 32 groups, rows]`."""
     *lead, rows, groups, half = blocks.shape
     shape = (*lead, groups * GROUP, rows)
     joined = _JoinedTensor(blocks.file, blocks.name, (*lead, rows, groups * half), "U8", blocks.offset, blocks)

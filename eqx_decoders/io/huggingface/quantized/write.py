@@ -1,7 +1,7 @@
-"""Weights in few bits, written: compressed-tensors, which vLLM and transformers open, or MXFP4 as GPT-OSS has it.
+"""Writing of weights in few bits: compressed-tensors, which vLLM and transformers open, or MXFP4 of GPT-OSS.
 
-Whole numbers are packed into int32 (`pack-quantized`: activations stay as they are), FP8 is stored plainly
-(`float-quantized`), and scales as they are kept. A matrix is a module's `weight`, `[out, in]`, and belongs to a group
+Whole numbers are packed into int32 (`pack-quantized`: activations are not rounded), FP8 is stored plainly
+(`float-quantized`), and scales in their own dtype. A matrix is a module's `weight`, `[out, in]`, and belongs to a group
 of `config_groups` by its module's name.
 """
 
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.hf_table import Family, WeightMapping
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.huggingface.quantized.keep import PARTS, part_mappings, part_name
 from eqx_decoders.io.huggingface.quantized.unpack import GROUP
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight
@@ -32,8 +33,8 @@ Maker = Callable[[], np.ndarray | None]
 def all_part_mappings(
     nodes: Mapping[str, QuantizedWeight], words: Mapping[str, Axes], mappings: Mapping[str, WeightMapping]
 ) -> dict[str, WeightMapping]:
-    """The mappings of the arrays of weights in few bits, by their paths. Raises ConversionError."""
-    found: dict[str, WeightMapping] = {}
+    """Return the mappings of the arrays of weights in few bits, by their paths. Raises ConversionError."""
+    result: dict[str, WeightMapping] = {}
     plain = {name for path, mapping in mappings.items() if path not in nodes for name in mapping.names}
     for path, node in nodes.items():
         mapping = mappings[path]
@@ -43,26 +44,27 @@ def all_part_mappings(
         parts = part_mappings(mapping, words[path], node.block, node.scales.shape[node.lead])
         if parts is None:
             raise ConversionError(f"{path}: its scales have no place beside {mapping.names[0]}: {_REMEDY}.")
-        found |= {f"{path}.{part}": parts[part] for part in PARTS if getattr(node, part) is not None}
-    return found
+        result |= {f"{path}.{part}": parts[part] for part in PARTS if getattr(node, part) is not None}
+    return result
 
 
 def quantization_config(
     family: Family, nodes: Mapping[str, QuantizedWeight], mappings: Mapping[str, WeightMapping]
 ) -> dict[str, Any]:
-    """What `config.json` says of a model with weights in few bits. Raises ConversionError for what has no form."""
+    """Return the `quantization_config` of a model with weights in few bits. Raises ConversionError."""
     if all(_is_gpt_oss(node, mappings[path]) for path, node in nodes.items()):
-        plain = _names(_modules(family, mappings, nodes, False), set())
-        patterns = [name.removeprefix("re:").removesuffix("$") for name in plain]  # it takes all for such
+        plain = _names(_modules(family, mappings, nodes, quantized=False), set())
+        patterns = [name.removeprefix("re:").removesuffix("$") for name in plain]  # all names there are patterns
         return {"quant_method": "mxfp4", "modules_to_not_convert": patterns}
     groups: dict[str, set[str]] = {}
     for path, node in nodes.items():
         scheme = json.dumps(_scheme(path, node, mappings[path]))
-        groups.setdefault(scheme, set()).update(_modules(family, {path: mappings[path]}, nodes, True))
-    every = set().union(*groups.values()) | _modules(family, mappings, nodes, False)
+        groups.setdefault(scheme, set()).update(_modules(family, {path: mappings[path]}, nodes, quantized=True))
+    others = _modules(family, mappings, nodes, quantized=False)
+    quantized = set().union(*groups.values())
     described = {
-        f"group_{index}": json.loads(scheme) | {"targets": _names(own, every - own)}
-        for index, (scheme, own) in enumerate(groups.items())
+        f"group_{index}": json.loads(scheme) | {"targets": _names(modules, (quantized | others) - modules)}
+        for index, (scheme, modules) in enumerate(groups.items())
     }
     formats = {group["format"] for group in described.values()}
     return {
@@ -70,14 +72,14 @@ def quantization_config(
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": described,
-        "ignore": _names(_modules(family, mappings, nodes, False), set().union(*groups.values())),
+        "ignore": _names(others, quantized),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
 def _is_gpt_oss(node: QuantizedWeight, mapping: WeightMapping) -> bool:
-    """Whether this is MXFP4 of all experts, of which GPT-OSS has one tensor."""
+    """Return whether this is MXFP4 of all experts, which GPT-OSS stores in one tensor."""
     return bool(node.values.dtype == jnp.uint4) and len(mapping.groups) == 3 and _has_powers(node)
 
 
@@ -86,7 +88,7 @@ def _has_powers(node: QuantizedWeight) -> bool:
 
 
 def _scheme(path: str, node: QuantizedWeight, mapping: WeightMapping) -> dict[str, Any]:
-    """How compressed-tensors describes a weight."""
+    """Describe a weight as in `config_groups` of compressed-tensors. Raises ConversionError."""
     name, dtype, (rows, columns) = mapping.names[0], node.values.dtype.name, node.block
     linear = (
         name.endswith(_WEIGHT) and len(mapping.groups) == 2 and set(mapping.groups[1]) == _contracted(node, mapping)
@@ -120,24 +122,24 @@ def _contracted(node: QuantizedWeight, mapping: WeightMapping) -> set[str]:
 
 
 def _modules(
-    family: Family, mappings: Mapping[str, WeightMapping], nodes: Mapping[str, QuantizedWeight], kept: bool
+    family: Family, mappings: Mapping[str, WeightMapping], nodes: Mapping[str, QuantizedWeight], *, quantized: bool
 ) -> set[str]:
-    """The modules with a matrix: of weights in few bits, or all others but the table."""
+    """Return the modules with a matrix: either with weights in few bits, or all others but the table."""
     names = {
         name
         for path, mapping in mappings.items()
-        if (path in nodes) == kept and len(mapping.groups) == 2 and path != "embedding.table"
+        if (path in nodes) == quantized and len(mapping.groups) == 2 and path != "embedding.table"
         for name in mapping.names
         if name.endswith(_WEIGHT)
     }
     return {family.module_name(name).removesuffix(_WEIGHT) for name in names}
 
 
-def _names(own: Iterable[str], others: set[str]) -> list[str]:
-    """Patterns of modules, layers' and experts' numbers being any; names where others differ in nothing but numbers."""
+def _names(modules: Iterable[str], others: set[str]) -> list[str]:
+    """Return patterns of modules with any number of layer and expert; names where others differ only in numbers."""
     number = re.compile(r"(?<=\.)\d+(?=\.|$)")
     mixed = {number.sub("#", name) for name in others}
-    patterns = {(key if key not in mixed else name) for name in own for key in [number.sub("#", name)]}
+    patterns = {(key if key not in mixed else name) for name in modules for key in [number.sub("#", name)]}
     return sorted(
         f"re:{re.escape(name).replace(re.escape('#'), '[0-9]+')}$" if "#" in name else name for name in patterns
     )
@@ -146,19 +148,19 @@ def _names(own: Iterable[str], others: set[str]) -> list[str]:
 def stored_parts(
     nodes: Mapping[str, QuantizedWeight], mappings: Mapping[str, WeightMapping], makers: Mapping[str, Maker]
 ) -> dict[str, tuple[Maker, int]]:
-    """The tensors of a checkpoint that hold weights in few bits: by name a function that makes each, and its bytes.
+    """Return the tensors of a checkpoint for weights in few bits: by name a function that makes each, and its bytes.
 
     `makers` make the parts of tensors (`part_name`).
     """
-    found: dict[str, tuple[Maker, int]] = {}
+    tensors: dict[str, tuple[Maker, int]] = {}
     for path, node in nodes.items():
         mapping = mappings[path]
         for name in mapping.names:
             parts = {part: makers[part_name(name, part)] for part in PARTS if getattr(node, part) is not None}
-            found |= (
+            tensors |= (
                 _gpt_oss(name, parts, mapping) if _is_gpt_oss(node, mapping) else _linear(name, parts, node, mapping)
             )
-    return found
+    return tensors
 
 
 def _linear(
@@ -172,15 +174,15 @@ def _linear(
         return {name: (_then(parts["values"], lambda x: x.view(jnp.float8_e4m3fn)), size), f"{name}_scale": scales}
     if dtype == "uint4":
         return {f"{name}_packed": (_then(parts["values"], _halves), size), f"{name}_scale": scales}
-    found = {
+    tensors = {
         f"{name}_packed": (_then(parts["values"], lambda x: pack(x, bits)), size),
         f"{name}_scale": scales,
         f"{name}_shape": (_then(parts["values"], lambda x: np.array(x.shape, np.int64)), 16),
     }
     if node.zeros is not None:
         packed = _then(parts["zeros"], lambda x: np.ascontiguousarray(pack(x.T, bits).T))
-        found[f"{name}_zero_point"] = packed, scales[1] * bits // 32
-    return found
+        tensors[f"{name}_zero_point"] = packed, scales[1] * bits // 32
+    return tensors
 
 
 def _gpt_oss(name: str, parts: Mapping[str, Maker], mapping: WeightMapping) -> dict[str, tuple[Maker, int]]:
@@ -195,28 +197,28 @@ def _gpt_oss(name: str, parts: Mapping[str, Maker], mapping: WeightMapping) -> d
 
 
 def _then(make: Maker, change: Callable[[np.ndarray], np.ndarray]) -> Maker:
-    """What `make` makes, changed; None stays None."""
+    """Return a function that applies `change` to the result of `make`, unless it is None."""
 
     def run() -> np.ndarray | None:
-        found = make()
-        return None if found is None else change(found)
+        result = make()
+        return None if result is None else change(result)
 
     return run
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
-    """Scales; powers of two are bytes."""
+    """Return scales as they are stored; powers of two are bytes."""
     return np.ascontiguousarray(x)
 
 
 def _halves(x: np.ndarray) -> np.ndarray:
-    """Numbers of four bits, two in a byte along the last dimension, the first in the low half."""
+    """Pack numbers of four bits, two in a byte along the last dimension, the first in the low half."""
     bits = np.ascontiguousarray(x).astype(np.uint8)
     return bits[..., 0::2] | bits[..., 1::2] << 4
 
 
 def pack(x: np.ndarray, bits: int) -> np.ndarray:
-    """Whole numbers of 4 or 8 bits around 0 as int32 along the last dimension, the first in the lowest bits."""
+    """Pack signed numbers of 4 or 8 bits into int32 along the last dimension, the first in the lowest bits."""
     shifted = x.astype(np.int16) + 2 ** (bits - 1)
     inside = not x.size or bool(shifted.min() >= 0 and shifted.max() < 2**bits)
     rule = f"save_hf: zero points outside of {bits} bits have no form in compressed-tensors: {_REMEDY}"

@@ -1,66 +1,102 @@
-"""What is static about one call of attention: kernels read it, say by it what they cannot do, and "auto" chooses."""
+"""Arguments of one call of attention: arrays, static options, and the description by which kernels are chosen."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Num
 
+from eqx_decoders.layers.attention.kernels.common import Scales
 from eqx_decoders.layers.mask import AttentionPositions, Mask
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCall:
-    """One call of `attend`, without its arrays.
+class AttentionInputs(NamedTuple):
+    """Arrays of one call of attention.
 
     **Arguments:**
 
-    - `mask`, `soft_cap`, `platform`, `aligned`, `dense_positions`, `local`, `needs_lse`: as `attend` has them.
-    - `batch`, `length`, `kv_length`, `head_dim`, `value_dim`: sizes.
-    - `dtypes`: of queries, keys and values.
-    - `segments`, `spans`: whether there are any.
-    - `selected_heads`: for how many heads keys are selected; 0: all keys count.
+    - `query`, `key`, `value`: query head h uses key head h // (heads // kv_heads); queries are scaled already.
+    - `positions`: positions, segments and spans of queries and keys.
+    - `selected`: of the keys that a query may see, those that count, for all heads alike or for each; None: all.
+    - `scales`: multiply stored keys and values; None where these are as they are.
+    """
+
+    query: Float[Array, "batch length heads head_dim"]
+    key: Num[Array, "batch kv_length kv_heads head_dim"]
+    value: Num[Array, "batch kv_length kv_heads value_dim"]
+    positions: AttentionPositions
+    selected: Bool[Array, "batch selected_heads length kv_length"] | None = None
+    scales: Scales | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Static options of one call of attention.
+
+    **Arguments:**
+
+    - `mask`: which keys a query may see.
+    - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
+    - `aligned`: the caller's promise that queries and keys are the same tokens in the same order, with positions that
+        increase strictly within a segment.
+    - `dense_positions`: the promise, besides, that each row is one document at positions 0, 1, 2, …, without padding.
+    - `needs_lse`: whether anything reads the log-sum-exp, which may otherwise be NaN.
+    - `local`: whether the arrays are one device's own: inside `shard_map`, or without a mesh.
+    - `platform`: of the devices that compute it.
     """
 
     mask: Mask
+    soft_cap: float | None = None
+    aligned: bool = False
+    dense_positions: bool = False
+    needs_lse: bool = True
+    local: bool = False
     platform: str = "cpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall(AttentionOptions):
+    """Static description of one call of attention: options, and the shapes and dtypes of its arrays.
+
+    **Arguments:**
+
+    - `batch`, `length`, `kv_length`, `head_dim`, `value_dim`: sizes.
+    - `dtypes`: of queries, keys and values.
+    - `segments`, `spans`: whether there are any.
+    - `selected_heads`: number of heads for which keys are selected; 0: all keys count.
+    """
+
     batch: int
     length: int
     kv_length: int
     head_dim: int
     value_dim: int
     dtypes: tuple[Any, ...]
-    soft_cap: float | None = None
     segments: bool = False
     spans: bool = False
     selected_heads: int = 0
-    aligned: bool = False
-    dense_positions: bool = False
-    local: bool = False
-    needs_lse: bool = True
 
     @classmethod
-    def of(
-        cls, query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, **given: Any
-    ) -> "AttentionCall":
-        """That of these arrays; `given` are the facts that they do not tell."""
+    def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "AttentionCall":
+        """Describe a call with these arrays and options."""
+        query, key, value, positions, selected, _ = inputs
         return cls(
+            **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
             batch=query.shape[0],
             length=query.shape[1],
             kv_length=key.shape[1],
             head_dim=query.shape[3],
             value_dim=value.shape[3],
             dtypes=(query.dtype, key.dtype, value.dtype),
-            segments=places.query_segments is not None,
-            spans=places.query_spans is not None,
+            segments=positions.query_segments is not None,
+            spans=positions.query_spans is not None,
             selected_heads=0 if selected is None else selected.shape[1],
-            **given,
         )
 
     @property
-    def asks(self) -> frozenset[str]:
-        """What not every kernel can do, by the names of `Kernel`'s fields."""
-        asked = {
+    def needs(self) -> frozenset[str]:
+        """Abilities that not every kernel has and that this call needs, by the names of `Kernel`'s fields."""
+        needed = {
             "soft_cap": self.soft_cap is not None,
             "segments": self.segments,
             "spans": self.spans,
@@ -69,4 +105,17 @@ class AttentionCall:
             "float16": jnp.dtype(jnp.float16) in map(jnp.dtype, self.dtypes),
             "lse": self.needs_lse,
         }
-        return frozenset(name for name, is_asked in asked.items() if is_asked)
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+
+def group_arguments(
+    query: Array, key: Array, value: Array, **keywords: Any
+) -> tuple[AttentionInputs, AttentionOptions]:
+    """Group the keyword arguments of `attend`, all but `kernel`, into arrays and static options.
+
+    Raises TypeError for a keyword that is missing or unknown.
+    """
+    positions = {name: keywords.pop(name) for name in AttentionPositions._fields if name in keywords}
+    selected, scales = (keywords.pop(name, None) for name in ("selected", "scales"))
+    inputs = AttentionInputs(query, key, value, AttentionPositions(**positions), selected, scales)
+    return inputs, AttentionOptions(**keywords)

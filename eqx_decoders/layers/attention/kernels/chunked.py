@@ -1,7 +1,7 @@
 """Attention block by block: blocks of queries against blocks of keys with a running softmax.
 
-Rabe & Staats (2021); Dao et al. (2022). Neither values nor gradients keep more than a tile of scores and arrays of the
-arguments' size. Past 512 positions the blocks are loops, so the program does not grow either.
+Rabe & Staats (2021); Dao et al. (2022). Neither values nor gradients hold more than a tile of scores and arrays of
+the arguments' size. Past 512 positions the blocks are loops, so the program does not grow either.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float32
 
-from eqx_decoders.layers.attention.kernels.call import AttentionCall
+from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Cotangents,
@@ -22,14 +22,14 @@ from eqx_decoders.layers.attention.kernels.common import (
     Result,
     cap_scores,
     cap_slopes,
-    cotangents,
+    make_cotangents,
 )
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ChunkPlan:
-    """What is static about one call."""
+    """Static description of one call."""
 
     mask: Mask
     soft_cap: float | None
@@ -41,21 +41,21 @@ class _ChunkPlan:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a query may see keys that stand behind it in the row, as far as is known when the program is made."""
+        """True if a query may see keys that stand behind it in the row, as far as the compiled program can know."""
         return not self.aligned or self.spans or isinstance(self.mask, Bidirectional)
 
     def fill_queries(self, x: Array, axis: int = 1, value: int = 0) -> Array:
-        """Padded to whole blocks of queries where these are a loop."""
+        """Pad to whole blocks of queries where these are a loop."""
         return x if self.kv_block is None else _fill(x, axis, self.block, value)
 
     def fill_keys(self, x: Array, axis: int = 1, value: int = 0) -> Array:
-        """Padded to whole blocks of keys where these are a loop."""
+        """Pad to whole blocks of keys where these are a loop."""
         return x if self.kv_block is None else _fill(x, axis, self.kv_block, value)
 
     def over_keys(self, step: Callable, carry: Any, at: Any, queries: int, seen: "_Seen") -> Any:
         """Fold `step(carry, at_key, keys)` over the blocks of keys that the queries [at, at + queries) may see."""
         if self.kv_block is None or seen.reach is None:
-            kv_length = seen.places.shape[1]
+            kv_length = seen.key_positions.shape[1]
             return step(carry, 0, kv_length if self.looks_ahead else min(at + queries, kv_length))
         size, (start, end) = self.kv_block, (bound[at // self.block] for bound in seen.reach)
         return jax.lax.fori_loop(start, end, lambda i, carry: step(carry, i * size, size), carry)
@@ -81,21 +81,21 @@ class _ChunkPlan:
 
 
 class _Seen(NamedTuple):
-    """What each query sees: keys at positions in [first, last], of its own segment, that are selected.
+    """Visible keys of each query: at positions in [first, last], of its own segment, and selected.
 
-    `reach`: for each block of queries the first block of keys that one of them may see, and the one behind the last.
+    `reach`: for each block of queries the first block of keys that one of them may see, and the end of the last.
     """
 
     first: Array
     last: Array
-    places: Array
+    key_positions: Array
     query_segments: Array | None
     key_segments: Array | None
     selected: Array | None
     reach: tuple[Array, Array] | None
 
     def tile(self, at: Any, queries: int, at_key: Any, keys: int) -> Array:
-        """[batch, kv_heads or 1, groups or 1, queries, keys]"""
+        """Return the mask of a tile: [batch, kv_heads or 1, groups or 1, queries, keys]."""
 
         def of_query(x: Array) -> Array:
             return _cut(x, at, queries, 1)[:, None, None, :, None]
@@ -103,7 +103,7 @@ class _Seen(NamedTuple):
         def of_key(x: Array) -> Array:
             return _cut(x, at_key, keys, 1)[:, None, None, None, :]
 
-        place = of_key(self.places)
+        place = of_key(self.key_positions)
         seen = (place >= of_query(self.first)) & (place <= of_query(self.last))
         if self.query_segments is not None and self.key_segments is not None:
             seen &= of_query(self.query_segments) == of_key(self.key_segments)
@@ -123,29 +123,29 @@ def _cut(x: Array, start: Any, size: int, axis: int) -> Array:
 
 
 def _add(x: Array, part: Array, start: Any) -> Array:
-    """x[:, :, start:...] += part"""
+    """Compute x[:, :, start:...] += part."""
     return jax.lax.dynamic_update_slice_in_dim(x, _cut(x, start, part.shape[2], 2) + part, start, 2)
 
 
 def _product(left: Array, right: Array) -> Array:
-    """[b, n, i, j] x [b, n, j, k] -> [b, n, i, k] in f32."""
+    """Multiply [b, n, i, j] x [b, n, j, k] -> [b, n, i, k] in f32."""
     return jnp.einsum("bnij,bnjk->bnik", left, right, preferred_element_type=jnp.float32)
 
 
 def _split_heads(x: Array, groups: int) -> Array:
-    """[batch, length, heads, d] -> [batch, kv_heads, groups, length, d]."""
+    """Transpose [batch, length, heads, d] -> [batch, kv_heads, groups, length, d]."""
     batch, length, heads, dim = x.shape
     return x.reshape(batch, length, heads // groups, groups, dim).transpose(0, 2, 3, 1, 4)
 
 
 def _join_heads(x: Array) -> Array:
-    """[batch, kv_heads, groups, length, d] -> [batch, length, heads, d]."""
+    """Transpose [batch, kv_heads, groups, length, d] -> [batch, length, heads, d]."""
     batch, kv_heads, groups, length, dim = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
 def _join_blocks(x: Array) -> Array:
-    """[blocks, batch, kv_heads, groups, queries, d] -> [batch, kv_heads, groups, length, d]."""
+    """Transpose [blocks, batch, kv_heads, groups, queries, d] -> [batch, kv_heads, groups, length, d]."""
     return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[5])
 
 
@@ -178,14 +178,18 @@ def _forward(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Se
     return _join_heads(out), _join_heads(lse)[..., 0]
 
 
-def _backward(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Seen, known: Cotangents) -> Gradients:
+def _backward(
+    plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Seen, cotangents: Cotangents
+) -> Gradients:
     """Recompute each tile's weights P from lse, keys first: no product then has to transpose a tile.
 
     With D = delta:  dV = P dO,  dS = P * (V dO' - D),  dK = dS Q,  dQ' = K' dS.
     """
     length, groups = query.shape[1], query.shape[2] // key.shape[2]
-    query, out_bar = _split_heads(query, groups), _split_heads(known.out_bar.astype(value.dtype), groups)
-    lse, delta = (_split_heads(x[..., None], groups).transpose(0, 1, 4, 2, 3) for x in (known.lse, known.delta))
+    query, out_bar = _split_heads(query, groups), _split_heads(cotangents.out_bar.astype(value.dtype), groups)
+    lse, delta = (
+        _split_heads(x[..., None], groups).transpose(0, 1, 4, 2, 3) for x in (cotangents.lse, cotangents.delta)
+    )
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     key_t = key.swapaxes(2, 3)
 
@@ -231,10 +235,10 @@ def _softmax_fwd(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen:
     return (out, lse), (query, key, value, seen, out, lse)
 
 
-def _softmax_bwd(plan: _ChunkPlan, kept: tuple, bars: tuple):
-    query, key, value, seen, out, lse = kept
-    grads = _backward(plan, query, key, value, seen, cotangents((out, lse), bars))
-    query_bar, key_bar, value_bar = (grad.astype(x.dtype) for grad, x in zip(grads, kept[:3], strict=True))
+def _softmax_bwd(plan: _ChunkPlan, residuals: tuple, bars: tuple):
+    query, key, value, seen, out, lse = residuals
+    grads = _backward(plan, query, key, value, seen, make_cotangents((out, lse), bars))
+    query_bar, key_bar, value_bar = (grad.astype(x.dtype) for grad, x in zip(grads, residuals[:3], strict=True))
     return query_bar, key_bar, value_bar, None
 
 
@@ -242,68 +246,55 @@ _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def _blocks(platform: str, dtype: Any, length: int, kv_length: int) -> tuple[int, int | None]:
-    """Sizes of the blocks of queries and keys. On CPUs a tile of all heads has to fit the cache (measured)."""
+    """Return the sizes of blocks of queries and keys. On CPUs a tile of all heads has to fit the cache (measured)."""
     most, kv_most = (128, 256) if platform == "cpu" else (512, 512)
     short = platform == "cpu" and dtype == jnp.float32 and max(length, kv_length) <= 512
     return _even(length, most), None if short else _even(kv_length, kv_most)
 
 
 def _even(length: int, most: int) -> int:
-    """The size of the fewest equal blocks of at most `most`, in steps of 16, that hold `length`."""
+    """Return the size of the fewest equal blocks of at most `most`, in steps of 16, that hold `length`."""
     size = -(-length // max(1, -(-length // most)))
     return max(1, min(length, -(-size // 16) * 16))
 
 
-def blockwise(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: AttentionCall
-) -> Result:
-    """Attention as `attend` defines it. Under remat, saving "context" (out and lse) saves the whole forward pass."""
+def blockwise(inputs: AttentionInputs, call: AttentionCall) -> Result:
+    """Attend as `attend` defines it. Under remat, saving "context" (out and lse) saves the whole forward pass."""
+    query, key, value, *_ = inputs
     length = query.shape[1]
     plan = _plan(call)
-    seen = _seen(plan, query, key, places, selected)
+    seen = _seen(plan, inputs)
     query, key, value = plan.fill_queries(query), plan.fill_keys(key), plan.fill_keys(value)
     results: Any = _softmax(plan, query, key, value, seen)
     out, lse = results
     return out[:, :length], lse[:, :length]
 
 
-def blockwise_gradients(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: AttentionCall,
-    known: Cotangents,
-) -> Gradients:
-    """Gradients as `attend_gradients` defines them."""
+def blockwise_gradients(inputs: AttentionInputs, call: AttentionCall, cotangents: Cotangents) -> Gradients:
+    """Compute gradients as `attend_gradients` defines them."""
+    query, key, value, *_ = inputs
     length, kv_length = query.shape[1], key.shape[1]
     plan = _plan(call)
-    seen = _seen(plan, query, key, places, selected)
+    seen = _seen(plan, inputs)
     query, key, value = plan.fill_queries(query), plan.fill_keys(key), plan.fill_keys(value)
-    known = Cotangents(*map(plan.fill_queries, known))
-    query_bar, key_bar, value_bar = _backward(plan, query, key, value, seen, known)
+    cotangents = Cotangents(*map(plan.fill_queries, cotangents))
+    query_bar, key_bar, value_bar = _backward(plan, query, key, value, seen, cotangents)
     return query_bar[:, :length], key_bar[:, :kv_length], value_bar[:, :kv_length]
 
 
-def may_see(mask: Mask, places: AttentionPositions) -> Bool[Array, ""]:
-    """Whether a query may see a key, from the least and the greatest of what they see and of where they stand."""
-    first, last = interval(mask, places.query_positions, places.query_spans)
-    seen = _Seen(first, last, places.key_positions, places.query_segments, places.key_segments, None, None)
-    starts, ends = _reach(seen, places.query_positions.shape[1], places.key_positions.shape[1])
+def may_see(mask: Mask, positions: AttentionPositions) -> Bool[Array, ""]:
+    """Return whether a query may see a key, from the extremes of visible intervals and of key positions."""
+    first, last = interval(mask, positions.query_positions, positions.query_spans)
+    seen = _Seen(first, last, positions.key_positions, positions.query_segments, positions.key_segments, None, None)
+    starts, ends = _reach(seen, positions.query_positions.shape[1], positions.key_positions.shape[1])
     return jnp.any(starts < ends)
 
 
-def blockwise_max(
-    query: Array,
-    key: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: AttentionCall,
-) -> Float32[Array, "batch heads"]:
-    """The largest score of each row and head, EMPTY where there is none."""
+def blockwise_max(inputs: AttentionInputs, call: AttentionCall) -> Float32[Array, "batch heads"]:
+    """Return the largest score of each row and head, EMPTY where there is none."""
+    query, key, *_ = inputs
     plan = _plan(call)
-    seen = _seen(plan, query, key, places, selected)
+    seen = _seen(plan, inputs)
     query, key = plan.fill_queries(query), plan.fill_keys(key)
     query = _split_heads(query, query.shape[2] // key.shape[2])
     key_t = key.transpose(0, 2, 3, 1)
@@ -336,19 +327,20 @@ def _plan(call: AttentionCall) -> _ChunkPlan:
     )
 
 
-def _seen(plan: _ChunkPlan, query: Array, key: Array, places: AttentionPositions, selected: Array | None) -> _Seen:
-    """What each query sees, filled up like queries and keys."""
-    first, last = interval(plan.mask, places.query_positions, places.query_spans)
+def _seen(plan: _ChunkPlan, inputs: AttentionInputs) -> _Seen:
+    """Return the visible keys of each query, padded like queries and keys."""
+    positions, selected = inputs.positions, inputs.selected
+    first, last = interval(plan.mask, positions.query_positions, positions.query_spans)
     if selected is not None:
-        heads, kv_heads = query.shape[2], key.shape[2]
+        heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
         split = (1, 1) if selected.shape[1] == 1 else (kv_heads, heads // kv_heads)
         selected = selected.reshape(selected.shape[0], *split, *selected.shape[2:])
         selected = plan.fill_keys(plan.fill_queries(selected, axis=3), axis=4)
-    segments = places.query_segments, places.key_segments
+    segments = positions.query_segments, positions.key_segments
     seen = _Seen(
         first=plan.fill_queries(first),
         last=plan.fill_queries(last, value=-1),
-        places=plan.fill_keys(places.key_positions, value=-1),
+        key_positions=plan.fill_keys(positions.key_positions, value=-1),
         query_segments=None if segments[0] is None else plan.fill_queries(segments[0]),
         key_segments=None if segments[1] is None else plan.fill_keys(segments[1]),
         selected=selected,
@@ -358,16 +350,16 @@ def _seen(plan: _ChunkPlan, query: Array, key: Array, places: AttentionPositions
 
 
 def _reach(seen: _Seen, block: int, kv_block: int) -> tuple[Array, Array]:
-    """For each block of queries the first block of keys that one of them may see, and the one behind the last.
+    """Return, for each block of queries, the first block of keys that one of them may see, and the end of the last.
 
-    By pairs (segment, position), in their order: some query of a block may see a key of another only if it looks no
-    further back than the block's last pair, and no less far ahead than its first. So queries and keys may stand in any
-    order; the closer to that of the pairs, the fewer blocks.
+    Pairs (segment, position) are compared: some query of a block may see a key of another only if it looks no farther
+    back than the block's last pair, and no less far ahead than its first. So queries and keys may stand in any order;
+    the closer to the order of pairs, the fewer blocks.
     """
-    queries, keys = seen.first <= seen.last, seen.places >= 0
+    queries, keys = seen.first <= seen.last, seen.key_positions >= 0
     low, _ = _ends(queries, seen.query_segments, seen.first, block)
     _, high = _ends(queries, seen.query_segments, seen.last, block)
-    first, last = _ends(keys, seen.key_segments, seen.places, kv_block)
+    first, last = _ends(keys, seen.key_segments, seen.key_positions, kv_block)
     meets = _not_after(low, last) & _not_after(first, high).swapaxes(1, 2)  # [batch, blocks, kv_blocks]
     meets, count = jnp.any(meets, axis=0), meets.shape[2]
     index = jnp.arange(count, dtype=jnp.int32)[None]
@@ -378,24 +370,24 @@ def _reach(seen: _Seen, block: int, kv_block: int) -> tuple[Array, Array]:
 _Pair = tuple[Array, Array]  # [batch, blocks]: segment and position
 
 
-def _ends(real: Array, segments: Array | None, places: Array, size: int) -> tuple[_Pair, _Pair]:
-    """Of each block the least and the greatest pair (segment, position) of those that are real.
+def _ends(real: Array, segments: Array | None, positions: Array, size: int) -> tuple[_Pair, _Pair]:
+    """Return the least and the greatest pair (segment, position) among the real tokens of each block.
 
-    Without any the first is above the second, and above all others.
+    In a block without any, the first is above the second, and above all others.
     """
-    segments = jnp.zeros_like(places) if segments is None else segments
-    real, segments, places = (x.reshape(x.shape[0], -1, size) for x in (real, segments, places))
+    segments = jnp.zeros_like(positions) if segments is None else segments
+    real, segments, positions = (x.reshape(x.shape[0], -1, size) for x in (real, segments, positions))
 
-    def least(segments: Array, places: Array) -> _Pair:
-        most = jnp.iinfo(places.dtype).max
+    def least(segments: Array, positions: Array) -> _Pair:
+        most = jnp.iinfo(positions.dtype).max
         segment = jnp.min(jnp.where(real, segments, most), axis=2)
-        return segment, jnp.min(jnp.where(real & (segments == segment[..., None]), places, most), axis=2)
+        return segment, jnp.min(jnp.where(real & (segments == segment[..., None]), positions, most), axis=2)
 
-    segment, place = least(-segments, -places)
-    return least(segments, places), (-segment, -place)
+    segment, position = least(-segments, -positions)
+    return least(segments, positions), (-segment, -position)
 
 
 def _not_after(one: _Pair, other: _Pair) -> Array:
-    """Whether a block's pair comes before that of another, or is the same: [batch, blocks, other blocks]."""
-    (segment, place), (other_segment, other_place) = ([x[:, :, None] for x in one], [x[:, None] for x in other])
-    return (segment < other_segment) | ((segment == other_segment) & (place <= other_place))
+    """Return whether one block's pair comes before another's, or equals it: [batch, blocks, other blocks]."""
+    (segment, position), (other_segment, other_position) = ([x[:, :, None] for x in one], [x[:, None] for x in other])
+    return (segment < other_segment) | ((segment == other_segment) & (position <= other_position))

@@ -1,4 +1,4 @@
-"""What all attention kernels share: their results, what is done to scores, and what a backward pass starts from."""
+"""Types and score functions that all attention kernels share."""
 
 from typing import NamedTuple
 
@@ -17,16 +17,16 @@ Gradients = tuple[
 
 
 class Scales(NamedTuple):
-    """By which stored keys and values are multiplied, of each token and head, or of each token."""
+    """Scales that multiply stored keys and values, one for each token and head, or for each token."""
 
     key: Float[Array, "batch kv_length scale_heads"]
     value: Float[Array, "batch kv_length scale_heads"]
 
 
 class Cotangents(NamedTuple):
-    """What the gradients of queries, keys and values need of each query; the same for any part of its keys.
+    """Cotangents of attention by query, from which each part of its keys has its gradients.
 
-    With it a key's weight is P = exp(S - lse), and the slope of its score dS = P * (dO V' - delta).
+    With them a key's weight is P = exp(S - lse), and the gradient of its score dS = P * (dO V' - delta).
 
     **Arguments:**
 
@@ -40,20 +40,20 @@ class Cotangents(NamedTuple):
     delta: Float32[Array, "batch length heads"]
 
 
-def cotangents(results: Result, bars: Result) -> Cotangents:
-    """Of `attend`'s results and their gradients."""
+def make_cotangents(results: Result, bars: Result) -> Cotangents:
+    """Compute the cotangents from `attend`'s results and their gradients."""
     (out, lse), (out_bar, lse_bar) = results, bars
     delta = (out.astype(jnp.float32) * out_bar.astype(jnp.float32)).sum(-1) - lse_bar
     return Cotangents(out_bar.astype(out.dtype), lse, delta)
 
 
 def cap_scores(scores: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
-    """`cap * tanh(scores / cap)`; None leaves them."""
+    """Compute `cap * tanh(scores / cap)`; None leaves the scores."""
     return scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
 
 
 def cap_slopes(
     slopes: Float[Array, "*shape"], scores: Float[Array, "*shape"], soft_cap: float | None
 ) -> Float[Array, "*shape"]:
-    """The gradient of scores, from that of capped ones, `scores`."""
+    """Compute the gradient of scores from the gradient of capped ones, `scores`."""
     return slopes if soft_cap is None else slopes * (1 - jnp.square(scores / soft_cap))

@@ -1,4 +1,4 @@
-"""Attention with all scores at once: the definition, and the fastest for a few queries.
+"""Attention with all scores at once: the definition, and the fastest form for a few queries.
 
 Memory grows with length x kv_length.
 """
@@ -8,34 +8,26 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
-from eqx_decoders.layers.attention.kernels.call import AttentionCall
+from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Cotangents,
     Gradients,
     Result,
-    Scales,
     cap_scores,
     cap_slopes,
 )
-from eqx_decoders.layers.mask import AttentionPositions, Mask, visible
+from eqx_decoders.layers.mask import Mask, visible
 
 
-def dot(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: AttentionCall,
-    scales: Scales | None = None,
-) -> Result:
-    """Attention as `attend` defines it. Scales of keys multiply scores, those of values weights: nothing is rounded."""
+def dot(inputs: AttentionInputs, call: AttentionCall) -> Result:
+    """Attend as `attend` defines it. Scales of keys multiply scores, scales of values weights: nothing is rounded."""
+    query, key, value, _, _, scales = inputs
     batch, length, heads, _ = query.shape
     if scales is not None:
         key, value = key.astype(query.dtype), value.astype(query.dtype)
     scores = _scores(query, key, call.soft_cap, None if scales is None else scales.key)
-    scores = jnp.where(_seen(query, key, places, call.mask, selected), scores, -jnp.inf)
+    scores = jnp.where(_seen(inputs, call.mask), scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
@@ -48,21 +40,14 @@ def dot(
     return checkpoint_name(out, "context"), checkpoint_name(lse, "context")
 
 
-def dot_gradients(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: AttentionCall,
-    known: Cotangents,
-) -> Gradients:
-    """Gradients as `attend_gradients` defines them."""
+def dot_gradients(inputs: AttentionInputs, call: AttentionCall, cotangents: Cotangents) -> Gradients:
+    """Compute gradients as `attend_gradients` defines them."""
+    query, key, value, *_ = inputs
     kv_heads = key.shape[2]
-    lse, delta = (_grouped(x, kv_heads).transpose(0, 2, 3, 1)[..., None] for x in (known.lse, known.delta))
-    query_g, out_bar = (_grouped(x, kv_heads) for x in (query, known.out_bar.astype(value.dtype)))
+    lse, delta = (_grouped(x, kv_heads).transpose(0, 2, 3, 1)[..., None] for x in (cotangents.lse, cotangents.delta))
+    query_g, out_bar = (_grouped(x, kv_heads) for x in (query, cotangents.out_bar.astype(value.dtype)))
     scores = _scores(query, key, call.soft_cap)
-    seen = _seen(query, key, places, call.mask, selected)
+    seen = _seen(inputs, call.mask)
     weights = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse)
     slopes = weights * (jnp.einsum("btngv,bsnv->bngts", out_bar, value, preferred_element_type=jnp.float32) - delta)
     slopes = cap_slopes(slopes, scores, call.soft_cap).astype(key.dtype)
@@ -74,7 +59,7 @@ def dot_gradients(
 
 
 def _mixed(weights: Array, value: Array, call: AttentionCall) -> Array:
-    """[batch, kv_heads, groups, length, keys] x [batch, keys, kv_heads, d] -> [batch, length, kv_heads, groups, d]"""
+    """Mix values by [batch, kv_heads, groups, length, keys] weights: [batch, length, kv_heads, groups, d]."""
     if call.platform != "cpu" or call.aligned:
         return jnp.einsum("bngts,bsnv->btngv", weights, value)
     # values of a past behind the weights, heads before keys, as a cache has them: otherwise XLA would turn them around
@@ -85,7 +70,7 @@ def _mixed(weights: Array, value: Array, call: AttentionCall) -> Array:
 
 
 def _grouped(x: Array, kv_heads: int) -> Array:
-    """Query heads by the key heads that they use: [batch, length, kv_heads, groups, ...]"""
+    """Group query heads by their key heads: [batch, length, kv_heads, groups, ...]."""
     return x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
 
 
@@ -101,12 +86,10 @@ def _scores(
     return cap_scores(scores if scale is None else scores * _of_keys(scale), soft_cap)
 
 
-def _seen(
-    query: Array, key: Array, places: AttentionPositions, mask: Mask, selected: Array | None
-) -> Bool[Array, "batch kv_heads groups length keys"]:
-    seen = visible(mask, *places)[:, None, None]
+def _seen(inputs: AttentionInputs, mask: Mask) -> Bool[Array, "batch kv_heads groups length keys"]:
+    seen, selected = visible(mask, *inputs.positions)[:, None, None], inputs.selected
     if selected is None:
         return seen
-    heads, kv_heads = query.shape[2], key.shape[2]
+    heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
     split = (1, 1) if selected.shape[1] == 1 else (kv_heads, heads // kv_heads)
-    return seen & selected.reshape(query.shape[0], *split, *selected.shape[2:])
+    return seen & selected.reshape(selected.shape[0], *split, *selected.shape[2:])

@@ -1,7 +1,7 @@
-"""Attention in Pallas kernels for TPU, for exactly the masks that there are: an interval of positions per query.
+"""Flash attention in Pallas kernels for TPU, with an interval of positions per query as the mask.
 
-Flash attention (Dao et al., 2022): tiles of scores exist in vector memory alone. Laid out as JAX's splash attention: a
-kernel holds one block of sums while blocks of the other side stream past it.
+Tiles of scores exist in vector memory alone (Dao et al., 2022). Laid out as JAX's splash attention: a kernel holds one
+block of sums while blocks of the other side stream past it.
 
     forward:  S = Q K',  out = softmax(S) V,  lse = logsumexp S
     backward: P = exp(S - lse),  D = sum(out * dO) - dlse,  dS = P * (dO V' - D)
@@ -11,7 +11,7 @@ kernel holds one block of sums while blocks of the other side stream past it.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
-from eqx_decoders.layers.attention.kernels.call import AttentionCall
+from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Cotangents,
@@ -28,7 +28,7 @@ from eqx_decoders.layers.attention.kernels.common import (
     Result,
     cap_scores,
     cap_slopes,
-    cotangents,
+    make_cotangents,
 )
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Tiles, make_schedule
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval, seen_keys
@@ -37,7 +37,7 @@ from eqx_decoders.layers.tpu import BlockSizes, block_sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _FlashPlan:
-    """What is static about one call."""
+    """Static description of one call."""
 
     mask: Mask
     soft_cap: float | None
@@ -47,7 +47,7 @@ class _FlashPlan:
     key_blocks: BlockSizes
 
     def keys_seen(self, kv_length: int) -> int:
-        """By a query, about: what the compiler is told of the cost."""
+        """Estimate the number of keys that a query sees, for the compiler's cost model."""
         before = kv_length if isinstance(self.mask, Bidirectional) else kv_length // 2
         return min(seen_keys(self.mask, kv_length), before)
 
@@ -55,14 +55,14 @@ class _FlashPlan:
         return cap_scores(tile_product(left, right, 1, 1), self.soft_cap)
 
     def seen(self, intervals: Sequence[Array], positions: Sequence[Array]) -> Bool[Array, "rows columns"]:
-        """One side as rows, the other as columns."""
+        """Return the mask of a tile, with one side as rows and the other as columns."""
         (first, last, segment), (position, key_segment) = intervals, positions
         seen = (position >= first) & (position <= last)
         return seen & (segment == key_segment) if self.segments else seen
 
 
 def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """In f32. Products of bfloat16 are exact, whatever precision is the default."""
+    """Multiply two tiles in f32. Products of bfloat16 are exact, whatever precision is the default."""
     return jax.lax.dot_general(
         left,
         right,
@@ -76,11 +76,28 @@ def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> 
 
 
 def _split(x: Any, axis: int) -> list[Array]:
-    """The rows (axis 0) or columns (axis 1) of an array or of a reference to one."""
+    """Split an array, or a reference to one, into its rows (axis 0) or columns (axis 1)."""
     return [x[i : i + 1, :] if axis == 0 else x[:, i : i + 1] for i in range(x.shape[axis])]
 
 
-def _forward_kernel(plan, tiles, table, query, key, value, intervals, positions, out, lse, columns, top, total, sums):
+class _ForwardRefs(NamedTuple):
+    """Blocks that the forward kernel reads, blocks that it writes, and its scratch memory."""
+
+    query: Any
+    key: Any
+    value: Any
+    intervals: Any
+    positions: Any
+    out: Any
+    lse: Any
+    columns: Any
+    top: Any
+    total: Any
+    sums: Any
+
+
+def _forward_kernel(plan: _FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
+    query, key, value, intervals, positions, out, lse, columns, top, total, sums = _ForwardRefs(*refs)
     batch, held, step = (pl.program_id(i) for i in (0, 2, 3))
 
     @pl.when(step == 0)
@@ -115,7 +132,7 @@ def _slopes(
     lse_delta: Sequence[Array],
     seen: Array | None,
 ) -> tuple[Array, Array]:
-    """P and dS of a tile, queries or keys on the left; `bars` are dO and V in the same order."""
+    """Compute P and dS of a tile, queries or keys on the left; `bars` are dO and V in the same order."""
     lse, delta = lse_delta
     scores = plan.scores(left, right)
     weights = jnp.exp((scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - lse)
@@ -123,10 +140,24 @@ def _slopes(
     return weights, cap_slopes(slopes, scores, plan.soft_cap)
 
 
-def _query_kernel(
-    plan, tiles, table, query, key, value, out_bar, intervals, positions, lse_delta, query_bar,
-    columns, lse_delta_columns, sums
-):  # fmt: skip
+class _BackwardBlocks(NamedTuple):
+    """Blocks that both backward kernels read."""
+
+    query: Any
+    key: Any
+    value: Any
+    out_bar: Any
+    intervals: Any
+    positions: Any
+    lse_delta: Any
+
+
+_BLOCKS = len(_BackwardBlocks._fields)
+
+
+def _query_kernel(plan: _FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
+    query, key, value, out_bar, intervals, positions, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
+    query_bar, columns, lse_delta_columns, sums = refs[_BLOCKS:]
     batch, held, step = (pl.program_id(i) for i in (0, 2, 3))
 
     @pl.when(step == 0)
@@ -147,10 +178,9 @@ def _query_kernel(
         query_bar[0, 0] = sums[...].astype(query_bar.dtype)
 
 
-def _key_kernel(
-    plan, tiles, table, query, key, value, out_bar, intervals, positions, lse_delta, key_bar, value_bar,
-    columns, key_sums, value_sums
-):  # fmt: skip
+def _key_kernel(plan: _FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
+    query, key, value, out_bar, intervals, positions, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
+    key_bar, value_bar, columns, key_sums, value_sums = refs[_BLOCKS:]
     batch, held, group, step = (pl.program_id(i) for i in (0, 2, 3, 4))
 
     @pl.when((group == 0) & (step == 0))
@@ -176,7 +206,7 @@ def _key_kernel(
 
 
 def _tiles(plan: _FlashPlan, query: tuple[int, ...], key: tuple[int, ...], keys_held: bool) -> Tiles:
-    """Of arrays with these shapes."""
+    """Return the tiles for arrays of these shapes."""
     if keys_held:
         query_block, key_block = plan.query_blocks.streamed, plan.key_blocks.held
     else:
@@ -202,12 +232,12 @@ def _call(
     features: int,
     keys_held: bool = False,
 ) -> Sequence[Array]:
-    """One `pallas_call`.
+    """Run one `pallas_call`.
 
     **Arguments:**
 
     - `operands`, `results`: arrays, or shapes and dtypes, with the places of their blocks; query and key come first.
-    - `scratch`: what is kept beside a held block from step to step: columns and dtypes.
+    - `scratch`: columns and dtypes of the arrays that persist while a block is held.
     - `features`: of all products of a tile together.
     - `keys_held`: whether blocks of keys are held and blocks of queries stream.
     """
@@ -251,12 +281,12 @@ def _call(
 def _forward(
     plan: _FlashPlan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
 ) -> tuple[Array, Array]:
-    """out, and lse as a row of each head: [batch, heads, 1, length]."""
-    dim, places = value.shape[3], ("queries", "keys", "keys", "intervals", "positions")
+    """Compute out, and lse as a row of each head: [batch, heads, 1, length]."""
+    dim, kinds = value.shape[3], ("queries", "keys", "keys", "intervals", "positions")
     out, lse = _call(
         plan,
         _forward_kernel,
-        list(zip(places, (query, key, value, intervals, positions), strict=True)),
+        list(zip(kinds, (query, key, value, intervals, positions), strict=True)),
         [
             ("queries", (*query.shape[:3], dim), query.dtype),
             ("rows", (*query.shape[:2], 1, query.shape[2]), jnp.float32),
@@ -272,17 +302,17 @@ def _backward(
     query: Array,
     key: Array,
     value: Array,
-    places: AttentionPositions,
-    known: Cotangents,
+    positions: AttentionPositions,
+    cotangents: Cotangents,
     dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value, in a dtype or in theirs.
+    """Compute gradients of query, key and value, in a dtype or in theirs.
 
-    Of `known`, lse and delta are a row of each head: [batch, heads, 1, length].
+    lse and delta of `cotangents` are a row of each head: [batch, heads, 1, length].
     """
     dim, value_dim = query.shape[3], value.shape[3]
-    rows = jnp.concatenate([known.lse, known.delta], 2)
-    arrays = query, key, value, known.out_bar, *_intervals_and_positions(plan, places), rows
+    rows = jnp.concatenate([cotangents.lse, cotangents.delta], 2)
+    arrays = query, key, value, cotangents.out_bar, *_intervals_and_positions(plan, positions), rows
     kinds = ("queries", "keys", "keys", "queries", "intervals", "positions", "rows")
     operands = list(zip(kinds, arrays, strict=True))
     (query_bar,) = _call(
@@ -310,56 +340,48 @@ def _backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _softmax(
-    plan: _FlashPlan, query: Array, key: Array, value: Array, places: AttentionPositions
+    plan: _FlashPlan, query: Array, key: Array, value: Array, positions: AttentionPositions
 ) -> tuple[Array, Array]:
-    return _forward(plan, query, key, value, *_intervals_and_positions(plan, places))
+    return _forward(plan, query, key, value, *_intervals_and_positions(plan, positions))
 
 
-def _softmax_fwd(plan: _FlashPlan, query: Array, key: Array, value: Array, places: AttentionPositions):
-    results = _forward(plan, query, key, value, *_intervals_and_positions(plan, places))
+def _softmax_fwd(plan: _FlashPlan, query: Array, key: Array, value: Array, positions: AttentionPositions):
+    results = _forward(plan, query, key, value, *_intervals_and_positions(plan, positions))
     out, lse = (checkpoint_name(x, "context") for x in results)
-    return (out, lse), (query, key, value, places, out, lse)
+    return (out, lse), (query, key, value, positions, out, lse)
 
 
-def _softmax_bwd(plan: _FlashPlan, kept: tuple, bars: tuple):
-    query, key, value, places, out, lse = kept
-    known = cotangents((out, lse[:, :, 0]), (bars[0], bars[1][:, :, 0]))
-    known = known._replace(lse=lse, delta=known.delta[:, :, None])
-    return *_backward(plan, query, key, value, places, known), None
+def _softmax_bwd(plan: _FlashPlan, residuals: tuple, bars: tuple):
+    query, key, value, positions, out, lse = residuals
+    cotangents = make_cotangents((out, lse[:, :, 0]), (bars[0], bars[1][:, :, 0]))
+    cotangents = cotangents._replace(lse=lse, delta=cotangents.delta[:, :, None])
+    return *_backward(plan, query, key, value, positions, cotangents), None
 
 
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
-def interval_attention(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: AttentionCall
-) -> Result:
-    """Attention as `attend` defines it, for TPUs; on any other platform it is interpreted, slowly.
+def interval_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
+    """Attend as `attend` defines it, for TPUs; on any other platform it is interpreted, slowly.
 
     Under remat, saving "context" (out and lse) saves the whole forward pass.
     """
+    query, key, value, positions, *_ = inputs
     length = query.shape[1]
     plan = _plan(call)
-    results: Any = _softmax(plan, *_heads_first(plan, query, key, value), places)
+    results: Any = _softmax(plan, *_heads_first(plan, query, key, value), positions)
     out, lse = results
     return out[:, :, :length].swapaxes(1, 2), lse[:, :, 0, :length].swapaxes(1, 2)
 
 
-def interval_gradients(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: AttentionCall,
-    known: Cotangents,
-) -> Gradients:
-    """Gradients as `attend_gradients` defines them."""
+def interval_gradients(inputs: AttentionInputs, call: AttentionCall, cotangents: Cotangents) -> Gradients:
+    """Compute gradients as `attend_gradients` defines them."""
+    query, key, value, positions, *_ = inputs
     length, kv_length = query.shape[1], key.shape[1]
     plan = _plan(call)
-    out_bar, *rows = (_fill(x.swapaxes(1, 2), plan.query_blocks, 2) for x in known)
+    out_bar, *rows = (_fill(x.swapaxes(1, 2), plan.query_blocks, 2) for x in cotangents)
     rows = [x[:, :, None] for x in rows]
-    grads = _backward(plan, *_heads_first(plan, query, key, value), places, Cotangents(out_bar, *rows), jnp.float32)
+    grads = _backward(plan, *_heads_first(plan, query, key, value), positions, Cotangents(out_bar, *rows), jnp.float32)
     query_bar, key_bar, value_bar = (x.swapaxes(1, 2) for x in grads)
     return query_bar[:, :length], key_bar[:, :kv_length], value_bar[:, :kv_length]
 
@@ -377,27 +399,27 @@ def _plan(call: AttentionCall) -> _FlashPlan:
 
 
 def _heads_first(plan: _FlashPlan, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """[batch, heads, length, dim], in whole blocks."""
+    """Transpose to [batch, heads, length, dim], and pad to whole blocks."""
     key, value = (_fill(x.swapaxes(1, 2), plan.key_blocks, 2) for x in (key, value))
     return _fill(query.swapaxes(1, 2), plan.query_blocks, 2), key, value
 
 
 def _intervals_and_positions(
-    plan: _FlashPlan, places: AttentionPositions
+    plan: _FlashPlan, positions: AttentionPositions
 ) -> tuple[Int[Array, "batch 3 length"], Int[Array, "batch 2 kv_length"]]:
-    """The first and last position that each query sees, and its segment; the position and segment of each key."""
+    """Stack each query's first and last visible position and segment, and each key's position and segment."""
 
     def stack(blocks: BlockSizes, segments: Array | None, *rows: tuple[Array, int]) -> Array:
         rows = (*rows, (jnp.zeros_like(rows[0][0]) if segments is None else segments, 0))
         return jnp.stack([_fill(x.astype(jnp.int32), blocks, 1, value) for x, value in rows], 1)
 
-    first, last = interval(plan.mask, places.query_positions, places.query_spans)
-    intervals = stack(plan.query_blocks, places.query_segments, (first, 0), (last, -1))
-    return intervals, stack(plan.key_blocks, places.key_segments, (places.key_positions, -1))
+    first, last = interval(plan.mask, positions.query_positions, positions.query_spans)
+    intervals = stack(plan.query_blocks, positions.query_segments, (first, 0), (last, -1))
+    return intervals, stack(plan.key_blocks, positions.key_segments, (positions.key_positions, -1))
 
 
 def _fill(x: Array, blocks: BlockSizes, axis: int, value: int = 0) -> Array:
-    """Padded to whole blocks, at least one."""
+    """Pad to whole blocks, at least one."""
     more = [(0, 0)] * x.ndim
     more[axis] = (0, blocks.held * max(1, -(-x.shape[axis] // blocks.held)) - x.shape[axis])
     return jnp.pad(x, more, constant_values=value)

@@ -1,9 +1,9 @@
-"""What a tile of scores needs of the mask, and which tile each step of the interval kernel works on.
+"""Tiles of scores of the flash kernel: the mask that each needs, and the tile of each step.
 
-A tile is a block of queries against a block of keys. What it needs follows from the extremes of its queries' intervals
-and of its keys' positions and segments: either no query sees a key of it, and it is skipped; or all see all, and no
-mask is applied; or segments and positions are compared. This holds for any order of positions. Only the blocks from the
-first to the last that a held block sees are read at all.
+A tile is a block of queries against a block of keys. The extremes of its queries' intervals and of its keys' positions
+and segments decide: either no query sees a key of it, and it is skipped; or all see all, and no mask is applied; or
+segments and positions are compared. This holds for any order of positions. Only the blocks from the first to the last
+that a held block sees are read at all.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _POSITIONS, _SEGMENTS = 2**20, 2**11
 
 
 def _code(segments: bool, position: Array, segment: Array) -> Array:
-    """A number that keeps the order of positions within a segment, and of segments.
+    """Encode segment and position in a number that keeps their order.
 
     Positions beyond 2^20 have one number, and segments 2^11 apart the same: then tiles may be visited in vain, no more.
     """
@@ -31,9 +31,9 @@ def _code(segments: bool, position: Array, segment: Array) -> Array:
 
 
 class Schedule(NamedTuple):
-    """What is known of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
+    """Extremes of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
 
-    - `reach`: of each block that is held the first block that it sees, and how many there are up to the last.
+    - `reach`: for each held block the first block that it sees, and the number of blocks up to the last.
     - `queries`: the least code of a first position, last position and segment; the largest code of a last position,
         first position and segment; whether all queries see anything.
     - `keys`: the least code, position and segment; the largest; whether all are tokens.
@@ -47,8 +47,10 @@ class Schedule(NamedTuple):
 def make_schedule(
     segments: bool, intervals: Array, positions: Array, query_block: int, key_block: int, keys_held: bool
 ) -> Schedule:
-    """Of what queries see, `[batch, 3, length]` (first, last, segment), and of keys, `[batch, 2, kv_length]`
-    (position, segment); `segments` says whether these count."""
+    """Compute the schedule from visible intervals, `[batch, 3, length]` (first, last, segment), and from keys.
+
+    Keys are `[batch, 2, kv_length]` (position, segment); `segments` says whether segments count.
+    """
     first, last, segment = (intervals[:, i] for i in range(3))
     least, largest = (_code(segments, first, segment), last, segment), (_code(segments, last, segment), first, segment)
     queries = _extremes(least, largest, first <= last, query_block)
@@ -62,7 +64,7 @@ def make_schedule(
 def _extremes(
     least: Sequence[Array], largest: Sequence[Array], counts: Bool[Array, "batch length"], block: int
 ) -> list[Array]:
-    """Of what counts in each block the least and the largest of some numbers, and whether all of it does."""
+    """Return the least and the largest numbers among those that count in each block, and whether all of it counts."""
 
     def blocks(x: Array) -> Array:
         return x.reshape(x.shape[0], -1, block)
@@ -74,12 +76,12 @@ def _extremes(
 
 
 def may_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Whether a query of a block may see a key of a block, from their extremes."""
+    """Return whether a query of a block may see a key of a block, from their extremes."""
     return (queries[0] <= keys[3]) & (keys[0] <= queries[3])
 
 
 def all_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Whether every query of a block sees every key of a block."""
+    """Return whether every query of a block sees every key of a block."""
     _, last, segment, _, first, last_segment, all_queries = queries
     _, position, key_segment, _, last_position, last_key_segment, all_keys = keys
     inside = (first <= position) & (last_position <= last) & (all_queries + all_keys == 2)
@@ -94,10 +96,10 @@ def _reach(seen: Bool[Array, "batch held streamed"]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Which tile a step of a grid works on, by the schedule as one row of numbers in scalar memory (where the last of
-    several dimensions would be padded).
+    """Tiles of a grid: each step's tile, by the schedule as one row of numbers in scalar memory.
 
-    The grid is (batch, heads, blocks of queries, steps), or (batch, key heads, blocks of keys, groups, steps).
+    Several dimensions would be padded there. The grid is (batch, heads, blocks of queries, steps), or (batch, key
+    heads, blocks of keys, groups, steps).
     """
 
     batch: int
@@ -109,17 +111,17 @@ class Tiles:
     keys_held: bool
 
     def entry(self, table: Any, field: int, batch: Any, block: Any) -> Any:
-        """Fields 0 and 1 are the schedule's reach, then come 7 of the queries and 7 of the keys."""
+        """Read an entry: fields 0 and 1 are the schedule's reach, then come 7 of the queries and 7 of the keys."""
         counts = [self.columns if self.keys_held else self.rows] * 2 + [self.rows] * 7 + [self.columns] * 7
         return table[self.batch * sum(counts[:field]) + batch * counts[field] + block]
 
     def streamed(self, table: Any, batch: Any, held: Any, step: Any) -> Any:
-        """The block that is read. Where a row ends before others do its last block stays, and is not read again."""
+        """Return the block to read. Where a row ends before others do its last block stays, and is not read again."""
         start, count = (self.entry(table, field, batch, held) for field in range(2))
         return start + jnp.minimum(step, jnp.maximum(count - 1, 0))
 
     def visit(self, table: Any, batch: Any, held: Any, step: Any, add: Callable[[bool], None]) -> None:
-        """Run `add(masked)` if the step's tile has anything that is seen."""
+        """Run `add(masked)` if anything in the step's tile is visible."""
         start, count = (self.entry(table, field, batch, held) for field in range(2))
 
         @pl.when(step < count)
@@ -132,7 +134,7 @@ class Tiles:
             pl.when(some & ~everything)(lambda: add(True))
 
     def spec(self, place: str, dims: tuple[int, ...]) -> pl.BlockSpec:
-        """The block of an array that lies in a place."""
+        """Return the `BlockSpec` of an array that lies in a place."""
         shape = {
             "queries": (1, 1, self.query_block, dims[-1]),
             "keys": (1, 1, self.key_block, dims[-1]),
@@ -154,7 +156,7 @@ class Tiles:
         return pl.BlockSpec(shape, index)
 
     def _at(self, *ids: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """(batch, head, key head, block of queries, block of keys)"""
+        """Return (batch, head, key head, block of queries, block of keys)."""
         *at, table = ids
         if self.keys_held:
             batch, kv_head, held, group, step = at

@@ -1,9 +1,9 @@
-"""Attention over pages in a Pallas kernel for TPU, which reads them where they are.
+"""Paged attention in a Pallas kernel for TPU, which reads the pages of a cache where they are.
 
-A step has some pages of one row, and a block of the row's queries: flash attention (Dao et al., 2022) with the softmax
-kept from step to step. Which step has which, a list in scalar memory says, so rows cost what they see of their past,
-whatever the others do. Pages come in through blocks that the list names: while one step computes, those of the next,
-perhaps of another row, are on their way.
+A step has some pages of one row, and a block of the row's queries: flash attention (Dao et al., 2022) with a softmax
+that runs from step to step. A list in scalar memory assigns them to steps, so rows cost what they see of their cache,
+whatever the others do. Pages come in through blocks that the list names: while one step computes, the pages of the
+next, perhaps of another row, are on their way.
 
     S = scale_k * (Q K'),  S = cap tanh(S / cap),  out = softmax(S) (scale_v * V),  lse = logsumexp S
 """
@@ -34,17 +34,17 @@ _STEP_BYTES = 2**20
 _STEP_PAGES = 16
 _STEP_TOKENS = 128, 1024
 _QUERY_NUMBERS = 2**19  # of a block of queries, or fewer where these do not fit into vector memory
-_VMEM_BYTES = 16 * 2**20  # that kernels get where no more is asked for
+_VMEM_BYTES = 16 * 2**20  # the default limit of kernels
 _SCALAR_BYTES = 2**19  # half of the scalar memory
 _UNROLLED = 8  # heads that are code of their own each
-# What is known of a block of queries: its first block of keys, and how many there are; the first position that one of
+# Fields of a block of queries: its first block of keys, and how many there are; the first position that one of
 # them sees; the first and the last that all see.
 _OF_QUERIES = "start", "count", "low", "all_low", "all_high"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PagedPlan:
-    """What is static about one call. Rows of a block are tokens, and of each the query heads that share a key head."""
+    """Static description of one call. Rows of a block are tokens, with all query heads that share a key head."""
 
     soft_cap: float | None
     interpret: bool
@@ -58,11 +58,11 @@ class _PagedPlan:
     pages: int  # of a step
     key_blocks: int
     scale_heads: int  # 0: no scales
-    values: bool  # whether there are any beside the keys
+    values: bool  # whether there are values, not keys alone
 
     @property
     def rows(self) -> int:
-        """Of a block of queries."""
+        """Rows of a block of queries."""
         return self.tokens * self.groups
 
     @property
@@ -77,7 +77,7 @@ class _PagedPlan:
 
     @property
     def fields(self) -> dict[str, int]:
-        """The list in scalar memory: what stands there, and how many numbers each."""
+        """Fields of the list in scalar memory, with the count of numbers in each."""
         steps = self.held * self.key_blocks
         each = dict.fromkeys(_OF_QUERIES, self.held)
         table = self.batch * self.key_blocks * self.pages
@@ -93,19 +93,19 @@ class _PagedPlan:
         }
 
     def number(self, numbers: Any, field: str, index: Any = 0) -> Any:
-        """One of the list."""
+        """Read one number of the list."""
         names = list(self.fields)
         return numbers[sum(self.fields[name] for name in names[: names.index(field)]) + index]
 
     def step(self, numbers: Any, step: Any) -> tuple[Any, Any, Any, Any]:
-        """The row, the block of its queries, that of all rows' queries and the block of keys of a step."""
+        """Return a step's row, its block of queries in the row and in all rows, and its block of keys."""
         held = self.number(numbers, "of", step)
         row = jax.lax.div(held, self.query_blocks)
         return row, held - row * self.query_blocks, held, self.number(numbers, "block", step)
 
 
 def fits(past: PagedCachedKV, dtype: Any, heads: int) -> bool:
-    """Whether a TPU can read these pages where they are: whole lanes, whole tiles, and numbers that it can widen."""
+    """Return whether a TPU can read these pages in place: whole lanes, whole tiles, and numbers that it can widen."""
     rows = 8 * 4 // past.key.dtype.itemsize  # of a tile
     wide = past.key.dtype.itemsize > 1 or past.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
     whole = past.key.shape[4] % LANE == 0 and past.page_size % rows == 0
@@ -132,21 +132,21 @@ def _kernel(plan: _PagedPlan, numbers: Any, query: Any, *refs: Any) -> None:
         top[...], total[...], sums[...] = jnp.full_like(top, EMPTY), jnp.zeros_like(total), jnp.zeros_like(sums)
 
     def add(masked: bool) -> None:
-        row_places = begin + jax.lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
-        column_places = begin + jax.lax.broadcasted_iota(jnp.int32, (plan.keys, 1), 0)
+        across = begin + jax.lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
+        down = begin + jax.lax.broadcasted_iota(jnp.int32, (plan.keys, 1), 0)
 
-        def kept(places: Array) -> Array:
-            return (places >= low) & (places < length)
+        def in_row(positions: Array) -> Array:
+            return (positions >= low) & (positions < length)
 
         def head(index: Any, _: None) -> None:
-            own = 0 if plan.scale_heads == 1 else index
+            scale_head = 0 if plan.scale_heads == 1 else index
             q = query[index]
             key = _joined(keys, index, q.dtype)
             scores = tile_product(q, key, 1, 1)
-            scores = scores if scales is None else scores * scales[0][own]
+            scores = scores if scales is None else scores * scales[0][scale_head]
             scores = cap_scores(scores, plan.soft_cap)
             if masked:
-                seen = (row_places >= intervals[:, 0:1]) & (row_places <= intervals[:, 1:2]) & (row_places < length)
+                seen = (across >= intervals[:, 0:1]) & (across <= intervals[:, 1:2]) & (across < length)
                 scores = jnp.where(seen, scores, -jnp.inf)
             new_top = jnp.maximum(top[index], scores.max(1, keepdims=True))
             fade, weights = jnp.exp(top[index] - new_top), jnp.exp(scores - new_top)
@@ -154,10 +154,10 @@ def _kernel(plan: _PagedPlan, numbers: Any, query: Any, *refs: Any) -> None:
             total[index] = total[index] * fade + weights.sum(1, keepdims=True)
             value = key if values is None else _joined(values, index, q.dtype)
             if masked:  # what others left has weight 0, and 0 times NaN would be NaN
-                value = jnp.where(kept(column_places), value.astype(jnp.float32), 0.0).astype(q.dtype)
+                value = jnp.where(in_row(down), value.astype(jnp.float32), 0.0).astype(q.dtype)
             if scales is not None:
-                scale = scales[1][own]
-                weights = weights * (jnp.where(kept(row_places), scale, 0.0) if masked else scale)
+                scale = scales[1][scale_head]
+                weights = weights * (jnp.where(in_row(across), scale, 0.0) if masked else scale)
             sums[index] = sums[index] * fade + tile_product(weights.astype(q.dtype), value, 1, 0)
 
         if plan.heads <= _UNROLLED:
@@ -178,13 +178,13 @@ def _kernel(plan: _PagedPlan, numbers: Any, query: Any, *refs: Any) -> None:
 
 
 def _joined(pages: Sequence[Any], head: Any, dtype: Any) -> Array:
-    """A head of a step's pages, one after the other."""
+    """Concatenate one head of a step's pages."""
     parts = [_widened(page[head], dtype) for page in pages]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
 
 
 def _widened(x: Array, dtype: Any) -> Array:
-    """Numbers of 8 bits are exact in 16; a TPU makes them by way of 32."""
+    """Widen numbers of 8 bits, which are exact in 16; a TPU does it by way of 32."""
     return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
@@ -201,14 +201,14 @@ def paged_attention(
     soft_cap: float | None = None,
     platform: str = "tpu",
 ) -> Result:
-    """Attention of queries over one device's pages: `attend`'s results, keys being a row's tokens.
+    """Attend to one device's pages: `attend`'s results, with a row's tokens as keys.
 
     **Arguments:**
 
-    - `query`: scaled queries, whose heads share `kv_heads` heads of keys, in order.
+    - `query`: scaled queries, whose heads share `kv_heads` key heads, in order.
     - `past`: with pages whose `fits` is true; off TPUs the kernel is interpreted, and any do.
     - `seen`: the first and the last position that each query sees.
-    - `first_head`: the first of these heads in the pages; a multiple of `kv_heads`.
+    - `first_head`: the first of these key heads in the pages; a multiple of `kv_heads`.
     """
     batch, length, heads, dim = query.shape
     plan = _make_plan(query, past, kv_heads, soft_cap, platform)
@@ -261,9 +261,9 @@ def _make_plan(query: Array, past: PagedCachedKV, kv_heads: int, soft_cap: float
 
 
 def _most_rows(query: Array, past: PagedCachedKV, kv_heads: int, keys: int) -> int:
-    """So many rows of queries fit into vector memory beside a step's keys; what is one wide takes whole lanes there.
+    """Return how many rows of queries fit into vector memory next to a step's keys; a width of one takes whole lanes.
 
-    Blocks are there twice, sums once, and of the scores of one head about three arrays in f32.
+    Blocks are there twice, sums once, and about three arrays of one head's scores in f32.
     """
     width, item = -(-past.key.shape[4] // LANE) * LANE, query.dtype.itemsize
     stored = past.key.dtype.itemsize * (1 if past.value is None else 2)
@@ -274,7 +274,7 @@ def _most_rows(query: Array, past: PagedCachedKV, kv_heads: int, keys: int) -> i
 
 
 def _table(plan: _PagedPlan, past: PagedCachedKV) -> Int[Array, "batch row_pages"]:
-    """In whole steps."""
+    """Pad the page table to whole steps."""
     more = plan.key_blocks * plan.pages - past.table.shape[1]
     return jnp.pad(past.table.astype(jnp.int32), ((0, 0), (0, more)), constant_values=-1)
 
@@ -282,7 +282,7 @@ def _table(plan: _PagedPlan, past: PagedCachedKV) -> Int[Array, "batch row_pages
 def _numbers(
     plan: _PagedPlan, past: PagedCachedKV, first: Array, last: Array, first_head: Any
 ) -> Int[Array, "numbers"]:
-    """The list: which block of keys meets which queries at each step, and what is known of these."""
+    """Build the list: each step's block of keys and block of queries, and their bounds."""
     lengths = jnp.minimum(past.lengths, past.table.shape[1] * plan.page_size).astype(jnp.int32)
     last = jnp.minimum(last, lengths[:, None] - 1)
     first, last = (x.astype(jnp.int32).reshape(plan.held, plan.tokens) for x in (first, last))
@@ -296,7 +296,7 @@ def _numbers(
     ends, index = jnp.cumsum(steps), jnp.arange(plan.held * plan.key_blocks, dtype=jnp.int32)
     of = jnp.repeat(jnp.arange(plan.held, dtype=jnp.int32), steps, total_repeat_length=index.size)
     block = jnp.minimum(start[of] + index - (ends - steps)[of], start[of] + steps[of] - 1)
-    found = {
+    fields = {
         "layer": past.layer,
         "head": jnp.asarray(first_head, jnp.int32) // plan.heads,
         "total": ends[-1],
@@ -310,7 +310,7 @@ def _numbers(
         "length": lengths,
         "table": _table(plan, past),
     }
-    numbers = jnp.concatenate([found[name].astype(jnp.int32).reshape(-1) for name in plan.fields])
+    numbers = jnp.concatenate([fields[name].astype(jnp.int32).reshape(-1) for name in plan.fields])
     rule = "numbers that say where pages are fit into a TPU's scalar memory beside others"
     sentence = f"{plan.batch} rows of {past.table.shape[1]} pages: {_SCALAR_BYTES // 4} {rule}, not {numbers.size}"
     check(4 * numbers.size <= _SCALAR_BYTES, f"{sentence}. Make PageConfig.page_size={plan.page_size} larger.")
@@ -318,7 +318,7 @@ def _numbers(
 
 
 def _scales(plan: _PagedPlan, past: PagedCachedKV, first_head: Any) -> list[Array]:
-    """Of keys and of values, gathered: they are few. [batch, heads, 1, slots]"""
+    """Gather the scales of keys and values, which are few: [batch, heads, 1, slots]."""
     if past.key_scale is None:
         return []
     pages = jnp.maximum(_table(plan, past), 0)
@@ -336,7 +336,7 @@ def _scales(plan: _PagedPlan, past: PagedCachedKV, first_head: Any) -> list[Arra
 def _call(
     plan: _PagedPlan, numbers: Array, query: Array, past: PagedCachedKV, intervals: Array, scales: Sequence[Array]
 ) -> Sequence[Array]:
-    """One `pallas_call`."""
+    """Run one `pallas_call`."""
     block = (None, plan.heads, plan.rows, plan.width)
 
     def of_queries(*shape: int | None) -> pl.BlockSpec:
@@ -346,10 +346,10 @@ def _call(
 
         return pl.BlockSpec(shape, index)
 
-    def of_page(place: int) -> pl.BlockSpec:
+    def of_page(kind: int) -> pl.BlockSpec:
         def index(step: Any, numbers: Any) -> tuple[Any, ...]:
             row, _, _, block = plan.step(numbers, step)
-            page = plan.number(numbers, "table", (row * plan.key_blocks + block) * plan.pages + place)
+            page = plan.number(numbers, "table", (row * plan.key_blocks + block) * plan.pages + kind)
             return plan.number(numbers, "layer"), jnp.maximum(page, 0), plan.number(numbers, "head"), 0, 0
 
         return pl.BlockSpec((None, None, plan.heads, plan.page_size, plan.width), index)
@@ -358,7 +358,7 @@ def _call(
         row, _, _, block = plan.step(numbers, step)
         return row, 0, 0, block
 
-    pages = [of_page(place) for place in range(plan.pages)]
+    pages = [of_page(kind) for kind in range(plan.pages)]
     stored = [past.key] if past.value is None else [past.key, past.value]
     operands = [query, *(x for x in stored for _ in pages), *scales, intervals]
     in_specs = [of_queries(*block), *(spec for _ in stored for spec in pages)]

@@ -1,9 +1,9 @@
 """Attention by JAX's splash kernel for TPUs (Pallas), where it is exact.
 
-Splash goes by indices and ids: a query sees what stands before it in the row (or all of it, or so much) and has its id.
-That is our mask where queries and keys are the same tokens in order; of a window also only where no positions are
-missing. Padding gets an id of its own, and each chunk of a segment one. Tiles that no query of any row could see by
-index are skipped, those of other documents are not: the interval kernel skips these, too.
+Splash goes by indices and ids: a query sees what stands before it in the row (all of it, or a window) and has its id.
+That is our mask where queries and keys are the same tokens in order; a window also needs positions without gaps.
+Padding gets an id of its own, and each chunk of a segment one. Tiles that no query of any row could see by index are
+skipped, tiles of other documents are not: the interval kernel skips these, too.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Int
 
-from eqx_decoders.layers.attention.kernels.call import AttentionCall
+from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.tpu import LANES
@@ -28,7 +28,7 @@ PADDING = jnp.iinfo(jnp.int32).min
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """What splash attention cannot do of this call, in words, or None."""
+    """Return what splash attention cannot do in this call, in words, or None."""
     if not call.aligned:
         return "queries that are not the keys, in the same order"
     if isinstance(call.mask, SlidingWindow) and not call.dense_positions:
@@ -39,13 +39,12 @@ def refusal(call: AttentionCall) -> str | None:
     return None
 
 
-def splash_attention(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: AttentionCall
-) -> Result:
-    """Attention as `attend` defines it; lse, which would have no gradient, is NaN. Interpreted where there is no TPU.
+def splash_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
+    """Attend as `attend` defines it; lse, which would have no gradient, is NaN. Interpreted where there is no TPU.
 
     Under remat, saving "context" saves the whole forward pass.
     """
+    query, key, value, positions, *_ = inputs
     length, heads = query.shape[1:3]
     more = -length % LANES
     size = length + more
@@ -61,8 +60,8 @@ def splash_attention(
         residual_checkpoint_name="context",
         interpret=call.platform != "tpu",
     )
-    real = places.query_positions >= 0
-    ids = jnp.pad(_ids(call.mask, places), ((0, 0), (0, more)), constant_values=PADDING)
+    real = positions.query_positions >= 0
+    ids = jnp.pad(_ids(call.mask, positions), ((0, 0), (0, more)), constant_values=PADDING)
     arrays = (jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0))) for x in (query, key, value))
     out: Any = jax.vmap(kernel)(*arrays, splash.SegmentIds(ids, ids))
     out = out[:, :, :length].swapaxes(1, 2)
@@ -78,17 +77,17 @@ def _mask(mask: Mask, size: int) -> masks.Mask:
     return masks.CausalMask((size, size))
 
 
-def _ids(mask: Mask, places: AttentionPositions) -> Int[Array, "batch length"]:
-    """A number of what a token's document, or its chunk of a document, has in common; -1 for padding."""
-    positions, segments = places.query_positions, places.query_segments
-    ids = jnp.zeros_like(positions) if segments is None else segments.astype(jnp.int32)
+def _ids(mask: Mask, positions: AttentionPositions) -> Int[Array, "batch length"]:
+    """Number each token's document, or its chunk of a document; -1 for padding."""
+    query_positions, segments = positions.query_positions, positions.query_segments
+    ids = jnp.zeros_like(query_positions) if segments is None else segments.astype(jnp.int32)
     if isinstance(mask, Chunked | Bidirectional) and mask.size is not None:
-        ids = _ranks(ids, positions // mask.size)
-    return jnp.where(positions >= 0, ids, PADDING)
+        ids = _ranks(ids, query_positions // mask.size)
+    return jnp.where(query_positions >= 0, ids, PADDING)
 
 
 def _ranks(one: Array, other: Array) -> Int[Array, "batch length"]:
-    """Numbers of the pairs in each row, in their order: the same for the same pairs."""
+    """Rank the pairs in each row: equal pairs have equal numbers."""
 
     def of_row(one: Array, other: Array) -> Array:
         order = jnp.lexsort((other, one))

@@ -19,7 +19,8 @@ from eqx_decoders.io.huggingface.quantized import checkpoint_tensors
 from eqx_decoders.io.huggingface.quantized.write import pack
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.lora import LoRAConfig, add_lora
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.lora_config import LoRAConfig
 
 
 FIXTURES = Path(__file__).parents[3] / "fixtures"

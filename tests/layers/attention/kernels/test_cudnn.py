@@ -11,6 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.context import Promises
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.kernels import cudnn
@@ -18,7 +19,7 @@ from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, choose
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
-from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, selection, weights_for
 from tests.models import filled
 
@@ -194,7 +195,7 @@ def test_refusals(hopper):
     }.items():
         with pytest.raises(ConfigError, match=f"kernel='cudnn' {sentence}.* These can: dot, chunked"):
             call(**options)
-    with pytest.raises(ConfigError, match="gapless=True needs aligned=True"):
+    with pytest.raises(ConfigError, match="dense_positions=True needs aligned=True"):
         call(dense_positions=True)
 
 
@@ -203,7 +204,7 @@ def test_refusals(hopper):
 
 @pytest.mark.parametrize("mixer", ["attention", "sinks", "latent"])
 def test_what_layers_say_of_their_calls(monkeypatch, mixer):
-    """Rows are gapless where nobody gave positions; lse is read where there is a past, or a sink."""
+    """Positions are dense where nobody gave positions; lse is read where there is a past, or a sink."""
     options: dict[str, Any] = dict(head_dim=8, num_kv_heads=1, num_heads=2)
     kinds = {"attention": AttentionConfig(**options), "sinks": AttentionConfig(**options, sinks=True)}
     kinds["latent"] = LatentAttentionConfig(num_heads=2, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8)
@@ -226,5 +227,5 @@ def test_what_layers_say_of_their_calls(monkeypatch, mixer):
     assert said(order="zigzag") == [(False, False, reads)]
     assert said(segment_ids=tokens) == said(positions=tokens) == [(False, True, reads)]
     cache = ed.init_cache(config, 2, 8)
-    assert said(cache=cache, cache_is_empty=True) == [(False, True, reads)]
+    assert said(cache=cache, promises=Promises(cache_is_empty=True)) == [(False, True, reads)]
     assert said(cache=cache) == [(False, True, True), (False, False, True)]

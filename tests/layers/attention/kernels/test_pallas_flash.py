@@ -135,7 +135,7 @@ def test_blocks_that_nobody_sees_are_not_touched():
 @functools.partial(jax.jit, static_argnames=("mask", "keys_held"))
 def schedule(places, *, mask, keys_held):
     """Which tiles are read, which count, and which need no mask: [batch, blocks of queries, blocks of keys]."""
-    plan = pallas_flash._Plan(
+    plan = pallas_flash._FlashPlan(
         mask=mask,
         soft_cap=None,
         segments=True,
@@ -205,7 +205,7 @@ def test_auto_takes_it_where_it_can(monkeypatch):
     chosen = []
 
     def spy(name):
-        return lambda query, key, value, *a, **o: chosen.append(name) or (query, query[..., 0].astype(jnp.float32))
+        return lambda inputs, call: chosen.append(name) or (inputs.query, inputs.query[..., 0].astype(jnp.float32))
 
     table = {name: dataclasses.replace(kernel, function=spy(name)) for name, kernel in KERNELS.items()}
     table["interval"] = dataclasses.replace(table["interval"], platforms=("tpu",))

@@ -57,7 +57,7 @@ def test_splash_is_dot(interpreted, mask, soft_cap):
 
 
 @pytest.mark.parametrize("mask", [SlidingWindow(70), pytest.param(Causal(), marks=pytest.mark.slow)], ids=str)
-def test_gapless_rows(interpreted, mask):
+def test_rows_of_dense_positions(interpreted, mask):
     qkv, places = make(300), dict.fromkeys(("query_positions", "key_positions"), plain(300))
     options = dict(mask=mask, aligned=True, dense_positions=True, needs_lse=False)
     same(results(qkv, places, kernel="splash", **options), results(qkv, places, kernel="dot", **options))

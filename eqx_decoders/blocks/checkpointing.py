@@ -1,0 +1,55 @@
+"""A block's call inside `jax.checkpoint`: `Execution.remat` says which of its intermediate values are saved."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from eqx_decoders.context import Context
+from eqx_decoders.remat import get_remat
+from eqx_decoders.sharding.offload import to_device
+
+
+def checkpointed(call: Callable[..., Any], ctx: Context, *, prevent_cse: bool, ordered_gradients: bool = False) -> Any:
+    """Return a function `(block, x, ctx, past, key)` that runs a block under the remat policy of `ctx`.
+
+    **Arguments:**
+
+    - `call`: `Block.__call__`, or another function with its arguments.
+    - `prevent_cse`: keep XLA from merging the backward pass's computations with those of the forward pass.
+    - `ordered_gradients`: the backward pass returns the gradient of `x` only once those of the weights are there, added
+        up over devices: for several blocks in the body of a loop.
+    """
+
+    def run(block, x, ctx, past, key):
+        # inside of the checkpoint, so that the backward pass fetches the host's weights again
+        block = to_device(block)
+        if ordered_gradients:
+            block, x = _order_gradients(block, x)
+        return call(block, x, ctx, past, key=key)
+
+    remat = get_remat(ctx.execution.remat)
+    if remat is None:
+        return run
+    # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it
+    return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
+
+
+def _order_gradients(block: Any, x: Any) -> tuple[Any, Any]:
+    """Return both unchanged; their gradients leave together.
+
+    Nothing else needs those of weights before the loop goes on, and the compiler might leave them to its end: what they
+    are computed from is then in memory for all blocks at once (gemma3-12b, six blocks: 38 instead of 22 GB).
+    """
+    weights, rest = eqx.partition(block, eqx.is_inexact_array)
+    weights, x = _gradients_together((weights, x))
+    return eqx.combine(weights, rest), x
+
+
+@jax.custom_vjp
+def _gradients_together(tree: Any) -> Any:
+    return tree
+
+
+_gradients_together.defvjp(lambda tree: (tree, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),))

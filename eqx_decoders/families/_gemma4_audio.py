@@ -1,0 +1,260 @@
+"""Audio encoder of the smaller Gemma 4 (Gemma Team 2026): a Conformer (Gulati et al. 2020), 40 ms a token.
+
+Its attention is local, by content and distance; its matrices clip their inputs and outputs.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
+from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, abbreviate, activation_name
+from eqx_decoders.families.multimodal import finish, linear
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+
+
+# The stream is never larger, and neither is what a layer adds before its norm.
+CLIP = 1e10
+_MLP_SIZE, _EPS = 4, 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConformerSizes:
+    """Sizes of the encoder of audio; the defaults are those of transformers' `Gemma4AudioConfig`.
+
+    **Arguments:**
+
+    - `embed_dim`, `layers`, `heads`: features, number and heads of the layers.
+    - `feature_dim`: number of features before the last norm.
+    - `mel_bands`, `filters`: bands of a frame, and filters of each convolution of the input layers.
+    - `taps`: taps of a layer's convolution.
+    - `half`: factor of feed-forward layers.
+    - `chunk`, `left`, `right`, `soft_cap`: as in `LocalAttentionConfig`.
+    - `eps`, `clip`: as in `RMSNormConfig`.
+    - `activation`: activation of MLPs and convolutions.
+    - `clipped`: as in `EncoderConfig`.
+    """
+
+    embed_dim: int = 1024
+    layers: int = 12
+    heads: int = 8
+    mel_bands: int = 128
+    filters: tuple[int, int] = (128, 32)
+    feature_dim: int = 1536
+    taps: int = 5
+    half: float = 0.5
+    chunk: int = 12
+    left: int = 13
+    right: int = 0
+    soft_cap: float = 50.0
+    eps: float = 1e-6
+    clip: float = CLIP
+    activation: str = "silu"
+    clipped: bool = True
+
+
+def gemma4_audio(sizes: ConformerSizes = ConformerSizes(), *, out_dim: int) -> EncoderConfig:
+    """Return the encoder of audio."""
+    activation, heads = sizes.activation, sizes.heads
+    plain, norm = RMSNormConfig(eps=sizes.eps), RMSNormConfig(eps=_EPS, clip=sizes.clip)
+    mlp = MLPConfig(mlp_dim=_MLP_SIZE * sizes.embed_dim, activation=activation, gated=False)
+    feed_forward = ExtraLayerConfig(layer=mlp, pre_norm=norm, post_norm=norm, scale=sizes.half)
+    convolution_norm = RMSNormConfig(eps=sizes.eps, clip=sizes.clip)
+    convolution = LightConvolutionConfig(taps=sizes.taps, activation=activation, norm=convolution_norm)
+    block = BlockConfig(
+        pre_layers=(feed_forward,),
+        mixer=LocalAttentionConfig(
+            num_heads=heads, head_dim=sizes.embed_dim // heads, chunk=sizes.chunk, left=sizes.left, right=sizes.right,
+            soft_cap=sizes.soft_cap,
+        ),
+        mlp=None,
+        pre_mixer_norm=norm,
+        post_mixer_norm=norm,
+        post_layers=(ExtraLayerConfig(layer=convolution, pre_norm=plain), feed_forward),
+        residual=Sequential(output_norm=norm),
+    )  # fmt: skip
+    stem_norm = LayerNormConfig(eps=sizes.eps, bias=False)
+    last = ProjectionConfig(dim=out_dim, norm=RMSNormConfig(eps=sizes.eps, scale=False))
+    return EncoderConfig(
+        embed_dim=sizes.embed_dim,
+        stem=FrameStemConfig(mel_bands=sizes.mel_bands, filters=sizes.filters, norm=stem_norm),
+        blocks=(block,) * sizes.layers,
+        projector=ProjectorConfig(layers=(ProjectionConfig(dim=sizes.feature_dim, bias=True), last)),
+        clipped=sizes.clipped,
+    )
+
+
+# --- config.json ---
+
+_KEYS = {
+    "hidden_size": "embed_dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "conv_kernel_size": "taps",
+    "residual_weight": "half",
+    "attention_chunk_size": "chunk",
+    "attention_context_left": "left",
+    "attention_context_right": "right",
+    "attention_logit_cap": "soft_cap",
+    "use_clipped_linears": "clipped",
+    "rms_norm_eps": "eps",
+    "gradient_clipping": "clip",
+    "output_proj_dims": "feature_dim",
+}
+_OTHER = "MediaConfig.audio must be an encoder that gemma4_audio makes: transformers' settings describe no other."
+
+
+def _bands(filters: Sequence[int]) -> int:
+    """Return the bands of a frame: transformers' input projection expects `filters[0] // 4` behind the convolutions."""
+    return 4 * (filters[0] // 4)
+
+
+def read_audio(fields: Fields, out_dim: int) -> EncoderConfig | None:
+    """Read the encoder of `audio_config`; None where there is none."""
+    table = fields.table("audio_config")
+    if table is None:
+        return None
+    embed, heads = table.integer("hidden_size", 1024), table.integer("num_attention_heads", 8)
+    if embed % heads:
+        raise table.error(f"hidden_size={embed} must be a multiple of num_attention_heads={heads}.")
+    left, right = table.integer("attention_context_left", 13), table.integer("attention_context_right", 0, least=0)
+    if left < 2:
+        raise table.error(f"attention_context_left={left} must be at least 2: tokens that see none have no meaning.")
+    invalid = table.take("attention_invalid_logits_value", -1e9)
+    if not isinstance(invalid, int | float) or isinstance(invalid, bool) or not invalid <= -1e4:
+        rule = "must be a number of at most -10000: what is not seen has no weight"
+        raise table.error(f"attention_invalid_logits_value={abbreviate(invalid)} {rule}.")
+    filters = _read_filters(table)
+    sizes = ConformerSizes(
+        embed_dim=embed,
+        layers=table.layers("num_hidden_layers", 12),
+        heads=heads,
+        mel_bands=_bands(filters),
+        filters=filters,
+        feature_dim=table.integer("output_proj_dims", 1536),
+        taps=table.integer("conv_kernel_size", 5),
+        half=table.number("residual_weight", 0.5),
+        chunk=table.integer("attention_chunk_size", 12),
+        left=left,
+        right=right,
+        soft_cap=table.number("attention_logit_cap", 50.0),
+        eps=table.number("rms_norm_eps", 1e-6),
+        clip=table.number("gradient_clipping", CLIP),
+        activation=table.word("hidden_act", ACTIVATIONS, "silu"),
+        clipped=table.flag("use_clipped_linears", True),
+    )
+    finish(fields, "audio_config", table, {"initializer_range": "of new weights"})
+    return gemma4_audio(sizes, out_dim=out_dim)
+
+
+def _read_filters(table: Fields) -> tuple[int, int]:
+    filters = table.numbers("subsampling_conv_channels", [128, 32])
+    if len(filters) != 2 or filters[0] < 4 or not 0 < filters[1] < 2**31 or filters[0] >= 2**31:
+        rule = "must be two numbers above 0, the first one at least 4"
+        raise table.error(f"subsampling_conv_channels={abbreviate(filters)} {rule}.")
+    return filters[0], filters[1]
+
+
+def write_audio(audio: EncoderConfig) -> dict[str, Any]:
+    """Return the keys that `read_audio` reads; ConversionError for another encoder."""
+    block, layers = audio.blocks[0], audio.projector.layers
+    stem: Any = audio.stem
+    mixer: Any = block.mixer
+    extra_layers: list[Any] = [branch.layer for branch in (*block.pre_layers, *block.post_layers)]
+    known = isinstance(stem, FrameStemConfig) and isinstance(mixer, LocalAttentionConfig) and len(block.pre_layers) == 1
+    if not known or [type(layer) for layer in extra_layers] != [MLPConfig, LightConvolutionConfig, MLPConfig]:
+        raise ConversionError(_OTHER)
+    mlp, convolution, _ = extra_layers
+    sizes: dict[str, Any] = dict(
+        embed_dim=audio.embed_dim,
+        layers=len(audio.blocks),
+        heads=mixer.num_heads,
+        activation=mlp.activation,
+        filters=stem.filters,
+        taps=convolution.taps,
+        half=block.pre_layers[0].scale,
+        chunk=mixer.chunk,
+        left=mixer.left,
+        right=mixer.right,
+        soft_cap=mixer.soft_cap,
+        clipped=audio.clipped,
+        eps=convolution.norm.eps,
+        clip=getattr(block.pre_mixer_norm, "clip", None) or CLIP,
+        feature_dim=layers[0].dim,
+    )
+    # config.json has no place for anything else
+    two = len(stem.filters) == 2 and stem.filters[0] >= 4
+    if not two:
+        raise ConversionError(_OTHER)
+    if gemma4_audio(ConformerSizes(**sizes, mel_bands=_bands(stem.filters)), out_dim=audio.out_dim) != audio:
+        raise ConversionError(_OTHER)
+    written = {key: sizes[name] for key, name in _KEYS.items()}
+    written |= {"hidden_act": activation_name(mlp.activation), "subsampling_conv_channels": list(stem.filters)}
+    return {"model_type": "gemma4_audio", **written, "attention_invalid_logits_value": -1e9}
+
+
+# --- tensors ---
+
+
+def maybe_clipped(row: Weight) -> Iterator[Weight]:
+    """Yield the rows of a projection, without and with the bounds of its inputs and outputs."""
+    name = row.name.removesuffix("weight")
+    yield Weight(f"{name}linear.weight", row.path, row.pattern)
+    yield Weight(f"{name}linear.weight", f"{row.path}.weight", row.pattern)
+    for bound in ("input_min", "input_max", "output_min", "output_max"):
+        yield Weight(name + bound, f"{row.path}.{bound}", " -> ")
+
+
+_TOWER = "model.audio_tower."
+_LAYER = _TOWER + "layers.{layer}."
+_ATTENTION = _LAYER + "self_attn."
+_HEADS, _KERNEL = "(heads head_dim)", "filters input_filters kernel_columns kernel_rows"
+_MATRICES = (
+    *(Weight(f"{_ATTENTION}{part[0]}_proj.weight", f"audio.mixer.{part}", f"{_HEADS} embed -> embed heads head_dim")
+      for part in ("query", "key", "value")),
+    Weight(_ATTENTION + "post.weight", "audio.mixer.out", f"embed {_HEADS} -> heads head_dim embed"),
+    *(Weight(f"{_LAYER}feed_forward{number}.ffw_layer_1.weight", f"audio.{path}.layer.up", "mlp embed -> embed mlp")
+      for number, path in ((1, "pre_layers.0"), (2, "post_layers.1"))),
+    *(Weight(f"{_LAYER}feed_forward{number}.ffw_layer_2.weight", f"audio.{path}.layer.down", "embed mlp -> mlp embed")
+      for number, path in ((1, "pre_layers.0"), (2, "post_layers.1"))),
+    Weight(_LAYER + "lconv1d.linear_start.weight", "audio.post_layers.0.layer.into",
+           "(inputs channels) embed -> embed inputs channels"),
+    Weight(_LAYER + "lconv1d.linear_end.weight", "audio.post_layers.0.layer.out", "embed channels -> channels embed"),
+)  # fmt: skip
+_NORMS = {
+    "feed_forward1.pre_layer_norm": "pre_layers.0.pre_norm",
+    "feed_forward1.post_layer_norm": "pre_layers.0.post_norm",
+    "norm_pre_attn": "pre_mixer_norm",
+    "norm_post_attn": "post_mixer_norm",
+    "lconv1d.pre_layer_norm": "post_layers.0.pre_norm",
+    "lconv1d.conv_norm": "post_layers.0.layer.norm",
+    "feed_forward2.pre_layer_norm": "post_layers.1.pre_norm",
+    "feed_forward2.post_layer_norm": "post_layers.1.post_norm",
+    "norm_out": "residual.norm",
+}
+_STEM = _TOWER + "subsample_conv_projection."
+WEIGHTS = (
+    *(Weight(f"{_STEM}layer{index}.conv.weight", f"audio.stem.convolutions.{index}.kernel", f"{_KERNEL} -> {_KERNEL}")
+      for index in range(2)),
+    *(Weight(f"{_STEM}layer{index}.norm.weight", f"audio.stem.convolutions.{index}.norm.scale", "norm -> norm")
+      for index in range(2)),
+    Weight(_STEM + "input_proj_linear.weight", "audio.stem.out", "embed (mel filters) -> mel filters embed"),
+    *(bounded for row in _MATRICES for bounded in maybe_clipped(row)),
+    Weight(_ATTENTION + "relative_k_proj.weight", "audio.mixer.relative_key",
+           f"{_HEADS} signal -> signal heads head_dim"),
+    Weight(_ATTENTION + "per_dim_scale", "audio.mixer.scale", "head_dim -> head_dim"),
+    Weight(_LAYER + "lconv1d.depthwise_conv1d.weight", "audio.post_layers.0.layer.taps",
+           "channels 1 taps -> channels taps"),
+    *(Weight(f"{_LAYER}{name}.weight", f"audio.{path}.scale", "norm -> norm") for name, path in _NORMS.items()),
+    *linear(_TOWER + "output_proj", "audio.projector.layers.0"),
+    *linear("model.embed_audio.embedding_projection", "audio.projector.layers.1"),
+)  # fmt: skip

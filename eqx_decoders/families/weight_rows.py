@@ -1,0 +1,171 @@
+"""Rows of a family's table of weights, and the tensors of a checkpoint that hold one weight."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from eqx_decoders.sharding.axes import Axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Position of a weight among several that share a tensor, one after another along one of its dimensions.
+
+    **Arguments:**
+
+    - `index`, `count`: the weight's index, from 0, and the number of weights.
+    - `axis`: the dimension.
+    - `within`: an axis of the layer whose size is the number of blocks of the dimension, each with a share of every
+        weight in turn, as where each query head is followed by its gate; None for one block.
+    """
+
+    index: int
+    count: int
+    axis: int = 0
+    within: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One row of a family's table: a tensor and the weight that it holds.
+
+    **Arguments:**
+
+    - `name`: the tensor's name in a checkpoint; `{layer}` and `{expert}` stand for numbers, and `{depth}` for that of a
+        layer of multi-token prediction where these are counted by themselves.
+    - `path`: the weight's path, within a block if `name` has a layer, else within the decoder. In a block of an encoder
+        it begins with the encoder's name: `vision.mixer.query`.
+    - `pattern`: from the tensor's dimensions to the weight's, for `einops.rearrange`. For a part of a tensor it is
+        written as if this were the whole.
+    - `part`: the part of a tensor that several weights share.
+    """
+
+    name: str
+    path: str
+    pattern: str
+    part: Part | None = None
+
+    def fits(self, words: Axes) -> bool:
+        """Return True for a weight with these axes: an MLP's and its experts' gates have the same path."""
+        stacked = ["layers"] * ("{layer}" in self.name or self.is_mtp)
+        stacked += ["experts"] * ("{expert}" in self.name)
+        return (*stacked, *self.pattern.split("->")[1].split()) == words
+
+    @property
+    def is_mtp(self) -> bool:
+        """True for a row of layers of multi-token prediction."""
+        return self.path.startswith(_DEPTHS)
+
+    @property
+    def owner(self) -> str:
+        """Encoder that the weight belongs to; empty for the decoder."""
+        first = self.path.split(".")[0]
+        return first if first in ENCODERS else ""
+
+    def inside(self, stack: str) -> str:
+        """Return the path in a block of a stack, or in the model where that is empty."""
+        inner = self.path.removeprefix(f"{self.owner}.") if stack and self.owner else self.path
+        return f"{stack}.{inner}".strip(".")
+
+
+ENCODERS = ("vision", "audio")
+_DEPTHS = "mtp.depth."
+
+
+def mtp_rows(weights: Iterable[Weight], layer: str, depth: str) -> tuple[Weight, ...]:
+    """Return the rows with prefix `layer` for layers of multi-token prediction, with prefix `depth`."""
+    return tuple(
+        dataclasses.replace(weight, name=weight.name.replace(layer, depth), path=f"{_DEPTHS}block.{weight.path}")
+        for weight in weights
+        if weight.name.startswith(layer)
+    )
+
+
+def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None = None) -> tuple[Weight, ...]:
+    """Return the rows of weights that share the tensor `name`, in order, each with its path and its pattern."""
+    return tuple(
+        Weight(name, path, pattern, Part(index=index, count=len(rows), axis=axis, within=within))
+        for index, (path, pattern) in enumerate(rows)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """Section of a tensor's dimension that is one weight's: the same rows of each of its equal blocks.
+
+    **Arguments:**
+
+    - `index`: the weight's index among those that share the tensor.
+    - `axis`: the dimension.
+    - `blocks`: number of its blocks.
+    - `begin`, `size`: the weight's rows in each block of `block_size` rows.
+    """
+
+    index: int
+    axis: int
+    blocks: int
+    begin: int
+    size: int
+    block_size: int
+
+    def of(self, x: np.ndarray) -> np.ndarray:
+        """Return the weight's rows of some whole blocks, without a copy: `[..., blocks, size, ...]`."""
+        before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
+        rows = slice(self.begin, self.begin + self.size)
+        return x.reshape(*before, -1, self.block_size, *after)[(*[slice(None)] * (self.axis + 1), rows)]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightMapping:
+    """Tensors of a checkpoint that hold one weight of a model.
+
+    **Arguments:**
+
+    - `names`: the tensors, in the order of the weight's leading axes.
+    - `stack`: the sizes of these axes: none, the layers, or the layers and the experts.
+    - `pattern`: of one of the tensors, or of its section.
+    - `sizes`: size of every axis in `pattern`, 1 included.
+    - `section`: the weight's part of each tensor; None for all of it.
+    """
+
+    names: tuple[str, ...]
+    stack: tuple[int, ...]
+    pattern: str
+    sizes: Mapping[str, int]
+    section: Section | None = None
+
+    def name(self, place: tuple[int, ...]) -> str:
+        """Return the tensor at an index of the leading axes."""
+        return self.names[sum(i * math.prod(self.stack[axis + 1 :]) for axis, i in enumerate(place))]
+
+    @property
+    def stacked(self) -> bool:
+        """True for a weight that several tensors hold."""
+        return bool(self.stack)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of each tensor in the checkpoint."""
+        shape, section = self.own_shape, self.section
+        if section is None:
+            return shape
+        return (*shape[: section.axis], section.blocks * section.block_size, *shape[section.axis + 1 :])
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Shape that each tensor would have without the other weights in it."""
+        return tuple(math.prod(self.sizes[word] for word in group) for group in self.groups)
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Axis names of each dimension in the checkpoint."""
+        left = self.pattern.split("->")[0]
+        return tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", left))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Axis names of the weight's dimensions, without those of `stack`."""
+        return tuple(self.pattern.split("->")[1].split())

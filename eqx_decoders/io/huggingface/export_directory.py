@@ -1,0 +1,53 @@
+"""New directories of exports, which appear completely or not at all."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.io.atomic_files import expanded
+from eqx_decoders.io.coordination import all_gather_json, from_first
+
+
+def check_new_directory(directory: str | Path) -> None:
+    """Raise ConversionError if `exported_directory` could not make a directory, as seen by the first process."""
+    folder = Path(expanded(directory)).absolute()
+    refusal = from_first("export", _refusal(folder) if jax.process_index() == 0 else None)
+    check(refusal is None, f"{folder} {refusal}.", ConversionError)
+
+
+def _refusal(folder: Path) -> str | None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        return "is not empty: give a new directory"
+    above = next(path for path in folder.parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        return f"cannot be made: {above} is not a directory that may be written to"
+    return None
+
+
+@contextlib.contextmanager
+def exported_directory(directory: str | Path) -> Iterator[Path | None]:
+    """Make a directory for the block to fill, which gets its name at the end; None in all processes but the first.
+
+    Raises ConversionError if `directory` is neither new nor an empty directory, or cannot be written. All processes
+    wait for each other at the end.
+    """
+    folder, partial = Path(expanded(directory)).absolute(), None
+    check_new_directory(folder)
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)  # the rest of it after an error
+            partial.chmod(0o755)
+        yield partial
+        if partial is not None:
+            if folder.exists():
+                folder.rmdir()
+            os.replace(partial, folder)
+    all_gather_json("exported")

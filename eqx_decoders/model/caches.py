@@ -1,0 +1,90 @@
+"""Creation of caches: as shapes that take no memory, or as arrays on their devices."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.errors import check_integer
+from eqx_decoders.layers.cache.cache import Cache
+from eqx_decoders.layers.cache.format import CacheFormat
+from eqx_decoders.layers.cache.kv_cache import KVShape
+from eqx_decoders.layers.cache.paged import PageConfig, build_pages
+from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
+
+
+def abstract_cache(
+    config: DecoderConfig,
+    batch_size: int,
+    max_length: int,
+    *,
+    dtype: DTypeLike | CacheFormat = jnp.bfloat16,
+    layout: Layout = Layout(),
+    pages: PageConfig | None = None,
+) -> Cache:
+    """Return `init_cache` as a tree of `jax.ShapeDtypeStruct` with shardings."""
+    check_integer("init_cache batch_size", batch_size)
+    check_integer("init_cache max_length", max_length)
+    shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype, pages))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        layout.activation_shardings(shapes),
+    )
+
+
+def init_cache(
+    config: DecoderConfig,
+    batch_size: int,
+    max_length: int,
+    *,
+    dtype: DTypeLike | CacheFormat = jnp.bfloat16,
+    layout: Layout = Layout(),
+    pages: PageConfig | None = None,
+) -> Cache:
+    """Return an empty cache for `batch_size` rows of up to `max_length` tokens, created sharded.
+
+    `dtype` may be "int8", "int4" or "float8_e4m3fn": keys and values are then stored in so few bits, with a scale for
+    each token and head, or as a `CacheFormat` says. The tokens of a call see each other as they are, and earlier ones
+    as they are stored. With `pages` these keys and values are in pages, of which rows have as many as they need.
+    """
+    target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages)
+    build = layout.automatically(
+        lambda: _build_cache(config, batch_size, max_length, dtype, pages), lambda _: partitions(target)
+    )
+    return jax.jit(build, out_shardings=out_shardings(target))()
+
+
+def _build_cache(
+    config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike | CacheFormat, pages: PageConfig | None
+) -> Cache:
+    caches = tuple(
+        tuple(block_memory(block, repeats, batch_size, max_length, dtype, pages) for block in unit)
+        for unit, repeats in segments(config.blocks)
+    )
+    offset = jnp.zeros((batch_size,), jnp.float32) if config.has_grid_positions else None
+    return Cache(segments=caches, length=jnp.zeros((batch_size,), jnp.int32), rope_offset=offset)
+
+
+def block_memory(
+    block: BlockConfig,
+    layers: int,
+    batch_size: int,
+    max_length: int,
+    dtype: DTypeLike | CacheFormat,
+    pages: PageConfig | None = None,
+) -> dict[str, Any]:
+    """Return empty caches of the layers of so many equal blocks, by the names of the branches."""
+    kind = CacheFormat.of(dtype)
+
+    def build(shape: Any) -> Any:
+        if pages is not None and isinstance(shape, KVShape):
+            return build_pages(shape, layers, batch_size, max_length, kind, pages)
+        return shape.build(layers, batch_size, kind)
+
+    return jax.tree.map(build, block.cache_shape(max_length))

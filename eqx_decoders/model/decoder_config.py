@@ -1,0 +1,98 @@
+"""The configuration of a decoder, with its JSON form."""
+
+import dataclasses
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.kv_sharing import check_borrowing
+from eqx_decoders.blocks.layer_inputs import check_per_layer
+from eqx_decoders.blocks.residual.registry import ResidualConfig
+from eqx_decoders.encoders.media_config import MediaConfig, check_media
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.layers.embedding.embedding import PositionsConfig
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
+from eqx_decoders.layers.norm import NormConfig
+from eqx_decoders.model.config_json import decoder_from_json, decoder_to_json
+from eqx_decoders.model.mtp_config import MTPConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Configuration of a decoder: one `BlockConfig` per layer, between an embedding and a head.
+
+    **Arguments:**
+
+    - `vocab_size`: token ids.
+    - `embed_dim`: features of the residual stream.
+    - `blocks`: one configuration per layer, in order.
+    - `final_norm`: before the head; None for none.
+    - `tied`: whether the embedding table is the head.
+    - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
+    - `positions`: absolute positions added to the embeddings; None for none.
+    - `logit_divisor`: logits are divided by it (Granite).
+    - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
+    - `dropout`: rate on the embeddings and before the head.
+    - `init_std`: standard deviation of a new embedding table.
+    - `per_layer_embedding`: embeddings that single layers have for themselves; None for none.
+    - `mtp`: multi-token prediction; None for none. It changes no logits.
+    - `media`: encoders of images and audio, and which tokens their features replace; None for none.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    blocks: tuple[BlockConfig, ...]
+    final_norm: NormConfig | None
+    tied: bool = False
+    embedding_scale: float = 1.0
+    positions: PositionsConfig | None = None
+    logit_divisor: float = 1.0
+    logit_soft_cap: float | None = None
+    dropout: float = 0.0
+    init_std: float = 0.02
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
+    mtp: MTPConfig | None = None
+    media: MediaConfig | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        check_integer("DecoderConfig.vocab_size", self.vocab_size)
+        check_integer("DecoderConfig.embed_dim", self.embed_dim)
+        check(len(self.blocks) > 0, "DecoderConfig.blocks=() must hold at least one BlockConfig.")
+        for index, block in enumerate(self.blocks):
+            if not isinstance(block, BlockConfig):
+                raise ConfigError(f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
+        streams = {block.residual.streams for block in self.blocks}
+        rule = "must have as many residual streams in all layers"
+        check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
+        check_number("DecoderConfig.embedding_scale", self.embedding_scale, above=0)
+        check_number("DecoderConfig.logit_divisor", self.logit_divisor, above=0)
+        check_number("DecoderConfig.dropout", self.dropout, least=0)
+        check(self.dropout < 1, f"DecoderConfig.dropout={self.dropout} must be below 1.")
+        check_number("DecoderConfig.init_std", self.init_std, above=0)
+        if self.logit_soft_cap is not None:
+            check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
+        check_borrowing(self.blocks, None if self.mtp is None else self.mtp.block)
+        check_per_layer(self.blocks, self.per_layer_embedding)
+        check_media(self.media, self.blocks, self.embed_dim)
+
+    @property
+    def residual(self) -> ResidualConfig:
+        """Residual connection of the first layer, which has the number of residual streams."""
+        return self.blocks[0].residual
+
+    @property
+    def has_grid_positions(self) -> bool:
+        """Return whether rotary positions have time, row and column."""
+        return self.media is not None and self.media.positions is not None
+
+    def to_json(self) -> str:
+        """Return the configuration as JSON, for `from_json`; repeated layers are written once: `{"repeat": 4, "blocks":
+        …}`.
+
+        Every field is there, whatever its default, so that it means the same in later versions.
+        """
+        return decoder_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "DecoderConfig":
+        """Return the configuration of a text of `to_json`. Raise ConfigError for unknown classes, fields and values."""
+        return decoder_from_json(text, cls)

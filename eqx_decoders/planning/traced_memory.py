@@ -1,0 +1,139 @@
+"""Memory of a planned step by shapes, shardings and tracing, before anything is compiled."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.planning.device_memory import DeviceMemory
+from eqx_decoders.planning.flop_count import inner_programs
+from eqx_decoders.planning.machine import Machine
+from eqx_decoders.sharding.axes import axes, named_leaves, names_of
+from eqx_decoders.sharding.layout import Layout, device_bytes
+from eqx_decoders.sharding.offload import HOST
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.train_state import TrainState
+
+
+FEATURES = ("tensor", "tensor_sequence")  # along which heads and mlp are split
+_BOTH = 2  # what a layer makes, and the gradients of it
+
+
+def abstract_batch(layout: Layout, batch_size: int, seq_len: int) -> Batch:
+    """Return a batch of a run as shapes, split over the mesh as a run splits it."""
+    shape = (batch_size, seq_len)
+    split = layout.activation_sharding("batch length", shape)
+
+    def like(dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
+    ids = dict.fromkeys(("tokens", "segment_ids", "positions"), like(jnp.int32))
+    return Batch(**ids, loss_mask=like(bool), contiguous=True)
+
+
+def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> DeviceMemory:
+    """Return the memory of the state and the gradients on a device, by their shardings."""
+    weights, shardings = named_leaves(state.model), trainer.state_shardings(state.model)
+    return DeviceMemory(
+        parameters=_bytes(state.model),
+        optimizer=_bytes(state.optimizer),
+        means=_bytes(state.ema),
+        gradients=_bytes([_like_gradient(weights[name], sharding) for name, sharding in shardings.items()]),
+        host=_host_bytes(state),
+        capacity=int(capacity),
+    )
+
+
+def predicted_bytes(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> int:
+    """Predict the memory of a device: state, gradients, saved activations, and twice those of one layer."""
+    memory = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
+    shape = dict(batch_size=batch_size, seq_len=seq_len)
+    saved = saved_activation_bytes(model, trainer, **shape)
+    layer = saved_activation_bytes(model.replace(remat=None), trainer, **shape) // len(model.config.blocks)
+    return memory.state + memory.gradients + saved + _BOTH * layer
+
+
+def saved_activation_bytes(model: Decoder, trainer: Trainer, *, batch_size: int, seq_len: int) -> int:
+    """Return the bytes on a device that the loops over layers save for the backward pass."""
+    layout, sizes = model.execution.layout, model.execution.layout.sizes
+    state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
+    arrays = saved_arrays(jax.jit(trainer.advance).trace(state, batch).jaxpr)
+    tokens = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
+    features = math.prod(sizes[name] for name in FEATURES)
+    return device_share(arrays, model.config.embed_dim, tokens=tokens, features=features)
+
+
+def saved_arrays(jaxpr: Any) -> list[Any]:
+    """Return the stacked results of a loop that a later one reads piece by piece, in shapes of all devices."""
+    written: dict[Any, Any] = {}
+    saved: dict[Any, Any] = {}
+    deeper: list[Any] = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "scan":
+            inside = eqn.params["jaxpr"].jaxpr
+            read = _stacked(eqn.invars, inside.invars)
+            saved |= {var: written[var] for var in read if var in written}
+            written |= {var: var.aval for var in _stacked(eqn.outvars, inside.outvars)}
+        else:
+            deeper += [array for part in inner_programs(eqn) for array in saved_arrays(part)]
+    return [*saved.values(), *deeper]
+
+
+def _stacked(outside: list[Any], inside: list[Any]) -> list[Any]:
+    """Return the arrays that a loop reads or writes piece by piece: inside they have a dimension less."""
+    pairs = zip(outside, inside, strict=True)
+    return [one for one, piece in pairs if one.aval.ndim > piece.aval.ndim and not hasattr(one, "val")]
+
+
+def device_share(arrays: list[Any], embed_dim: int, *, tokens: int, features: int) -> int:
+    """Return the bytes of a device if the mesh cuts tokens in `tokens` parts, and heads and mlp in `features`.
+
+    The residual stream, and what is as wide, is not cut by the latter.
+    """
+    return sum(
+        math.prod(array.shape) * array.dtype.itemsize // tokens // (1 if array.shape[-1:] == (embed_dim,) else features)
+        for array in arrays
+    )
+
+
+def counted_memory(
+    model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int
+) -> DeviceMemory:
+    """Return the memory of a device by counting alone: state and gradients by shardings, the rest by tracing."""
+    shape = dict(batch_size=batch_size, seq_len=seq_len)
+    known = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
+    peak = predicted_bytes(model, trainer, machine, **shape)
+    saved, temporaries = saved_activation_bytes(model, trainer, **shape), peak - known.state
+    return dataclasses.replace(known, batch=0, saved_activations=saved, temporaries=temporaries, outputs=0, peak=peak)
+
+
+def moved_bytes(model: Decoder, memory: DeviceMemory) -> int:
+    """Return the bytes that a device surely reads or writes in a step: a lower bound of its memory traffic.
+
+    The state is read and written, gradients and saved activations are written and read, and each product's weights, in
+    the dtype of products, are read in the forward pass, for the gradient of its input, and once more if recomputed.
+    """
+    layout, dtype, words = model.execution.layout, jnp.dtype(model.execution.precision.compute), axes(model)
+    weights = 0
+    for name, leaf in named_leaves(model).items():
+        mesh_axes = [axis for group in layout.used_spec(words[name]) for axis in names_of(group)]
+        weights += leaf.size * dtype.itemsize // math.prod(layout.sizes[axis] for axis in mesh_axes)
+    passes = 2 if model.execution.remat is None else 3
+    return 2 * memory.state + 2 * memory.gradients + 2 * (memory.saved_activations or 0) + passes * weights
+
+
+def _like_gradient(weight: Any, sharding: Any) -> Any:
+    """Return the shape of a weight's gradient with its sharding: on the host if the weight is there."""
+    return weight.update(sharding=sharding.with_memory_kind(weight.sharding.memory_kind))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST)
+
+
+def _host_bytes(tree: Any) -> int:
+    return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST)

@@ -1,0 +1,302 @@
+"""Prefill of prompts with images, videos and audio, whose encoders run in background threads.
+
+Programs depend on sizes, of which there are few: rows of patches and of audio are padded to four lengths an octave, and
+prompts to those of `bucket`; each by itself, since encoders and decoder have separate programs. Features wait on the
+host without padding, and are padded when their prompt is prefilled.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from eqx_decoders.context import Promises
+from eqx_decoders.encoders.media import Encoded, Media
+from eqx_decoders.encoders.merge import check_tokens
+from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, PatchRows
+from eqx_decoders.encoders.packing import padded_count
+from eqx_decoders.errors import ConfigError, EqxDecodersError
+from eqx_decoders.inference.generation import bucket
+from eqx_decoders.inference.unstack import inference_cache
+from eqx_decoders.layers.cache.cache import Cache
+from eqx_decoders.layers.cache.format import CacheFormat
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.serving.engine.request import Request
+from eqx_decoders.serving.engine.sequence import SequenceState
+from eqx_decoders.sharding.axes import AnyArray
+from eqx_decoders.sharding.explicit import typed
+
+
+MAX_FEATURE_BYTES = 1 << 30  # of the features that wait
+MAX_ENCODING = 8  # prompts of one client at a time: those of others come between
+MAX_PROGRAMS = 64  # most recently used ones: each takes some megabytes
+POLL = 0.01  # seconds that an idle step waits for features
+
+_log = logging.getLogger("eqx_decoders.serving")
+
+
+class PreparedMedia(eqx.Module):
+    """Multimodal prompt with its features, ready to be prefilled.
+
+    **Arguments:**
+
+    - `prompt`, `lengths`: its tokens, padded, and their number.
+    - `media`: positions of the features, without the inputs of the encoders.
+    - `features`: those of the tokens, and those added after each of the first layers.
+    """
+
+    prompt: Int[AnyArray, "1 length"]
+    lengths: Int[AnyArray, "1"]
+    media: Media
+    features: tuple[Float[AnyArray, "groups features embed"], ...]
+
+
+class MultimodalPrefill:
+    """Encoders in background threads, and the prefill of multimodal prompts.
+
+    `feature_bytes` is the memory of the features of one token.
+
+    **Arguments:**
+
+    - `model`: the model, with its encoders.
+    - `length`: tokens that the cache of a prompt can hold.
+    - `cache_format`: format of its keys and values.
+    """
+
+    def __init__(self, model: Decoder, length: int, cache_format: CacheFormat):
+        self._length, self._cache_format = length, cache_format
+        vision = None if model.config.media is None else model.config.media.vision
+        size = np.dtype(model.execution.precision.compute).itemsize * model.config.embed_dim
+        self.feature_bytes = size * (1 + (0 if vision is None else len(vision.deepstack)))
+        arrays, self._static = eqx.partition(model, eqx.is_array)
+        self._weights, self._tree = jax.tree.flatten(arrays)
+        self._programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        # two threads: what has its programs does not wait for what has to be compiled
+        pool = concurrent.futures.ThreadPoolExecutor
+        self._encoding, self._compiling = pool(1, "encoding"), pool(1, "compiling")
+
+    def schedule_encoding(self, sequences: Sequence[SequenceState]) -> None:
+        """Start to encode the media of waiting sequences in order, within `MAX_FEATURE_BYTES`; the first in any case.
+
+        Where that is full, the last ones drop their features for the first, and are encoded again when there is room.
+        """
+        first = next(sequence for sequence in sequences if sequence.needs_encoding())
+        encoded = [each for each in sequences if each.shared.encoding is not None]
+        clients = {each.shared: each.request.client for each in encoded}
+        running = (shared for shared in clients if shared.encoding and not shared.encoding.done())
+        busy = collections.Counter(clients[shared] for shared in running)
+        used_bytes = sum(shared.features_bytes for shared in clients)
+        for sequence in sequences:
+            shared, request = sequence.shared, sequence.request
+            skipped = shared.encoding is not None or not sequence.needs_encoding()
+            if skipped or request.media is None or busy[request.client] >= MAX_ENCODING:
+                continue
+            while sequence is first and clients and used_bytes + shared.features_bytes > MAX_FEATURE_BYTES:
+                last = next(other.shared for other in reversed(sequences) if other.shared in clients)
+                used_bytes -= last.features_bytes
+                del clients[last]
+                last.drop_encoding()
+            if sequence is not first and used_bytes + shared.features_bytes > MAX_FEATURE_BYTES:
+                break
+            shared.encoding = self.submit(request.prompt, request.media)
+            clients[shared] = request.client
+            used_bytes += shared.features_bytes
+            busy[request.client] += 1
+
+    def submit(self, prompt: tuple[int, ...], media: Media) -> "Future[PreparedMedia]":
+        """Start to encode the media of a prompt, and to compile its prefill."""
+        result: Future[PreparedMedia] = Future()
+        self._encoding.submit(self._work, result, prompt, media, compiles=False)
+        return result
+
+    def prefill(self, prepared: PreparedMedia) -> tuple[Cache, Float32[Array, "1 vocab"]]:
+        """Prefill a prompt; returns its cache of one row, and the logits after its last token."""
+        prepared = _padded(prepared)
+        return self._program(self._prefill, prepared, compiles=True)(self._weights, prepared)
+
+    def close(self) -> None:
+        """Start no more work."""
+        for pool in (self._encoding, self._compiling):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(
+        self, result: concurrent.futures.Future, prompt: tuple[int, ...], media: Media, *, compiles: bool
+    ) -> None:
+        """Set the result that `submit` promised, in a background thread, unless it was cancelled."""
+        try:
+            if not result.cancelled():
+                _settle(result.set_result, self._encode_prompt(prompt, media, compiles=compiles))
+        except _NotCompiled:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                self._compiling.submit(self._work, result, prompt, media, compiles=True)
+        except Exception as error:
+            _settle(result.set_exception, error)
+
+    def _encode_prompt(self, prompt: tuple[int, ...], media: Media, *, compiles: bool) -> PreparedMedia:
+        """Encode the media of a prompt, and compile the program that prefills it."""
+        width = min(bucket(len(prompt)), self._length)
+        ids = np.zeros((1, width), np.int32)
+        ids[0, : len(prompt)] = prompt
+        rows = with_rounded_rows(media)
+        encoded: Encoded = self._program(self._encode_rows, rows, compiles=compiles)(self._weights, rows)
+        count = _count(media)
+        features = tuple(np.asarray(each)[:, :count].copy() for each in (encoded.by_group, *encoded.deepstack))
+        bare = dataclasses.replace(media, images=None, audio=None, order=np.zeros((1, 1), np.int32)).padded(width)
+        lengths = np.asarray([len(prompt)], np.int32)
+        prepared = PreparedMedia(ids, lengths, bare, features)
+        self._program(self._prefill, _padded(prepared), compiles=compiles)
+        return prepared
+
+    # --- programs -----------------------------------------------------------------------------------------------------
+
+    def _program(self, function: Callable[..., Any], inputs: Any, *, compiles: bool) -> Any:
+        """Return the program for these shapes; if it is missing, compile it or raise _NotCompiled."""
+        leaves, tree = jax.tree.flatten(inputs)
+        key = function.__name__, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        with self._lock:
+            if key in self._programs:
+                self._programs.move_to_end(key)
+                return self._programs[key]
+        if not compiles:
+            raise _NotCompiled
+        program = jax.jit(lambda *inputs: function(*inputs)).lower(self._weights, inputs).compile()
+        with self._lock:
+            self._programs[key] = program
+            while len(self._programs) > MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        return program
+
+    def _encode_rows(self, weights: list[Array], rows: Media) -> Encoded:
+        encoded = self._model(weights).encode(rows)
+        return Encoded(by_group=encoded.by_group, deepstack=encoded.deepstack)
+
+    def _prefill(self, weights: list[Array], prepared: PreparedMedia) -> tuple[Cache, Float32[Array, "1 vocab"]]:
+        return _prefill_prompt(self._model(weights), prepared, self._length, self._cache_format)
+
+    def _model(self, weights: list[Array]) -> Decoder:
+        return eqx.combine(jax.tree.unflatten(self._tree, weights), self._static)
+
+
+def features_bytes(multimodal: MultimodalPrefill | None, request: Request) -> int:
+    """Return the memory of the features of a request. Raises ConfigError for media that do not fit it or the model."""
+    if request.media is None:
+        return 0
+    if multimodal is None:
+        raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
+    check_tokens(np.zeros((1, len(request.prompt))), request.media)
+    return _count(request.media) * multimodal.feature_bytes
+
+
+def wait_for_one(pending: Iterable[Future | None]) -> None:
+    """Wait until one of these futures is done, or `POLL` seconds have passed."""
+    pending = [each for each in pending if each is not None]
+    if pending:
+        concurrent.futures.wait(pending, POLL, concurrent.futures.FIRST_COMPLETED)
+
+
+def client_message(error: Exception) -> str:
+    """Return the message for a client whose media could not be encoded; the log gets the traceback."""
+    if isinstance(error, EqxDecodersError):
+        return str(error)
+    _log.error("what a prompt shows could not be computed", exc_info=error)
+    return f"What this prompt shows could not be computed ({type(error).__name__}): ask for less of it."
+
+
+def _count(media: Media) -> int:
+    """Return the number of features among a prompt's tokens."""
+    return int(np.max(np.asarray(media.index))) + 1
+
+
+def _padded(prepared: PreparedMedia) -> PreparedMedia:
+    """Pad features to the number of tokens, which is no less: the shape of a prefill depends on one length alone."""
+    longer = partial(_with_length, length=prepared.prompt.shape[1])
+    return dataclasses.replace(prepared, features=tuple(map(longer, prepared.features)))
+
+
+class _NotCompiled(Exception):
+    """Error for a program that is not compiled."""
+
+
+def _settle(settle: Callable[[Any], None], value: Any) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
+        settle(value)
+
+
+@typed
+def _prefill_prompt(
+    model: Decoder, prepared: PreparedMedia, length: int, cache_format: CacheFormat
+) -> tuple[Any, Float32[Array, "1 vocab"]]:
+    """Prefill a prompt in one pass; returns its cache and the last logits."""
+    cache = inference_cache(model, 1, length, cache_format)
+    prompt, lengths = jnp.asarray(prepared.prompt), jnp.asarray(prepared.lengths)
+    index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.where(index < lengths[:, None], index, -1)
+    by_group, *deepstack = map(jnp.asarray, prepared.features)
+    media: Any = dict(media=prepared.media, encoded=Encoded(by_group=by_group, deepstack=tuple(deepstack)))
+    hidden, cache, _ = model.run(
+        prompt,
+        positions,
+        cache=cache,
+        promises=Promises(cache_is_empty=True, contiguous=True),
+        **media,
+    )
+    return cache, model.logits(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1))[:, 0]
+
+
+# --- few lengths ------------------------------------------------------------------------------------------------------
+
+
+def with_rounded_rows(media: Media) -> Media:
+    """Return the media as one group of rows, which are padded to one of few lengths."""
+    images, audio = _pad_rows(media.images), _pad_rows(media.audio)
+    order, old_begin, new_begin = np.asarray(media.order), 0, 0
+    new_order = np.zeros_like(order)
+    for rows, padded in ((media.images, images), (media.audio, audio)):
+        if rows is None or padded is None:
+            continue
+        # features are counted row by row: those of later rows stand further back
+        length, padded_length = (each.positions.shape[1] // each.group for each in (rows, padded))
+        row, offset = np.divmod(order - old_begin, length)
+        old_end = old_begin + len(rows.positions) * length
+        new_order = np.where(
+            (order >= old_begin) & (order < old_end), new_begin + row * padded_length + offset, new_order
+        )
+        old_begin, new_begin = old_end, new_begin + len(padded.positions) * padded_length
+    unused = dict(spans=None, real=None, grid_positions=None)  # encoders read nothing of the tokens
+    order, index = _with_length(new_order.astype(np.int32), new_begin), np.full((1, 1), -1, np.int32)
+    return dataclasses.replace(media, images=images, audio=audio, order=order, index=index, **unused)
+
+
+def _pad_rows(rows: PatchRows | AudioRows | None) -> Any:
+    """Pad rows with empty entries to one of few lengths."""
+    if rows is None:
+        return None
+    pieces = rows.chunks.shape[1] if isinstance(rows, ChunkRows) else rows.positions.shape[1] // rows.group
+    target, changes = padded_count(pieces), {}
+    for field in dataclasses.fields(rows):
+        x = getattr(rows, field.name)
+        if field.name != "group" and x is not None:
+            empty = -1 if field.name == "positions" else 0
+            changes[field.name] = _with_length(np.asarray(x), x.shape[1] // pieces * target, empty)
+    return dataclasses.replace(rows, **changes)
+
+
+def _with_length(x: np.ndarray, length: int, empty: int = 0) -> np.ndarray:
+    """Cut or pad the second axis of an array to a length."""
+    x = x[:, :length]
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, length - x.shape[1])
+    return np.pad(x, padding, constant_values=empty)

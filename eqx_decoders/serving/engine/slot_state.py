@@ -1,0 +1,155 @@
+"""The state of all slots on the device, and the functions that empty, save and restore one slot.
+
+`ModelRunner` compiles each of these functions once. They only move data: none of them needs the weights.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+from eqx_decoders.layers.cache.base import is_layer_cache
+from eqx_decoders.layers.cache.cache import Cache
+from eqx_decoders.layers.cache.paged import PagedKVCache
+from eqx_decoders.sharding.axes import AnyArray
+
+
+class DraftState(eqx.Module):
+    """Drafting state of every slot: layer caches, hidden states of the last tokens, and the next drafts."""
+
+    layer_caches: Any
+    last: tuple[Float[Array, "slots 1 embed"], ...]
+    tokens: Int32[Array, "slots drafts"]
+
+
+class EngineState(eqx.Module):
+    """Device state of all slots.
+
+    **Arguments:**
+
+    - `cache`: the model's cache, a row for each slot.
+    - `tokens`: token ids by slot and position.
+    - `drafts`: state of a drafter that runs on the device, if there is one.
+    """
+
+    cache: Cache
+    tokens: Int[Array, "slots length"]
+    drafts: DraftState | None = None
+
+    @property
+    def layer_caches(self) -> Any:
+        """The layer caches of the model and of its drafter, as a tree."""
+        return self.cache.segments, None if self.drafts is None else self.drafts.layer_caches
+
+    def with_layer_caches(self, layer_caches: Any) -> "EngineState":
+        """Return the state with other layer caches."""
+        segments, drafting = layer_caches
+        drafts = None if self.drafts is None else dataclasses.replace(self.drafts, layer_caches=drafting)
+        return EngineState(dataclasses.replace(self.cache, segments=segments), self.tokens, drafts)
+
+
+class CacheSnapshot(eqx.Module):
+    """Copy of the cache entries of some tokens of one slot.
+
+    **Arguments:**
+
+    - `entries`: per layer cache its entries and their positions; None for layers without an entry per token.
+    - `tokens`: the token ids.
+    """
+
+    entries: Any
+    tokens: Int[AnyArray, "1 length"]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+def empty_slot(state: EngineState, slot: Int[Array, ""]) -> EngineState:
+    """Clear a slot."""
+    draft_caches = jax.tree.map(lambda each: each.empty_row(slot), state.layer_caches[1], is_leaf=is_layer_cache)
+    state = dataclasses.replace(state, cache=state.cache.empty_row(slot))
+    return state.with_layer_caches((state.cache.segments, draft_caches))
+
+
+def save(
+    state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], *, length: int, pages: bool = True
+) -> CacheSnapshot:
+    """Copy the cache entries of `length` tokens of a slot from `begin` on; without `pages`, skip paged layers."""
+    positions = (begin + jnp.arange(length, dtype=jnp.int32))[None]
+    positions = jnp.where(positions < state.cache.length[slot], positions, -1)
+
+    def copy_tokens(layer_cache: Any) -> Any:
+        copied = pages or not isinstance(layer_cache, PagedKVCache)
+        return layer_cache.row_tokens(slot, positions) if copied else None
+
+    entries = jax.tree.map(copy_tokens, state.layer_caches, is_leaf=is_layer_cache)
+    ids = state.tokens.at[slot, jnp.maximum(positions, 0)].get(mode="clip")
+    return CacheSnapshot(entries=entries, tokens=ids)
+
+
+def save_state(state: EngineState, slot: Int[Array, ""]) -> Any:
+    """Copy the recurrent and convolution states of a slot, which have no entry per token."""
+    nothing = jnp.full((1, 1), -1, jnp.int32)
+
+    def copy_row(layer_cache: Any) -> Any:
+        return layer_cache.row(slot) if layer_cache.row_tokens(slot, nothing) is None else None
+
+    states = jax.tree.map(copy_row, state.layer_caches, is_leaf=is_layer_cache)
+    offset = state.cache.rope_offset
+    return states, None if offset is None else offset[slot]
+
+
+def restore(state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], snapshot: CacheSnapshot) -> EngineState:
+    """Write the entries of a snapshot into a slot, from position `begin` on."""
+
+    def write_tokens(layer_cache: Any, entries: Any) -> Any:
+        return layer_cache if entries is None else layer_cache.commit_rows(slot[None], *entries)
+
+    caches = jax.tree.map(write_tokens, state.layer_caches, snapshot.entries, is_leaf=is_layer_cache)
+    state = state.with_layer_caches(caches)
+    positions = begin + jnp.arange(snapshot.tokens.shape[1])
+    ids = state.tokens.at[slot, positions].set(snapshot.tokens[0], mode="drop")
+    return dataclasses.replace(state, tokens=ids)
+
+
+def restore_state(state: EngineState, slot: Int[Array, ""], length: Int[Array, ""], saved: Any) -> EngineState:
+    """Write the states that `save_state` copied into a slot, and set its length."""
+    rows, offset = saved
+
+    def write_row(layer_cache: Any, row: Any) -> Any:
+        return layer_cache if row is None else layer_cache.with_row(slot, row)
+
+    state = state.with_layer_caches(jax.tree.map(write_row, state.layer_caches, rows, is_leaf=is_layer_cache))
+    offsets = state.cache.rope_offset
+    if offset is not None and offsets is not None:
+        offsets = offsets.at[slot].set(offset)
+    length = state.cache.length.at[slot].set(length)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, length=length, rope_offset=offsets))
+
+
+def set_page_tables(state: EngineState, tables: dict[int, Array], lengths: Int[Array, "slots"]) -> EngineState:
+    """Set the page tables and lengths of all slots."""
+    return dataclasses.replace(state, cache=state.cache.with_tables(tables, lengths))
+
+
+def insert_cache(state: EngineState, slot: Int[Array, ""], cache: Cache, tokens: Int[Array, "1 length"]) -> EngineState:
+    """Write a cache of one row, prefilled outside the engine state, into a slot."""
+    cache = state.cache.with_row(slot, cache)
+    return dataclasses.replace(state, cache=cache, tokens=state.tokens.at[slot].set(tokens[0]))
+
+
+def without_aliases(state: EngineState) -> EngineState:
+    """Copy arrays that occur twice in the state: it is donated, and a buffer can be donated only once."""
+    seen: set[int] = set()
+
+    def copy_repeated(leaf: Array) -> Array:
+        repeated = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.copy() if repeated else leaf
+
+    return jax.tree.map(copy_repeated, state)

@@ -1,0 +1,74 @@
+"""Held-out evaluations of a run."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from eqx_decoders.io.coordination import Stop
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.training.evaluation import evaluate_sets
+from eqx_decoders.training.held_out import HeldOut
+from eqx_decoders.training.run.goodput import WallTime
+from eqx_decoders.training.run.hooks.base import Hook, evaluates_after, failures_as_warnings
+from eqx_decoders.training.run.metrics import MetricsRow
+from eqx_decoders.training.run.prepared_run import PreparedRun
+from eqx_decoders.training.run.trackers import Trackers
+from eqx_decoders.training.step.train_state import TrainState
+
+
+class EvaluationHook(Hook):
+    """Held-out losses every `eval_every` steps, of some batches of each set, and at the end.
+
+    **Arguments:**
+
+    - `results`: of the last evaluation: the loss of all sets as "", and of each set with a name; none if it failed or
+        a signal came meanwhile.
+    """
+
+    def __init__(self, run: PreparedRun, trackers: Trackers, show: Callable[[str], None], time: WallTime, stop: Stop):
+        self.run, self.trackers, self.show, self.time, self.stop = run, trackers, show, time, stop
+        self.results: dict[str, HeldOut] = {}
+
+    def is_due(self, step: int) -> bool:
+        return evaluates_after(self.run.config, step)
+
+    def after_step(self, step: int, state: TrainState) -> None:
+        if self.is_due(step):
+            with self.time.doing("evaluating"):
+                self.finish(step, state)
+
+    def finish(self, step: int, state: TrainState) -> None:
+        self.results = {}
+        with failures_as_warnings("the evaluation", step, self.show):
+            self.results = self.evaluate(state.averaged, step)  # a copy of the weights, which may not fit
+
+    def evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
+        """Evaluate a model on the held-out sets; write and show the losses."""
+        config, sets = self.run.config, self.run.held_out
+        most = config.eval_batches if step < config.steps else config.final_eval_batches
+        rows = {name: itertools.islice(batches.rewind(), most) for name, batches in sets.items()}
+        try:
+            whole, by_set = evaluate_sets(model, rows, config.dataset.batch_size, stop=self.stop)
+        finally:
+            for batches in sets.values():
+                batches.close()
+        if self.stop.agreed or not sets:
+            return {}
+        by_set = {name: result for name, result in by_set.items() if name}
+        row, message = describe_evaluation(step, whole, by_set)
+        self.trackers.write(row)
+        self.show(message)
+        return {"": whole, **by_set}
+
+
+def describe_evaluation(step: int, whole: HeldOut, by_set: dict[str, HeldOut]) -> tuple[MetricsRow, str]:
+    """Return the row of `metrics.jsonl` and the line of the progress about an evaluation."""
+    row: dict[str, Any] = {"step": step, "eval_loss": whole.loss}
+    row |= {f"eval_loss/{name}": result.loss for name, result in by_set.items()}
+    message = f"step {step}: held-out loss {whole.loss:.4f} nats per token"
+    if by_set:
+        message += f" ({', '.join(f'{name} {result.loss:.4f}' for name, result in by_set.items())})"
+    if whole.acceptance:
+        row["mtp_acceptance"] = whole.acceptance
+        message += f", draft tokens accepted {', '.join(f'{rate:.1%}' for rate in whole.acceptance)}"
+    return row, message

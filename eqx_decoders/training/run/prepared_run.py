@@ -1,0 +1,73 @@
+"""A training run before its first step: everything that the steps need besides the state."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eqx_decoders.context import Execution
+from eqx_decoders.data.batches import Batches
+from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.errors import CheckpointError
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.io.checkpoint.run_backup import GROWING, RunBackup
+from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.settings_file import Changes
+from eqx_decoders.training.step.step import Trainer
+
+
+@dataclasses.dataclass(kw_only=True)
+class PreparedRun:
+    """Everything that the steps of a run need besides its state.
+
+    **Arguments:**
+
+    - `config`: the settings, with those of the run directory where none are given; `changes`: what they change.
+    - `directory`: the run directory; `backup`: copies of its files beside checkpoints that are elsewhere.
+    - `target`: the shapes of the model.
+    - `reader`: the reader of images, videos and audio; None for a model of text alone.
+    - `data`, `held_out`: training batches, and batches of each held-out set.
+    - `data_state`: the position in the data of the next step, which a checkpoint saves.
+    - `writes`: whether this is the one process that writes settings, metrics and images.
+    """
+
+    config: TrainConfig
+    changes: Changes
+    directory: Path
+    backup: RunBackup
+    execution: Execution
+    target: Decoder
+    trainer: Trainer
+    tokenizer: Tokenizer
+    reader: MediaReader | None
+    data: Batches
+    held_out: dict[str, Batches]
+    checkpoints: Checkpoints
+    data_state: Any = None
+
+    @property
+    def writes(self) -> bool:
+        return jax.process_index() == 0
+
+    def epochs(self) -> dict[str, float]:
+        """Return the passes over the data so far, of each source and of all, by their names in a row of metrics."""
+        return {f"epochs/{name}": passes for name, passes in self.data.source_epochs().items()} | {
+            "epochs": self.data.epochs
+        }
+
+    def back_up_metrics(self) -> None:
+        """Copy the files that grow to the backup, which is a convenience: a failure is a warning."""
+        try:
+            if self.writes:
+                self.backup.save(GROWING)
+        except CheckpointError as error:
+            print_status(f"warning: {error}")
+
+    def progress_so_far(self) -> str:
+        """Describe what there is of the run before its first step."""
+        step = self.checkpoints.latest
+        return f"the run is as it was saved at step {step}" if step else "the tokenizer and the tokens are kept"

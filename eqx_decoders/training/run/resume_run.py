@@ -1,0 +1,103 @@
+"""Rules for resuming a run: which settings may change, and from which checkpoint its state goes on."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import PRNGKeyArray
+
+from eqx_decoders.errors import check
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, Restored
+from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.optimizer.resume import adopt, describe_adoption, ema_weights, is_same, trained_weights
+from eqx_decoders.training.run.run_directory import (
+    checkpoint_directory,
+    checkpoints_of,
+    download_run,
+    has_model,
+    has_started,
+    is_imported,
+)
+from eqx_decoders.training.run.run_model import model_config, names_same_model, run_config
+from eqx_decoders.training.settings_file import Changes, changed_settings, check_changes, load_settings, settings_of
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.train_state import TrainState
+
+
+def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainConfig, Changes]:
+    """Return the settings with which a run directory is resumed, or started if it is new, and what they change.
+
+    `init_from` may be left out. Raises ConfigError for changes that `check_changes` refuses. A directory in which
+    nothing was made yet, or that the convert program made, has not been trained, and takes any.
+    """
+    run = Path(run_dir)
+    if not has_model(run):
+        return settings, {}
+    old = load_settings(run / "settings.json")
+    if settings.init_from is None and settings.model == old.model:
+        settings = dataclasses.replace(settings, init_from=old.init_from)
+    if not (has_started(run) or checkpoints_of(old, run).steps) or is_imported(settings, run_dir):
+        return settings, {}
+    if settings.init_from is None and old.init_from is None and not names_same_model(old, settings):
+        config, same = run_config(old, run), names_same_model(dataclasses.replace(old, set=settings.set), settings)
+        if config == (with_fields(config, settings.set) if same else model_config(settings)):  # in other words
+            settings = dataclasses.replace(settings, model=old.model, model_config=old.model_config, set=old.set)
+    changes = changed_settings(old, settings)
+    trained = checkpoints_of(old, run).latest
+    check_changes(changes, run_dir, allowed=settings.allow_changes, trained=trained is not None)
+    if "checkpoint_dir" in changes and trained is not None:
+        _check_moved(old, settings, run, trained)
+    return settings, changes
+
+
+def _check_moved(old: TrainConfig, settings: TrainConfig, run: Path, trained: int) -> None:
+    """Raise ConfigError if a run whose checkpoints move to another directory has none of its own there."""
+    was, now = (str(checkpoint_directory(each, run)) for each in (old, settings))
+    rule = f"checkpoint_dir={settings.checkpoint_dir!r}, but step {trained} of {run} is in {was}"
+    latest = Checkpoints(now).latest
+    check(latest is not None and latest >= trained, f"{rule}: copy {was} to {now}, or leave checkpoint_dir as it was.")
+    backup = download_run(now)
+    if backup is not None:
+        other = load_settings(backup / "settings.json")
+        check_changes(changed_settings(other, settings), now, allowed=settings.allow_changes, trained=True)
+
+
+def restore_state(
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    model: Decoder,
+    key: PRNGKeyArray,
+    say: Callable[[str], None] = lambda text: None,
+) -> Restored:
+    """Restore the newest state of a run, its data's state and its step, for models shaped like `model`.
+
+    A state that was saved by another optimizer, of other weights that are trained, or with or without running means is
+    read as it was saved, and goes on as one of `trainer` (see `adopt`); `say` gets a line about what is new then.
+    """
+    savers: dict[int, Trainer] = {}
+
+    def as_saved(manifest: dict[str, Any]) -> TrainState:
+        savers[manifest["step"]] = saver = _saver(manifest, trainer, model)
+        return saver.abstract(model, key=key)
+
+    state, data_state, step = checkpoints.restore_for(as_saved)
+    if not is_same(trainer, savers[step]):
+        say(describe_adoption(trainer, savers[step]))
+    return Restored(adopt(trainer, state, savers[step]), data_state, step)
+
+
+def _saver(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -> Trainer:
+    """Return the trainer that saved a checkpoint, by the settings there; `trainer` where they are not known."""
+    settings = settings_of(manifest["config"])
+    if settings is not None:
+        optimizer, trained = settings.optimizer_config(), trained_weights(manifest["arrays"], model)
+        saver = Trainer.create(optimizer, model, steps=settings.steps)
+        if trained and trained != saver.trainable:  # its patterns meant others: those of buffers, in earlier versions
+            optimizer = dataclasses.replace(optimizer, trainable=tuple(sorted(trained)))
+            saver = Trainer.create(optimizer, model, steps=settings.steps)
+        if not is_same(trainer, saver):
+            trainer = saver
+    return dataclasses.replace(trainer, ema_decay=0.5 if ema_weights(manifest["arrays"]) else None)

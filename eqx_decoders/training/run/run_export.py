@@ -1,0 +1,86 @@
+"""Exports of a run for transformers and PEFT, checked before the first step and written after the last one."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.huggingface.export import export_plan, save_hf
+from eqx_decoders.io.huggingface.export_directory import check_new_directory
+from eqx_decoders.io.huggingface.peft import adapter_plan, save_peft
+from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.lora import merge_lora
+from eqx_decoders.training.run.run_directory import SOURCE
+from eqx_decoders.training.settings_file import is_new
+
+
+def check_exports(target: Decoder, settings: TrainConfig, run_dir: str | Path) -> None:
+    """Raise ConversionError before a run if `settings.export` or `export_adapter` could not be written after it.
+
+    `target` is that of `abstract_run`.
+    """
+    plans: dict[str, Callable[[], Any]] = {
+        "export": lambda: export_plan(_exported(target, settings), settings=_config_keys(settings, Path(run_dir))),
+        "export_adapter": lambda: adapter_plan(_without_added_mtp(target, settings)),
+    }
+    for field, plan in plans.items():
+        directory = getattr(settings, field)
+        if directory is None or not from_first("is_new", is_new(directory)):
+            continue
+        try:
+            check_new_directory(directory)
+            plan()
+        except ConversionError as error:
+            raise ConversionError(f"{field}={directory!r} would fail after the last step. {error}") from error
+
+
+def write_exports(model: Decoder, target: Decoder, settings: TrainConfig, run_dir: Path) -> None:
+    """Write `settings.export` and `export_adapter` unless they exist; all processes take part."""
+    model = dataclasses.replace(model, origin=target.origin)
+    if settings.export_adapter is not None and from_first("is_new", is_new(settings.export_adapter)):
+        export_adapter(model, settings, settings.export_adapter)
+    if settings.export is not None and from_first("is_new", is_new(settings.export)):
+        export_run(model, settings, run_dir, settings.export)
+
+
+def export_run(
+    model: Decoder, settings: TrainConfig, run_dir: str | Path, directory: str | Path, **options: Any
+) -> None:
+    """Write a run's model, adapters merged, with its tokenizer as a directory that `from_pretrained` opens.
+
+    `options` are those of `save_hf`.
+    """
+    run = Path(run_dir)
+    of_source = settings.init_from is not None and settings.tokenizer is None
+    keys, tokenizer = _config_keys(settings, run), run / (SOURCE if of_source else "tokenizer")
+    if not of_source:
+        keys |= special_token_ids(load_tokenizer(tokenizer))
+    save_hf(_exported(model, settings), directory, settings=keys, tokenizer=tokenizer, **options)
+
+
+def export_adapter(model: Decoder, settings: TrainConfig, directory: str | Path) -> None:
+    """Write the low-rank pairs of a run's model as an adapter of PEFT."""
+    save_peft(_without_added_mtp(model, settings), directory, base_model=settings.init_from or "")
+
+
+def _exported(model: Decoder, settings: TrainConfig) -> Decoder:
+    """Return the model with adapters merged, without the layers that the run added."""
+    return merge_lora(_without_added_mtp(model, settings))
+
+
+def _without_added_mtp(model: Decoder, settings: TrainConfig) -> Decoder:
+    return model.without_mtp() if settings.mtp_depths > 0 else model
+
+
+def _config_keys(settings: TrainConfig, run: Path) -> dict[str, Any]:
+    """Return the keys of `config.json` that a run's model has besides those of its source."""
+    return {} if (run / SOURCE).exists() else {"max_position_embeddings": settings.dataset.seq_len}
+
+
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the keys of `config.json` that name the tokens which begin and end a text."""
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

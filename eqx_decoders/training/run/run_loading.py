@@ -1,0 +1,58 @@
+"""Models of a run for inference: the weights of a checkpoint, and the tokenizer."""
+
+from pathlib import Path
+from typing import Unpack
+
+import jax
+
+from eqx_decoders.context import Execution, ExecutionOptions
+from eqx_decoders.inference.load_text import build_text_model
+from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.io.checkpoint.checkpoints import load_weights
+from eqx_decoders.io.text.chat_template import load_chat_template
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.axes import named_leaves, replaced
+from eqx_decoders.training.lora import merge_lora
+from eqx_decoders.training.optimizer.resume import ema_weights
+from eqx_decoders.training.run.run_directory import SOURCE, checkpoints_of, local_run
+from eqx_decoders.training.run.run_model import abstract_run, with_params_dtype
+from eqx_decoders.training.settings_file import load_settings
+
+
+def load_run(
+    run_dir: str | Path, step: int | None = None, *, ema: bool = True, **execution: Unpack[ExecutionOptions]
+) -> Decoder:
+    """Load the newest weights of a run, or those of `step`, with adapters merged into them.
+
+    They are the running means where the run has them, unless `ema` is False. `run_dir` may also be the
+    `checkpoint_dir` of a run, as `gs://…`.
+    """
+    run = local_run(run_dir)
+    settings = load_settings(run / "settings.json")
+    checkpoints = checkpoints_of(settings, run)
+    target = abstract_run(settings, run, with_params_dtype(Execution(**execution), settings.params_dtype))
+    model, _, step = load_weights(checkpoints.directory, target, step)  # all of what follows is of this step
+    if ema and settings.optimizer.ema_decay is not None:
+        weights = named_leaves(model)
+        names = ema_weights(checkpoints.manifest(step)["arrays"])
+        like = {name: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding) for name, x in weights.items()}
+        means = load_weights(checkpoints.directory, {name: like[name] for name in names}, step, prefix="ema.").tree
+        model = replaced(model, {name: mean.astype(weights[name].dtype) for name, mean in means.items()})
+    return merge_lora(model)
+
+
+def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unpack[ExecutionOptions]) -> TextModel:
+    """Load the model and the tokenizer of a run (see `load_run`).
+
+    A run with the tokenizer of a published model has its chat template and its defaults, too.
+    """
+    run = local_run(run_dir)
+    settings = load_settings(run / "settings.json")
+    model = load_run(run, step, **execution)
+    source = run / SOURCE
+    if settings.tokenizer is None and source.exists():
+        return build_text_model(model, load_tokenizer(source), source)
+    tokenizer = load_tokenizer(run / "tokenizer")
+    chat = load_chat_template(run / "tokenizer") if isinstance(tokenizer, JsonTokenizer) else None
+    return TextModel(model=model, tokenizer=tokenizer, chat=chat)

@@ -1,0 +1,138 @@
+"""The model of a run: named in its settings, in its `model.json`, or from a Hugging Face checkpoint."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from eqx_decoders.context import Execution
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.families import get_config
+from eqx_decoders.io.atomic_files import new_directory, write_atomically, write_json
+from eqx_decoders.io.checkpoint.checkpoints import load_weights
+from eqx_decoders.io.huggingface.directory import parse_json
+from eqx_decoders.io.huggingface.export import copy_tokenizer, merged
+from eqx_decoders.io.huggingface.export_config import export_config
+from eqx_decoders.io.huggingface.load import abstract_hf, decode_config, load_hf, read_config
+from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.init import abstract, add_mtp, init
+from eqx_decoders.sharding.axes import matching, named_leaves, replaced
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.run.run_directory import MODEL, SOURCE, is_imported
+from eqx_decoders.training.settings_file import load_settings, save_settings
+
+
+def model_config(settings: TrainConfig) -> DecoderConfig:
+    """Return the configuration that the settings name: a preset or that of a file, with the fields that are `set`."""
+    file = settings.model_config
+    return with_fields(get_config(settings.model) if file is None else _read_config_file(file), settings.set)
+
+
+def _read_config_file(path: str) -> DecoderConfig:
+    """Read a configuration from a file of `DecoderConfig.to_json`, or from a `config.json` of Hugging Face."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_config={str(path)!r} cannot be read: {error}.") from error
+    if '"model_type"' not in text:
+        return DecoderConfig.from_json(text)
+    return decode_config(parse_json(text.encode(), str(path)), str(path))[0]
+
+
+def run_config(settings: TrainConfig, run_dir: str | Path) -> DecoderConfig:
+    """Return the configuration of a run without `source/`: its `model.json`, if the settings still name that model."""
+    file, own_settings = Path(run_dir) / MODEL, Path(run_dir) / "settings.json"
+    if file.is_file() and own_settings.is_file() and names_same_model(load_settings(own_settings), settings):
+        return DecoderConfig.from_json(file.read_text())
+    return model_config(settings)
+
+
+def names_same_model(one: TrainConfig, other: TrainConfig) -> bool:
+    """Return whether two settings name a model in the same words."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("model", "model_config", "set", "init_from"))
+
+
+def write_config(settings: TrainConfig, run_dir: str | Path, *, save: bool = False) -> None:
+    """Write the configuration of a run into its directory, where no flag is needed to find it again.
+
+    save: write the settings, too, and first: they tell that the directory is a run's.
+    """
+    file = Path(run_dir) / MODEL
+    has_config = settings.init_from is None and not (Path(run_dir) / SOURCE).exists()
+    content = run_config(settings, run_dir).to_json().encode() if has_config else b""
+    if save:
+        if has_config and file.is_file() and file.read_bytes() != content:
+            file.unlink()  # of an earlier start: these never stand beside the configuration of another model
+        save_settings(settings, Path(run_dir) / "settings.json")
+    if has_config:
+        write_atomically(file, content)
+
+
+def write_source(model: Decoder, run_dir: str | Path) -> None:
+    """Write the description of a loaded model, its tokenizer and its generation settings to `<run_dir>/source`."""
+    folder = Path(run_dir) / SOURCE
+    if model.origin is None:
+        return
+    _, settings = export_config(model)
+    with new_directory(folder) as partial:
+        copy_tokenizer(model.origin.directory, partial)
+        write_json(partial / "config.json", merged(json.loads(model.origin.settings), settings))
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that did not come to its end
+
+
+def abstract_run(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
+    """Return the shapes of a run's model, with its LoRA pairs."""
+    return _with_additions(_abstract_base(settings, run_dir, execution), settings, jax.random.key(0))
+
+
+def _with_additions(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Decoder:
+    """Return the model with the depths of multi-token prediction and the LoRA pairs that the run adds."""
+    lora = settings.lora()
+    if settings.mtp_depths > 0:
+        model = add_mtp(model, settings.mtp_depths, key=jax.random.fold_in(key, 2))
+    return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))
+
+
+def _abstract_base(settings: TrainConfig, run_dir: str | Path, execution: Execution) -> Decoder:
+    options, source = vars(execution), Path(run_dir) / SOURCE
+    if source.exists():
+        config, origin = read_config(source)
+        return dataclasses.replace(abstract(config, **options), origin=origin)
+    if settings.init_from is not None:
+        return abstract_hf(settings.init_from, **options)
+    return abstract(run_config(settings, run_dir), **options)
+
+
+def new_model(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
+    """Make a run's model before its first step."""
+    key = jax.random.fold_in(jax.random.key(settings.dataset.seed), 0)
+    return _with_additions(_new_base(settings, run_dir, execution, key), settings, key)
+
+
+def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, key: PRNGKeyArray) -> Decoder:
+    options = vars(execution)
+    if settings.init_from is None:
+        return init(run_config(settings, run_dir), key=key, **options)
+    if is_imported(settings, run_dir):
+        target = _abstract_base(settings, run_dir, with_params_dtype(execution, "float32"))  # as they were imported
+        model = load_weights(Path(run_dir) / "checkpoints", target, 0).tree.replace(precision=execution.precision)
+        model = jax.tree.map(lambda leaf: leaf.astype(execution.precision.params), model)
+    else:
+        model = load_hf(settings.init_from, **options)
+    if settings.init_weights == ("*",):
+        return model
+    leaves = named_leaves(model)
+    loaded = matching(leaves, settings.init_weights, "init_weights")
+    fresh = init(model.config, key=key, **options)
+    return dataclasses.replace(replaced(fresh, {name: leaves[name] for name in loaded}), origin=model.origin)
+
+
+def with_params_dtype(execution: Execution, dtype: str) -> Execution:
+    """Return the execution with weights in another dtype."""
+    return dataclasses.replace(execution, precision=dataclasses.replace(execution.precision, params=dtype))

@@ -1,0 +1,242 @@
+"""The start of a training run: its settings, model, tokenizer, data and checkpoints, before the first step."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eqx_decoders.context import Execution
+from eqx_decoders.data.batches import Batches
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, prepare_tokenizer
+from eqx_decoders.data.host_rows import host_rows
+from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.errors import DataError, check
+from eqx_decoders.inference.stream_decoder import prompt_ids
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.io.checkpoint.run_backup import RunBackup
+from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
+from eqx_decoders.io.heartbeat import ON_FAILURE
+from eqx_decoders.io.huggingface.load import abstract_hf
+from eqx_decoders.io.run_lock import RunLock
+from eqx_decoders.io.status import StatusLine
+from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.replication import check_replicated
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.config_file import flat_settings
+from eqx_decoders.training.flags import flag
+from eqx_decoders.training.run.media_eval import placeholders, with_images
+from eqx_decoders.training.run.messages import describe_model, format_setting, print_status
+from eqx_decoders.training.run.prepared_run import PreparedRun
+from eqx_decoders.training.run.resume_run import restore_state, resume_settings
+from eqx_decoders.training.run.run_directory import (
+    MODEL,
+    SOURCE,
+    check_checkpoint_dir,
+    checkpoints_of,
+    has_started,
+    is_imported,
+    run_template,
+    write_template,
+)
+from eqx_decoders.training.run.run_export import check_exports
+from eqx_decoders.training.run.run_model import abstract_run, new_model, write_config, write_source
+from eqx_decoders.training.settings_file import is_new, save_settings
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.train_state import TrainState
+
+
+@contextlib.contextmanager
+def undo_on_failure(directory: Path, lock: RunLock | None) -> Iterator[None]:
+    """Leave a run directory as it was if the start fails, here or in another process; lock: of the one that writes."""
+    files = (directory / "settings.json", directory / MODEL)
+    before = {file: file.read_bytes() for file in files if lock is not None and file.is_file()}
+
+    def undo() -> None:
+        if lock is not None:
+            lock.undo()
+            for file, content in before.items():
+                file.write_bytes(content)
+
+    ON_FAILURE.append(undo)  # of another process
+    try:
+        yield
+    except Exception:
+        undo()
+        raise
+    finally:
+        ON_FAILURE.remove(undo)
+
+
+def prepare_run(config: TrainConfig, execution: Execution, stack: contextlib.ExitStack) -> PreparedRun:
+    """Open the model and the data of a run, in all processes at once; `stack` closes them."""
+    directory, writes = Path(config.run_dir), jax.process_index() == 0
+    backup = _restore_directory(directory, config, writes)
+    config, changes = resume_settings(config, directory)
+    if writes:
+        check_checkpoint_dir(config, changes, directory)
+    for name, (was, now) in changes.items():
+        print_status(f"changed: {flag(name)} {format_setting(was)} -> {format_setting(now)}")
+    check_same_settings(config, directory)
+    if writes:  # settings now: they say what the tokenizer and the tokens are made with
+        write_config(config, directory, save=not changes and not checkpoints_of(config, directory).steps)
+        fetch_source(config, directory)
+    all_gather_json("source", seconds=LONG)
+    target = abstract_run(config, directory, execution)
+    check_replicated(target, execution.layout, config.replicated_tolerance)
+    check_exports(target, config, directory)
+    data_config, reader = with_images(config.dataset, target.config, directory / SOURCE)
+    tokenizer = first_then_all(
+        "tokenizer", lambda: make_tokenizer(config, target, data_config, reader), directory / "tokenizer"
+    )
+    options = _data_options(config, execution, target, reader)
+    data = stack.enter_context(make_dataset(data_config, tokenizer, **options))  # all processes make tokens together
+    held_out = make_held_out_sets(data_config, tokenizer, **options)
+    for batches in held_out.values():
+        stack.enter_context(batches)
+    _check_tokens(tokenizer, [data, *held_out.values()], target)
+    return PreparedRun(
+        config=config,
+        changes=changes,
+        directory=directory,
+        backup=backup,
+        execution=execution,
+        target=target,
+        tokenizer=tokenizer,
+        reader=reader,
+        data=data,
+        held_out=held_out,
+        checkpoints=stack.enter_context(
+            Checkpoints(config.checkpoint_dir or directory / "checkpoints", max_checkpoints=config.max_checkpoints)
+        ),
+        trainer=Trainer.create(config.optimizer_config(), target, steps=config.steps, config=config.step),
+    )
+
+
+def _restore_directory(directory: Path, config: TrainConfig, writes: bool) -> RunBackup:
+    """Restore the files of a run directory from its backup, on a machine that has none or older ones."""
+    backup = RunBackup(directory, config.checkpoint_dir)
+    if writes:
+        backup.check_writable()
+    if writes and (not has_started(directory) or backup.is_taken_over):
+        backup.restore()
+    all_gather_json("brought back", seconds=LONG)
+    return backup
+
+
+def fetch_source(config: TrainConfig, directory: Path) -> None:
+    """Write the description of the model that a run starts from, which may have to be downloaded first."""
+    source, exists = config.init_from, (directory / SOURCE).exists()
+    started = has_started(directory) or bool(checkpoints_of(config, directory).steps)
+    rule = f"{directory / SOURCE} is there, but init_from={source}: of a start or an import that did not come to"
+    check(source is not None or not exists, f"{rule} its end. Give init_from, or choose another run_dir.")
+    if source is not None and not (exists and started):  # else it may be another one's
+        with StatusLine(f"fetching {source}", remains="what was downloaded is kept"):
+            write_source(abstract_hf(source), directory)
+
+
+def check_same_settings(config: TrainConfig, directory: Path) -> None:
+    """Raise ConfigError unless all processes were started with the same settings, on one run directory."""
+    shared = dataclasses.replace(config, run_dir="", distributed_timeout=1)
+    settings = json.loads(json.dumps(flat_settings(shared)))
+    first = from_first("settings", settings)
+    others = [flag(name) for name in first if settings.get(name) != first[name]]
+    rule = "must be the same in all processes, started with one command and one version of this library"
+    check(settings.keys() == first.keys() and not others, f"{', '.join(others) or 'the settings'} {rule}.")
+    if jax.process_count() > 1:
+        lock = directory / ".lock"
+        holder = from_first("lock", lock.read_text() if jax.process_index() == 0 else "")
+        rule = f"run_dir={config.run_dir!r} is another directory for process {jax.process_index()}"
+        wait_for(lambda: lock.exists() and lock.read_text() == holder, rule)
+
+
+def make_tokenizer(config: TrainConfig, target: Decoder, data: DataConfig, reader: MediaReader | None) -> Tokenizer:
+    """Load the tokenizer of a run or of the checkpoint that it starts from, or train one; check that it fits."""
+    directory, size = Path(config.run_dir), target.config.vocab_size
+    spec = config.tokenizer or ("bpe" if config.init_from is None else str(directory / SOURCE))
+    limit = min(size, config.bpe_vocab_size or size, *placeholders(target.config))
+    tokenizer = prepare_tokenizer(directory / "tokenizer", spec, data, limit)
+    writes = jax.process_index() == 0
+    if writes:
+        write_template(config, directory)
+    length = config.dataset.seq_len
+    rows = getattr(target.config.positions, "max_positions", length)
+    check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")
+    trained = target.trained_positions
+    if writes and trained is not None and length > trained:
+        print_status(f"warning: seq_len={length} is beyond the {trained} positions that the model was trained on")
+    rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
+    count = getattr(tokenizer, "plain_size", tokenizer.vocab_size)  # the data may have none of the added tokens
+    check(count <= size, f"tokenizer={spec!r} has {count} ids, {rule}.")
+    if reader is None or not config.dataset.evaluates:
+        _check_sample_length(config, target, tokenizer)
+    return tokenizer
+
+
+def _check_sample_length(config: TrainConfig, target: Decoder, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a sample longer than the model's learned positions: now, not after hours."""
+    new, rows = config.sample_tokens, getattr(target.config.positions, "max_positions", None)
+    if new == 0 or rows is None:
+        return
+    prompt = len(prompt_ids(tokenizer, config.prompt))
+    rule = f"exceed the model's {rows} learned positions with the {prompt} tokens of prompt={config.prompt!r}"
+    check(prompt + new <= rows, f"sample_tokens={new} {rule}: lower sample_tokens, or shorten the prompt.")
+
+
+def _data_options(
+    config: TrainConfig, execution: Execution, target: Decoder, reader: MediaReader | None
+) -> Mapping[str, Any]:
+    """Return the folder of tokens, this process's rows of a batch, the chat template, and the reader of media."""
+    directory = Path(config.run_dir)
+    rows = host_rows(execution.layout, config.dataset.batch_size)
+    options = {"folder": directory / "data", "rows": rows, "template": run_template(config, directory)}
+    if reader is None:
+        return options
+    by_row = config.step.gradient_accumulation_steps > 1 or not execution.layout.single
+    return options | {"media": (target.config, reader), "groups": len(rows) if by_row else 1}
+
+
+def _check_tokens(tokenizer: Tokenizer, sets: list[Batches], target: Decoder) -> None:
+    """Raise DataError unless the ids fit the model and all processes have the same tokens."""
+    single = jax.process_count() == 1
+    with contextlib.nullcontext() if single else StatusLine("waiting for the other processes (tokens)"):
+        all_gather_json("tokens", seconds=LONG)
+    parts = [part for batches in sets for part in batches.parts]
+    if tokenizer.vocab_size > target.config.vocab_size:
+        for store in {id(part.store): part.store for part in parts}.values():
+            store.check_ids(target.config.vocab_size, placeholders(target.config))
+    hashes = [tokenizer.content_hash, *(part.store.content_hash for part in parts)]
+    rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
+    check(hashes == from_first("made", hashes), f"{rule}: run_dir must be a directory that they share.", DataError)
+
+
+def first_state(run: PreparedRun) -> tuple[TrainState, int]:
+    """Restore the state of the newest checkpoint, or make a new one; return it and the steps that it has taken."""
+    config, key, directory = run.config, jax.random.key(run.config.dataset.seed), run.directory
+    print_status("\n".join(describe_model(config, run.target, run.trainer.trainable, run.execution)))
+    if from_first("new", run.writes and (run.checkpoints.latest is None or is_imported(config, directory))):
+        with StatusLine("making the model", remains=run.progress_so_far()):
+            model = new_model(config, directory, run.execution)
+            state, start = run.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
+    else:
+        with StatusLine("loading the checkpoint", remains=run.progress_so_far()):
+            state, data_state, start = restore_state(run.checkpoints, run.trainer, run.target, key, say=print_status)
+        run.data.set_state(data_state)
+        print_status(f"resumed at step {start}")
+    print_status(run.data.describe(start, config.steps))
+    check(start <= config.steps, f"steps={config.steps}, but {directory} has done {start} already: ask for more.")
+    for field in ("export", "export_adapter"):  # checked before the training, not after it
+        export = getattr(config, field)
+        free = export is None or start == config.steps or is_new(export)
+        free = from_first(field, free, seconds=LONG)  # behind the loading of the model
+        check(free, f"{field}={export!r} is not empty: give a new directory.")
+    if run.writes:
+        save_settings(config, directory / "settings.json", changes=run.changes, step=start)
+        run.backup.claim()
+        run.backup.save()
+    return state, start

@@ -1,0 +1,50 @@
+"""Sums over the targets of a batch that a loss is made of."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from eqx_decoders.blocks.stats import BlockStats, add_stats
+
+
+class MTPLossSums(eqx.Module):
+    """Sums over the targets of each depth of multi-token prediction.
+
+    **Arguments:**
+
+    - `nll`: negative log-likelihood, nats.
+    - `tokens`: targets (or the sum of their weights).
+    """
+
+    nll: Float32[Array, "depths"]
+    tokens: Float32[Array, "depths"]
+
+
+class LossMetrics(eqx.Module):
+    """Sums over the target tokens of a batch, so that batches and microbatches can be added up.
+
+    **Arguments:**
+
+    - `loss`: the minimized sum, nats (with the z-loss, and those of routing and MTP, times the targets).
+    - `nll`: negative log-likelihood, nats.
+    - `correct`: targets that had the highest logit.
+    - `tokens`: targets (or the sum of their weights).
+    - `stats`: statistics of the layers: of activations and largest scores if requested, of routing where there are
+        experts, of indexers that learn; else None. The layers of multi-token prediction come last.
+    - `mtp`: sums of multi-token prediction; None where there is none.
+    """
+
+    loss: Float32[Array, ""]
+    nll: Float32[Array, ""]
+    correct: Float32[Array, ""]
+    tokens: Float32[Array, ""]
+    stats: BlockStats | None = None
+    mtp: MTPLossSums | None = None
+
+    def add(self, other: "LossMetrics") -> "LossMetrics":
+        """Add the sums of two batches."""
+        summed = jax.tree.map(jnp.add, *(dataclasses.replace(each, stats=None) for each in (self, other)))
+        return dataclasses.replace(summed, stats=add_stats(self.stats, other.stats))

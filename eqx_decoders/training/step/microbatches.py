@@ -1,0 +1,63 @@
+"""Microbatches of a step: a batch cut into parts, and the statistics of the parts put together."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from eqx_decoders.blocks.stats import BlockStats
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.errors import check
+from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.sharding.axes import path_name
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.step.loss_metrics import LossMetrics
+
+
+def _in_parts(x: Array, count: int) -> Array:
+    """Reshape `[batch, length]` to `[count, batch / count, length]`, so that each device keeps its own rows."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+
+
+def cut_batch(batch: Batch, count: int) -> Batch:
+    """Cut a batch into microbatches along a new first axis; images and audio by the rows that they belong to."""
+    rows, groups = batch.tokens.shape[0], None if batch.media is None else batch.media.order.shape[0]
+    rule = f"microbatches need a group of images for each of the {rows} rows: Media.create(…, groups={rows})"
+    check(groups in (None, rows), f"Batch.media has {groups} groups, but {rule}.")
+
+    def cut(path: Any, leaf: Any) -> Array:
+        by_row = leaf.reshape(rows, -1, *leaf.shape[1:]) if _is_media(path) else leaf
+        return _in_parts(jnp.asarray(by_row), count)
+
+    return jax.tree_util.tree_map_with_path(cut, batch)
+
+
+def join_microbatch(batch: Batch, layout: Layout) -> Batch:
+    """Reshape one of the microbatches of `cut_batch` to a batch."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else layout.constrain(leaf, "batch length")
+        ),
+        batch,
+    )
+
+
+def _is_media(path: Any) -> bool:
+    return path_name(path).startswith("media.")
+
+
+def mean_activations(stats: BlockStats | None, count: int) -> BlockStats | None:
+    """Divide the sums of activation statistics over microbatches by their number; others stay sums or maxima."""
+    if stats is None:
+        return None
+    return dataclasses.replace(stats, activations=jax.tree.map(lambda leaf: leaf / count, stats.activations))
+
+
+def zeros_to_add(zeros: LossMetrics) -> LossMetrics:
+    """Return the start of a sum of metrics over microbatches: zeros, and for maxima a number below all."""
+    if zeros.stats is None or zeros.stats.max_scores is None:
+        return zeros
+    return eqx.tree_at(lambda metrics: metrics.stats.max_scores, zeros, jnp.full_like(zeros.stats.max_scores, EMPTY))
