@@ -75,7 +75,7 @@ BUDGET = {"fast": 90.0, "slow": 900.0}
 MOST_CACHED = 2_000_000_000  # bytes
 # Directories of tests about settings, files and programs, of whose time checking signatures takes a third: that is done
 # for their slow tests. The layers that they call are checked by all others.
-UNCHECKED = ("cli", "families", "io", "planning")
+UNCHECKED = ("cli", "data", "families", "io", "planning", "serving")
 
 
 def pytest_configure(config: pytest.Config) -> None:
