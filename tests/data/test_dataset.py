@@ -287,12 +287,15 @@ def test_texts_for_the_tokenizer_are_not_held_out(corpus):
 
 
 def test_batches_hold_arrays_of_any_kind_but_one_shape():
+    disabled = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", False)
     tokens = np.zeros((2, 3), np.int32)
     for kind in (np.asarray, jnp.asarray, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)):
         batch = Batch(tokens=kind(tokens), loss_mask=kind(tokens.astype(np.float32)))
         assert len(jax.tree.leaves(batch)) == 2
     with pytest.raises(jaxtyping.TypeCheckError):
         Batch(tokens=tokens, segment_ids=tokens[:, 1:])
+    jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
 def test_reading_threads_end(make):
