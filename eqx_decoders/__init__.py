@@ -82,7 +82,8 @@ from eqx_decoders.layers.moe.router import (
     router_z_loss as router_z_loss,
 )
 from eqx_decoders.model.caches import abstract_cache as abstract_cache, init_cache as init_cache
-from eqx_decoders.model.decoder import Decoder as Decoder, DecoderConfig as DecoderConfig, Output as Output
+from eqx_decoders.model.decoder import Decoder as Decoder, Output as Output
+from eqx_decoders.model.decoder_config import DecoderConfig as DecoderConfig
 from eqx_decoders.model.init import (
     abstract as abstract,
     add_mtp as add_mtp,
@@ -96,7 +97,7 @@ from eqx_decoders.numerics.precision import Precision as Precision
 from eqx_decoders.remat import Remat as Remat
 from eqx_decoders.sharding.layout import Layout as Layout
 from eqx_decoders.sharding.offload import Offload as Offload
-from eqx_decoders.sharding.pipeline import Pipeline as Pipeline
+from eqx_decoders.sharding.pipeline_config import Pipeline as Pipeline
 
 
 # Imported at their first use: a model alone needs none of them, and optax, orbax and the engine are slow to import.

@@ -6,10 +6,15 @@ import subprocess
 import sys
 import typing
 
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
 import pytest
 
 from eqx_decoders import context
 from eqx_decoders.context import Execution
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.kernels.registry import KERNELS
 from eqx_decoders.remat import POLICIES, RematName
 from tests.commands import ROOT
@@ -36,6 +41,15 @@ load_run("runs/tiny", attention="dott")  # wrong
 ed.load_text_model("org/name", experts="some")  # wrong
 logits: jax.Array = model(jax.numpy.ones((1, 2), int)).logits
 """
+
+
+def test_batches_hold_arrays_of_any_kind_but_one_shape():
+    tokens = np.zeros((2, 3), np.int32)
+    for kind in (np.asarray, jnp.asarray, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)):
+        batch = Batch(tokens=kind(tokens), loss_mask=kind(tokens.astype(np.float32)))
+        assert len(jax.tree.leaves(batch)) == 2
+    with pytest.raises(jaxtyping.TypeCheckError):
+        Batch(tokens=tokens, segment_ids=tokens[:, 1:])
 
 
 def test_the_words_that_are_typed_are_those_that_are_known():

@@ -20,7 +20,8 @@ from eqx_decoders.errors import check
 from eqx_decoders.remat import get_remat
 from eqx_decoders.sharding.axes import Axes, axes, path_name
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline import AXIS, cut_rows, run_pipeline
+from eqx_decoders.sharding.pipeline import cut_rows, run_pipeline
+from eqx_decoders.sharding.pipeline_config import AXIS
 
 
 class StackOutput(NamedTuple):

@@ -13,7 +13,7 @@ from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 
 T = TypeVar("T")
 
-# The names that classes and fields have had on disk, and those that they have now.
+# The names that classes and fields have had on disk, in configurations and in paths of arrays, and those of now.
 FORMER_CLASSES: dict[Any, Any] = {"BranchConfig": "ExtraLayerConfig", "Plain": "NoResidual"}
 FORMER_FIELDS: dict[Any, Any] = {
     "wiring": "residual", "before": "pre_layers", "after": "post_layers", "publishes": "shares_kv_as",

@@ -43,7 +43,7 @@ from eqx_decoders.layers.embedding.embedding import (
 )
 from eqx_decoders.layers.embedding.per_layer_embedding import INPUT, PerLayerEmbedding
 from eqx_decoders.layers.norm import Norm
-from eqx_decoders.model.decoder_config import DecoderConfig as DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.forward_inputs import (
     PreparedInputs,
     TokenInputs,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline_config import AXIS as AXIS, GatherName as GatherName, Pipeline as Pipeline
+from eqx_decoders.sharding.pipeline_config import AXIS, Pipeline
 
 
 STAGE_INPUT = "stage_input"

@@ -17,7 +17,7 @@ from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.offload import Offload
-from eqx_decoders.sharding.pipeline import Pipeline
+from eqx_decoders.sharding.pipeline_config import Pipeline
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.mesh_config import LowPrecisionConfig, MeshConfig, PipelineConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule

@@ -8,7 +8,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import chip_of
 from eqx_decoders.numerics.int8_matmul import LowPrecision, ModeName, RoundingName, WeightGradientName
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline import AXIS, GatherName
+from eqx_decoders.sharding.pipeline_config import AXIS, GatherName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Interfaces of residual connections: how layers read the residual stream and write to it."""
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -79,9 +80,9 @@ class ReadWriteResidual(eqx.Module):
         """Return the next layer's input, and coefficients for `write`."""
         return state, None
 
+    @abc.abstractmethod
     def write(self, state: Any, out: Array, coefficients: Any = None) -> Any:
         """Return the state after a layer with this output."""
-        raise NotImplementedError
 
     def end(self, state: Any, drop: Dropout, ctx: Context) -> Array:
         """Return the block's output."""

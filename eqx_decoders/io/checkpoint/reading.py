@@ -23,6 +23,7 @@ from eqx_decoders.io.checkpoint.manifest import FORMAT_VERSION, digest, fingerpr
 from eqx_decoders.io.checkpoint.orbax import causes, orbax_context, summary
 from eqx_decoders.io.checkpoint.steps import Steps
 from eqx_decoders.io.coordination import all_gather_json, from_first
+from eqx_decoders.model.config_json import FORMER_FIELDS
 from eqx_decoders.sharding.axes import named_leaves, path_name
 
 
@@ -140,14 +141,12 @@ def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
     return manifest
 
 
-# Former names of parts of a block in checkpoints, and their present names.
-FORMER_PARTS = {"wiring": "residual", "before": "pre_layers", "after": "post_layers"}
-_FORMER_PART = re.compile(rf"(?<=\.)({'|'.join(FORMER_PARTS)})(?=\.)")
+_FORMER = re.compile(rf"(?<=\.)({'|'.join(FORMER_FIELDS)})(?=\.)")
 
 
 def _present_name(name: str) -> str:
     """Return the path that a stored array has in the trees of this version."""
-    return _FORMER_PART.sub(lambda part: FORMER_PARTS[part[0]], name)
+    return _FORMER.sub(lambda field: FORMER_FIELDS[field[0]], name)
 
 
 def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from eqx_decoders.io.checkpoint import reading
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, fingerprint, load_weights
 from eqx_decoders.io.checkpoint.manifest import digest
 from eqx_decoders.io.checkpoint.steps import COMMITTED, SET_ASIDE, TEMPORARY, Steps
+from eqx_decoders.model.config_json import FORMER_FIELDS
 from eqx_decoders.sharding.axes import named_leaves
 from tests.commands import ROOT
 from tests.programs import no_renames
@@ -494,18 +495,18 @@ def test_a_kill_at_any_point_of_a_deletion_leaves_no_half_step(mode, tmp_path, m
 def test_arrays_of_former_names_are_read(tmp_path):
     """As checkpoints have them that were saved before parts of a block had their present names."""
     former = {
-        "unit": {name: {"x": jnp.full(3, float(i))} for i, name in enumerate(reading.FORMER_PARTS)},
+        "unit": {name: {"x": jnp.full(3, float(i))} for i, name in enumerate(FORMER_FIELDS)},
         "before": jnp.ones(2),
     }
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, former, data_state={}, config={})
         checkpoints.wait()
         template = {
-            "unit": {name: {"x": jnp.zeros(3)} for name in reading.FORMER_PARTS.values()},
+            "unit": {name: {"x": jnp.zeros(3)} for name in FORMER_FIELDS.values()},
             "before": jnp.zeros(2),
         }
         restored = checkpoints.restore(template).tree
-    for former_name, name in reading.FORMER_PARTS.items():
+    for former_name, name in FORMER_FIELDS.items():
         np.testing.assert_array_equal(restored["unit"][name]["x"], former["unit"][former_name]["x"])
     np.testing.assert_array_equal(restored["before"], [1, 1])
 
