@@ -92,7 +92,7 @@ from eqx_decoders.model.init import (
     with_mtp as with_mtp,
 )
 from eqx_decoders.model.mtp_config import MTPConfig as MTPConfig
-from eqx_decoders.numerics.int8_matmul import LowPrecision as LowPrecision
+from eqx_decoders.numerics.low_precision import LowPrecision as LowPrecision
 from eqx_decoders.numerics.precision import Precision as Precision
 from eqx_decoders.remat import Remat as Remat
 from eqx_decoders.sharding.layout import Layout as Layout
@@ -125,7 +125,7 @@ if TYPE_CHECKING:
 __getattr__, _late = lazy(
     __name__,
     {
-        "data.batches": "Batch",
+        "data.batch": "Batch",
         "families": "get_config list_models",
         "families.summary": "ModelInfo describe_model",
         "inference.generation": "generate stream",
@@ -145,7 +145,7 @@ __getattr__, _late = lazy(
         "training.step.loss": "LossMetrics next_token_loss",
         "training.step.step": "Trainer",
     },
-    "families inference io serving training",
+    "data families inference io model planning serving training",
 )
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Int, Integer, Num
 from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.numerics.clipped_weight import ClippedWeight
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded
+from eqx_decoders.numerics.low_precision import LowPrecision, Rounded
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight

@@ -233,7 +233,7 @@ SHOWN = {
     "decode": show_decode,
     "transformers": show_transformers,
     "serving": bench_serving,
-    "images": bench_images,
+    "pictures": bench_images,
     "experts": show_experts,
     "delta-rule": show_delta_rule,
     "load": show_load,
@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=Path("sizes.jsonl"), help="where sizes keeps its rows")
     parser.add_argument("--peer", help="an interpreter with torch and transformers, for transformers and serving")
     parser.add_argument("--llama-server", help="llama.cpp's program for serving, if it is not on the PATH")
-    parser.add_argument("--image", help="a file for a plot of what --only serving finds, such as serving.png")
+    parser.add_argument("--picture", help="a file for a plot of what --only serving finds, such as serving.png")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

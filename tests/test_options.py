@@ -520,7 +520,7 @@ SHOWN_IN = {
     "StepConfig": "training/step/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig"), "training/run/test_loop.py"),
     **dict.fromkeys(("Pipeline", "PipelineConfig"), "sharding/test_pipeline.py"),
-    **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "numerics/test_int8_matmul.py"),
+    **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "numerics/test_low_precision.py"),
     "Offload": "training/step/test_offload.py",
     "CacheFormat": "layers/cache/test_quantized_cache.py",
     "PageConfig": "layers/cache/test_paged.py",

@@ -6,7 +6,7 @@ from eqx_decoders.errors import ConfigError, check, check_word
 from eqx_decoders.layers.attention.attention import AttentionConfig
 
 
-def check_borrowing(blocks: tuple[BlockConfig, ...], mtp_block: BlockConfig | None) -> None:
+def check_kv_sharing(blocks: tuple[BlockConfig, ...], mtp_block: BlockConfig | None) -> None:
     """Raise ConfigError for layers that share keys and values with no earlier layer of the same sizes and mask.
 
     `mtp_block` is the block of multi-token prediction, which cannot share any.

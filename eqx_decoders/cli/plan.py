@@ -318,6 +318,8 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanCon
     import tyro
 
     PlanConfig.__annotations__["model"] = tyro.conf.Positional[str]
+    for field, flag in (("images", "pictures"), ("image_side", "picture-side")):
+        PlanConfig.__annotations__[field] = Annotated[int, tyro.conf.arg(name=flag)]
     PlanConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     words = single_flags(sys.argv[1:] if args is None else args)
     with own_errors():

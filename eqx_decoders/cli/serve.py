@@ -36,7 +36,7 @@ from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.frontend.text_frontend import create_frontend
+from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.protocol import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
 from eqx_decoders.training.run.run_loading import load_text_run

@@ -10,7 +10,8 @@ def lazy(package: str, exports: Mapping[str, str], modules: str = "") -> tuple[C
 
     **Arguments:**
 
-    - `homes`: names of each module, by its path below `eqx_decoders`.
+    - `package`: name of the package.
+    - `exports`: names of each module, by its path below `eqx_decoders`.
     - `modules`: modules of the package, which become its attributes.
     """
     module_of = {name: module for module, names in exports.items() for name in names.split()}

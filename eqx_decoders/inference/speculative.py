@@ -51,7 +51,7 @@ class MTPDepthStates(eqx.Module):
     are as many as the model's.
     """
 
-    memories: tuple[dict[str, Any], ...]
+    layer_caches: tuple[dict[str, Any], ...]
     last: tuple[Float[Array, "batch 1 embed"], ...]
 
 
@@ -148,7 +148,9 @@ def _prefill(
     following = jnp.where(index == lengths[:, None] - 1, token[:, None], following)
     nothing = jnp.zeros((batch, 1, config.embed_dim), hidden.dtype)
     depths = MTPDepthStates(
-        memories=tuple(block_memory(config.mtp.block, 1, batch, room, cache_format) for _ in range(num_draft_tokens)),
+        layer_caches=tuple(
+            block_memory(config.mtp.block, 1, batch, room, cache_format) for _ in range(num_draft_tokens)
+        ),
         last=(nothing,) * (num_draft_tokens - 1),
     )
     depths, draft = draft_with_mtp(
@@ -238,7 +240,7 @@ def draft_with_mtp(
     assert model.mtp is not None
     length, depth_modules = hidden.shape[1], model.mtp.unstacked()
     stream, drafted, caches, last = model.mtp_input(hidden), [], [], []
-    for index, cache in enumerate(depths.memories):
+    for index, cache in enumerate(depths.layer_caches):
         # it begins `index` tokens earlier, where the last call had to stop: stream and tokens are one longer
         if index > 0:
             stream = jnp.concatenate([depths.last[index - 1], stream], axis=1)

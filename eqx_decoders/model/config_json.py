@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -13,12 +14,27 @@ from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 
 T = TypeVar("T")
 
-# The names that classes and fields have had on disk, in configurations and in paths of arrays, and those of now.
-FORMER_CLASSES: dict[Any, Any] = {"BranchConfig": "ExtraLayerConfig", "Plain": "NoResidual"}
-FORMER_FIELDS: dict[Any, Any] = {
-    "wiring": "residual", "before": "pre_layers", "after": "post_layers", "publishes": "shares_kv_as",
-    "borrows": "kv_shared_from", "in_turn": "interleaved_sections",
-}  # fmt: skip
+# The names that classes, and fields by their class, have had on disk, and those that they have now.
+FORMER_CLASSES: dict[str, str] = {"BranchConfig": "ExtraLayerConfig", "Plain": "NoResidual"}
+FORMER_FIELDS: dict[str, dict[str, str]] = {
+    "BlockConfig": {
+        "wiring": "residual",
+        "before": "pre_layers",
+        "after": "post_layers",
+        "publishes": "shares_kv_as",
+    },
+    "AttentionConfig": {"borrows": "kv_shared_from"},
+    "Rope": {"in_turn": "interleaved_sections"},
+}
+
+
+_FORMER_PART = re.compile(rf"(?<=\.)(\d+|block|\*)\.({'|'.join(FORMER_FIELDS['BlockConfig'])})(?=\.|$)")
+
+
+def present_name(path: str) -> str:
+    """Return the present path of a weight, or of a pattern of weights, in which parts of blocks have former names."""
+    path = _FORMER_PART.sub(lambda found: f"{found[1]}.{FORMER_FIELDS['BlockConfig'][found[2]]}", f".{path}")
+    return path.removeprefix(".")
 
 
 def to_plain(value: Any) -> Any:
@@ -35,13 +51,14 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, dict):
         classes: dict[str, Any] = {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
         classes = {name: kind for name, kind in classes.items() if dataclasses.is_dataclass(kind)}
-        name = value.get("class", "")
-        name = name if name in classes else FORMER_CLASSES.get(name, name)
-        kind = classes[check_word(f"{where}: class", name, classes)]
+        word = str(value.get("class", ""))
+        word = word if word in classes else FORMER_CLASSES.get(word, word)
+        kind = classes[check_word(f"{where}: class", word, classes)]
         hints = typing.get_type_hints(kind)
         names = [field.name for field in dataclasses.fields(kind)]
-        fields = {name: each for name, each in value.items() if name != "class"}
-        fields = {name if name in names else FORMER_FIELDS.get(name, name): each for name, each in fields.items()}
+        former = {old: new for base in kind.__mro__ for old, new in FORMER_FIELDS.get(base.__name__, {}).items()}
+        renamed = {old: new for old, new in former.items() if new not in value}
+        fields = {renamed.get(str(name), str(name)): each for name, each in value.items() if name != "class"}
         for name in fields:
             check_word(f"{where}: field of {kind.__name__}", name, names)
         needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]

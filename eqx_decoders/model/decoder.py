@@ -55,7 +55,7 @@ from eqx_decoders.model.forward_inputs import (
 from eqx_decoders.model.mtp import MTP, MTPOutput, run_depths, shift_left
 from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.initializers import normal
-from eqx_decoders.numerics.int8_matmul import round_weights
+from eqx_decoders.numerics.low_precision import round_weights
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed

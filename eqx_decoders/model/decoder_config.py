@@ -3,7 +3,7 @@
 import dataclasses
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.kv_sharing import check_borrowing
+from eqx_decoders.blocks.kv_sharing import check_kv_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer
 from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
@@ -70,7 +70,7 @@ class DecoderConfig:
         check_number("DecoderConfig.init_std", self.init_std, above=0)
         if self.logit_soft_cap is not None:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
-        check_borrowing(self.blocks, None if self.mtp is None else self.mtp.block)
+        check_kv_sharing(self.blocks, None if self.mtp is None else self.mtp.block)
         check_per_layer(self.blocks, self.per_layer_embedding)
         check_media(self.media, self.blocks, self.embed_dim)
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.numerics.int8_matmul import fits
+from eqx_decoders.numerics.low_precision import fits
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight, matrix_axes, quantized_weights
 from eqx_decoders.sharding.axes import Axes, axes, matching, named_leaves, path_name, product_axes, replaced
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions

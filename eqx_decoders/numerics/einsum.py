@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from eqx_decoders.errors import check
 from eqx_decoders.numerics.clipped_weight import ClippedWeight, clip_between
-from eqx_decoders.numerics.int8_matmul import ProductSharding, Rounded, rounded_product
+from eqx_decoders.numerics.low_precision import ProductSharding, Rounded, rounded_product
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.matmul import cast_in_loop, product
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight, group_product, matrix_product, takes_groups

@@ -10,7 +10,7 @@ import jax
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.families.summary import active_parameters
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.numerics.int8_matmul import LowPrecision
+from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.planning.collectives import collectives
 from eqx_decoders.planning.compile import compile_until_assigned
 from eqx_decoders.planning.device_memory import DeviceMemory, compiled_memory, needed_bytes

@@ -15,7 +15,8 @@ Run in an engine that owns the memory
     (`serving.vllm_tpu`).
 
 Answer over HTTP
-    `serve` and `run_in_thread` with a `ServerConfig` and an `ApiConfig`; `TextFrontend` turns texts into prompts.
+    `serve` and `run_in_thread` with a `ServerConfig` and an `ApiConfig`; `create_frontend` makes the
+    `TextFrontend` of a model, which turns texts into prompts.
 """
 
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         external_logits as external_logits,
         run_with_caches as run_with_caches,
     )
+    from eqx_decoders.serving.frontend.create_frontend import create_frontend as create_frontend
     from eqx_decoders.serving.frontend.prompts import TextFrontend as TextFrontend
     from eqx_decoders.serving.http.protocol import ApiConfig as ApiConfig
     from eqx_decoders.serving.http.server import (
@@ -67,6 +69,7 @@ __getattr__, _late = lazy(
         "serving.engine.engine": "Engine",
         "serving.engine.config": "EngineConfig",
         "serving.external_engine": "external_layers external_logits run_with_caches",
+        "serving.frontend.create_frontend": "create_frontend",
         "serving.frontend.prompts": "TextFrontend",
         "serving.engine.request": "EngineStats QueueFull Request RequestOutput",
         "serving.engine.sampler": "Constraint SamplingParams TokenScore",

@@ -12,7 +12,7 @@ from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.layers.attention.kernels.registry import KERNELS
-from eqx_decoders.numerics.int8_matmul import LowPrecision
+from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.sharding.layout import Layout

@@ -21,7 +21,7 @@ from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.sharding.layout import Layout
 
 
-# Dense bf16 products of GPUs, from the vendor's data sheets (without sparsity); those of TPUs are in `hardware`.
+# Dense bf16 products of GPUs, from the vendor's data sheets (without sparsity); those of TPUs are in `core.chips`.
 _GPU_FLOPS = (  # the first that begins the name; SXM where nothing else is said
     ("NVIDIA A100", 312e12),
     ("NVIDIA H100 PCIe", 756e12),

@@ -6,7 +6,7 @@ import jax
 
 from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import chip_of
-from eqx_decoders.numerics.int8_matmul import LowPrecision, ModeName, RoundingName, WeightGradientName
+from eqx_decoders.numerics.low_precision import LowPrecision, ModeName, RoundingName, WeightGradientName
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.pipeline_config import AXIS, GatherName
 

@@ -10,7 +10,7 @@ from eqx_decoders.blocks.residual.residual import NoResidual
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.model.config_json import FORMER_CLASSES, FORMER_FIELDS, with_fields
+from eqx_decoders.model.config_json import FORMER_CLASSES, FORMER_FIELDS, present_name, with_fields
 from tests.cases import covering_array, decoder_config
 from tests.models import rich_decoder
 
@@ -159,8 +159,16 @@ def test_former_names_of_classes_and_fields_are_read():
     )
     config = ed.DecoderConfig(vocab_size=4, embed_dim=4, blocks=(taker,), final_norm=None)
     text = config.to_json()
-    names = FORMER_CLASSES | FORMER_FIELDS
-    for former, present in names.items():
+    names = [FORMER_CLASSES, *FORMER_FIELDS.values()]
+    for former, present in (pair for table in names for pair in table.items()):
         text = text.replace(f'"{present}"', f'"{former}"')
     assert "wiring" in text and "BranchConfig" in text and "residual" not in text
     assert ed.DecoderConfig.from_json(text) == config
+
+
+def test_former_paths_of_weights_are_read():
+    assert present_name("segments.0.unit.1.wiring.scale") == "segments.0.unit.1.residual.scale"
+    assert present_name("mtp.depth.block.after.0.layer.up") == "mtp.depth.block.post_layers.0.layer.up"
+    assert present_name("*.wiring.scale") == "*.residual.scale"
+    for path in ("net.before.x", "before", "wiring", "segments.0.unit.1.mixer.query", "*"):
+        assert present_name(path) == path

@@ -18,7 +18,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.quantize import _KINDS, group_sizes, quantized
 from eqx_decoders.numerics import quantized_weight
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.int8_matmul import LowPrecision, round_weights
+from eqx_decoders.numerics.low_precision import LowPrecision, round_weights
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import (
     QuantizedWeight,

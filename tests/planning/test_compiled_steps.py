@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.int8_matmul import Rounded
+from eqx_decoders.numerics.low_precision import Rounded
 from eqx_decoders.planning.collectives import collectives
 from eqx_decoders.planning.hlo import parse
 from eqx_decoders.planning.traced_memory import abstract_batch

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from eqx_decoders.context import Context, Execution
+from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.planning.collectives import Collective, axes_of, collectives, groups_of, phase_of
 from eqx_decoders.planning.device_memory import stacked_bytes
-from eqx_decoders.planning.hlo import members, parse, shape_bytes
+from eqx_decoders.planning.hlo import functions, members, parse, shape_bytes
 
 
 # A mesh of data=2 x tensor=2. In the entry: a loop of 3 trips, in it one of 5; a condition; pairs of asynchronous ones.
@@ -233,3 +235,14 @@ def test_a_compiled_program_has_the_traffic_that_it_was_written_with():
     assert {one.kind for one in compiled()} == {"all-reduce"}
     assert {one.axes for one in compiled()} == {("tensor",)}
     assert sum(one.total for one in compiled()) == 3 * 5 * 7 * 4
+
+
+def test_products_belong_to_the_layers_that_ask_for_them():
+    """And not to `einsum`, through which those of all layers pass."""
+    layer = MLPConfig(mlp_dim=8).build(8, key=jax.random.key(0))
+    ctx = Context(positions=jnp.arange(4, dtype=jnp.int32)[None], execution=Execution())
+    grad = jax.grad(lambda layer, x: jnp.sum(layer(x, ctx)))
+    text = jax.jit(grad).lower(layer, jnp.ones((1, 4, 8))).compile().as_text()
+    owners = set(functions(text).values())
+    assert any(owner.startswith("mlp: MLP") for owner in owners)
+    assert not any(owner.startswith(("einsum", "matmul")) for owner in owners)

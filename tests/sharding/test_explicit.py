@@ -23,7 +23,7 @@ from eqx_decoders.io.huggingface.gather import _from_all_devices
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.mtp_config import MTPConfig
-from eqx_decoders.numerics.int8_matmul import LowPrecision
+from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.sharding import explicit as explicit_module
 from eqx_decoders.sharding.axes import output_axes

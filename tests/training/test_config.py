@@ -338,3 +338,8 @@ def test_every_field_explains_itself(module, cls):
 def test_settings_that_exclude_each_other(fields, sentence):
     with pytest.raises(ConfigError, match=sentence):
         TrainConfig(**fields)
+
+
+def test_patterns_of_earlier_runs_name_weights_as_they_are_called_now(tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps({"optimizer": {"trainable": ["*.wiring.scale", "*.mlp.*"]}}))
+    assert load_settings(tmp_path / "settings.json").optimizer.trainable == ("*.residual.scale", "*.mlp.*")

@@ -265,13 +265,15 @@ def describe(file: Location, status: StatusLine | None = None) -> Entry:
     """
     if isinstance(file, HubDataset):
         commit = file.with_commit()
-        return {"size": None, "mtime_ns": None, "hash": _short([str(commit)]), "revision": commit.revision}
+        return {"size": None, "mtime_ns": None, "hash": hash_json([str(commit)]), "revision": commit.revision}
     if isinstance(file, RemoteFile):
         checksum = file.checksum
-        return {"size": file.size, "mtime_ns": None, "hash": _short([checksum]) if checksum else _hash(file, status)}
+        return {"size": file.size, "mtime_ns": None, "hash": hash_json([checksum]) if checksum else _hash(file, status)}
     try:
         size, changed = _size_and_time(file)
-        digest = _short([_hash(each, status) for each in saved_files(file)]) if file.is_dir() else _hash(file, status)
+        digest = (
+            hash_json([_hash(each, status) for each in saved_files(file)]) if file.is_dir() else _hash(file, status)
+        )
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
     return {"size": size, "mtime_ns": changed, "hash": digest}
@@ -284,7 +286,7 @@ def is_as_described(file: Location, digest: str, seen: tuple[int, int] | None) -
     """
     if isinstance(file, RemoteFile):
         checksum = file.checksum
-        return checksum is None or _short([checksum]) == digest
+        return checksum is None or hash_json([checksum]) == digest
     try:
         return seen is None or isinstance(file, HubDataset) or _size_and_time(file) == seen
     except OSError:
@@ -315,8 +317,9 @@ def _hash(file: File, status: StatusLine | None) -> str:
     return digest.hexdigest()[:32]
 
 
-def _short(parts: list[str]) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+def hash_json(content: Any) -> str:
+    """Return the hash of a JSON value, 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
 def _absolute(file: Location) -> Location:

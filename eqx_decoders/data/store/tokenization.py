@@ -8,7 +8,6 @@ from its standard input, and exits when that is closed.
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.sources.hub_datasets import HubDataset
 from eqx_decoders.data.sources.leases import Leases, copy_path
 from eqx_decoders.data.sources.readers import LONG, PIECE, Part, ReadOptions, kind_of, read_source
-from eqx_decoders.data.sources.sources import Entry, Source, folder_of, is_as_described, parse_location
+from eqx_decoders.data.sources.sources import Entry, Source, folder_of, hash_json, is_as_described, parse_location
 from eqx_decoders.data.store.shard_writer import separators, write_shard
 from eqx_decoders.data.store.shards import FORMAT, read_info
 from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage, check
@@ -57,7 +56,7 @@ class Recipe:
         template = None if self.template is None else self.template.content_hash
         form = [FORMAT, LONG, PIECE] + ([] if self.media is None else [self.media.digest()])
         ids = [tokenizer.content_hash, tokenizer.vocab_size, separators(tokenizer), tokenizer.bos_id]
-        return _digest([form, *ids, self.text_field, template])
+        return hash_json([form, *ids, self.text_field, template])
 
     @property
     def reading(self) -> ReadOptions:
@@ -84,7 +83,7 @@ class ShardTask(NamedTuple):
         """Name of the shard: a hash of the content that it is made from."""
         name = self.source.name if self.source.by_name else None
         folder = [] if self.folder is None else [self.folder]
-        return _digest([self.content_hash, kind_of(self.source.file), self.part, name, *folder])
+        return hash_json([self.content_hash, kind_of(self.source.file), self.part, name, *folder])
 
 
 def make_task(
@@ -317,7 +316,3 @@ class _Worker:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _digest(content: Any) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

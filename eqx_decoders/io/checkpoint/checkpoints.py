@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from eqx_decoders.errors import CheckpointError, check, check_integer
-from eqx_decoders.io.checkpoint.manifest import fingerprint as fingerprint, make_manifest
+from eqx_decoders.io.checkpoint.manifest import make_manifest
 from eqx_decoders.io.checkpoint.orbax import orbax_context, summary
 from eqx_decoders.io.checkpoint.reading import arrays_of, load_newest, read_manifest
 from eqx_decoders.io.checkpoint.steps import Steps

@@ -6,7 +6,6 @@ fall back to an older step together.
 
 import errno
 import itertools
-import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -23,7 +22,7 @@ from eqx_decoders.io.checkpoint.manifest import FORMAT_VERSION, digest, fingerpr
 from eqx_decoders.io.checkpoint.orbax import causes, orbax_context, summary
 from eqx_decoders.io.checkpoint.steps import Steps
 from eqx_decoders.io.coordination import all_gather_json, from_first
-from eqx_decoders.model.config_json import FORMER_FIELDS
+from eqx_decoders.model.config_json import present_name
 from eqx_decoders.sharding.axes import named_leaves, path_name
 
 
@@ -137,16 +136,9 @@ def read_manifest(steps: Steps, step: int) -> dict[str, Any]:
         f"it was written by eqx_decoders {manifest['library_version']}, install that version or a later one.",
         CheckpointError,
     )
-    manifest["arrays"] = {_present_name(name): entry | {"stored": name} for name, entry in manifest["arrays"].items()}
+    names = {name: present_name(name) if version == 1 else name for name in manifest["arrays"]}
+    manifest["arrays"] = {names[name]: entry | {"stored": name} for name, entry in manifest["arrays"].items()}
     return manifest
-
-
-_FORMER = re.compile(rf"(?<=\.)({'|'.join(FORMER_FIELDS)})(?=\.)")
-
-
-def _present_name(name: str) -> str:
-    """Return the path that a stored array has in the trees of this version."""
-    return _FORMER.sub(lambda field: FORMER_FIELDS[field[0]], name)
 
 
 def _load(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
-from eqx_decoders.numerics.int8_matmul import unrounded
+from eqx_decoders.numerics.low_precision import unrounded
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.remat import save
 

@@ -25,7 +25,7 @@ from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
 from eqx_decoders.layers.moe.sorted_rows import assign_places, combine, dispatch, scale_rows, sort_by_expert
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.initializers import fan_in
-from eqx_decoders.numerics.int8_matmul import Rounded
+from eqx_decoders.numerics.low_precision import Rounded
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import is_quantized
 from eqx_decoders.remat import save

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from eqx_decoders.layers.moe.megablox import has_kernel, kernel_product
-from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded, quantize_array, seeds_of
+from eqx_decoders.numerics.low_precision import LowPrecision, Rounded, quantize_array, seeds_of
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.matmul import cast_in_loop, cast_weight, matmul, row_major_transpose
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight

@@ -161,7 +161,7 @@ class MTPDrafting(DeviceDrafting):
         depths, drafts = draft_with_mtp(models[0], depths, hidden, following, begin, length)
         write_row = lambda each, new: each.with_row(slot, new)  # noqa: E731
         return DraftState(
-            layer_caches=_map_layer_caches(write_row, state.layer_caches, depths.memories),
+            layer_caches=_map_layer_caches(write_row, state.layer_caches, depths.layer_caches),
             last=tuple(old.at[slot].set(new[0]) for old, new in zip(state.last, depths.last, strict=True)),
             tokens=state.tokens.at[slot].set(drafts[0]),
         )
@@ -172,7 +172,7 @@ class MTPDrafting(DeviceDrafting):
         depths, drafts = draft_with_mtp(models[0], depths, *inputs)
         active = (verified.num_accepted > 0)[:, None]
         last = tuple(jnp.where(active[..., None], new, old) for old, new in zip(state.last, depths.last, strict=True))
-        return DraftState(layer_caches=depths.memories, last=last, tokens=jnp.where(active, drafts, state.tokens))
+        return DraftState(layer_caches=depths.layer_caches, last=last, tokens=jnp.where(active, drafts, state.tokens))
 
 
 def device_drafting(drafts: Drafts | None) -> DeviceDrafting | None:

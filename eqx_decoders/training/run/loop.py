@@ -35,7 +35,7 @@ from eqx_decoders.training.run.progress import Progress
 from eqx_decoders.training.run.run_export import write_exports
 from eqx_decoders.training.run.setup import first_state, prepare_run, undo_on_failure
 from eqx_decoders.training.run.trackers import Trackers, open_trackers
-from eqx_decoders.training.step.step_metrics import StepLog
+from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
 
 
@@ -49,7 +49,7 @@ def train(config: TrainConfig) -> int:
     try:
         return loop.train()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error) or not hasattr(loop, "run"):  # nothing is prepared yet
             raise
         raise EqxDecodersError(out_of_memory(loop.run.config, loop.run.target, str(error))) from error
 

@@ -38,6 +38,7 @@ from eqx_decoders.training.run.run_directory import (
     MODEL,
     SOURCE,
     check_checkpoint_dir,
+    checkpoint_directory,
     checkpoints_of,
     has_started,
     is_imported,
@@ -112,7 +113,7 @@ def prepare_run(config: TrainConfig, execution: Execution, stack: contextlib.Exi
         data=data,
         held_out=held_out,
         checkpoints=stack.enter_context(
-            Checkpoints(config.checkpoint_dir or directory / "checkpoints", max_checkpoints=config.max_checkpoints)
+            Checkpoints(checkpoint_directory(config, directory), max_checkpoints=config.max_checkpoints)
         ),
         trainer=Trainer.create(config.optimizer_config(), target, steps=config.steps, config=config.step),
     )

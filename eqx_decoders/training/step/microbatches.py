@@ -14,12 +14,8 @@ from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.sharding.axes import path_name
 from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.sharding.pipeline import cut_rows
 from eqx_decoders.training.step.loss_metrics import LossMetrics
-
-
-def _in_parts(x: Array, count: int) -> Array:
-    """Reshape `[batch, length]` to `[count, batch / count, length]`, so that each device keeps its own rows."""
-    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
 
 
 def cut_batch(batch: Batch, count: int) -> Batch:
@@ -30,7 +26,7 @@ def cut_batch(batch: Batch, count: int) -> Batch:
 
     def cut(path: Any, leaf: Any) -> Array:
         by_row = leaf.reshape(rows, -1, *leaf.shape[1:]) if _is_media(path) else leaf
-        return _in_parts(jnp.asarray(by_row), count)
+        return cut_rows(jnp.asarray(by_row), count)
 
     return jax.tree_util.tree_map_with_path(cut, batch)
 

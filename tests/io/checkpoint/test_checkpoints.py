@@ -23,11 +23,10 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import CheckpointError, MissingPackage
-from eqx_decoders.io.checkpoint import reading
-from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, fingerprint, load_weights
-from eqx_decoders.io.checkpoint.manifest import digest
+from eqx_decoders.io.checkpoint import manifest as manifest_module, reading
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, load_weights
+from eqx_decoders.io.checkpoint.manifest import digest, fingerprint
 from eqx_decoders.io.checkpoint.steps import COMMITTED, SET_ASIDE, TEMPORARY, Steps
-from eqx_decoders.model.config_json import FORMER_FIELDS
 from eqx_decoders.sharding.axes import named_leaves
 from tests.commands import ROOT
 from tests.programs import no_renames
@@ -492,23 +491,26 @@ def test_a_kill_at_any_point_of_a_deletion_leaves_no_half_step(mode, tmp_path, m
     pytest.fail("there are more operations than were tried")
 
 
-def test_arrays_of_former_names_are_read(tmp_path):
-    """As checkpoints have them that were saved before parts of a block had their present names."""
-    former = {
-        "unit": {name: {"x": jnp.full(3, float(i))} for i, name in enumerate(FORMER_FIELDS)},
-        "before": jnp.ones(2),
-    }
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, former, data_state={}, config={})
+def test_arrays_of_former_names_are_read(tmp_path, monkeypatch):
+    """Those of blocks in the first format; in all others, and outside of blocks, a name is a name."""
+    former = {"wiring": {"x": jnp.ones(2)}, "before": [{"x": jnp.full(2, 2.0)}]}
+    tree = {"unit": [former], "block": {"after": [jnp.zeros(3)]}, "net": {"before": {"x": jnp.ones(3)}}}
+    present = {"residual": {"x": jnp.zeros(2)}, "pre_layers": [{"x": jnp.zeros(2)}]}
+    template = {"unit": [present], "block": {"post_layers": [jnp.ones(3)]}, "net": {"before": {"x": jnp.zeros(3)}}}
+    with Checkpoints(tmp_path / "new") as checkpoints:
+        checkpoints.save(1, tree, data_state={}, config={})
         checkpoints.wait()
-        template = {
-            "unit": {name: {"x": jnp.zeros(3)} for name in FORMER_FIELDS.values()},
-            "before": jnp.zeros(2),
-        }
+        for leaf, want in zip(*(jax.tree.leaves(x) for x in (checkpoints.restore(tree).tree, tree)), strict=True):
+            np.testing.assert_array_equal(leaf, want)
+    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 1)
+    with Checkpoints(tmp_path / "old") as checkpoints:
+        checkpoints.save(1, tree, data_state={}, config={})
+        checkpoints.wait()
         restored = checkpoints.restore(template).tree
-    for former_name, name in FORMER_FIELDS.items():
-        np.testing.assert_array_equal(restored["unit"][name]["x"], former["unit"][former_name]["x"])
-    np.testing.assert_array_equal(restored["before"], [1, 1])
+    np.testing.assert_array_equal(restored["unit"][0]["residual"]["x"], [1, 1])
+    np.testing.assert_array_equal(restored["unit"][0]["pre_layers"][0]["x"], [2, 2])
+    np.testing.assert_array_equal(restored["block"]["post_layers"][0], [0, 0, 0])
+    np.testing.assert_array_equal(restored["net"]["before"]["x"], [1, 1, 1])
 
 
 def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ from eqx_decoders.inference.load_text import load_text_model
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend import chat_rendering
+from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.frontend.json_fields import ApiError
 from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, longest_token
-from eqx_decoders.serving.frontend.text_frontend import create_frontend
 from tests.encoders.directories import vision_directory
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import CHAT, Running, chat_frontend, serving

@@ -51,7 +51,7 @@ from eqx_decoders.training.settings_file import load_settings, save_settings
 from eqx_decoders.training.step import loss as loss_module, step as step_module
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
-from eqx_decoders.training.step.step_metrics import StepLog
+from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 

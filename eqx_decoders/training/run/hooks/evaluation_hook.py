@@ -35,9 +35,12 @@ class EvaluationHook(Hook):
     def after_step(self, step: int, state: TrainState) -> None:
         if self.is_due(step):
             with self.time.doing("evaluating"):
-                self.finish(step, state)
+                self._measure(step, state)
 
     def finish(self, step: int, state: TrainState) -> None:
+        self._measure(step, state)
+
+    def _measure(self, step: int, state: TrainState) -> None:
         self.results = {}
         with failures_as_warnings("the evaluation", step, self.show):
             self.results = self.evaluate(state.averaged, step)  # a copy of the weights, which may not fit

@@ -1,6 +1,5 @@
 """Metrics of the steps of a run: read from the devices, written, shown, and watched for divergence."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from eqx_decoders.errors import EqxDecodersError
@@ -9,7 +8,7 @@ from eqx_decoders.training.run.messages import diverged, last_finite
 from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.run.progress import Progress
 from eqx_decoders.training.run.trackers import Trackers
-from eqx_decoders.training.step.step_metrics import StepLog
+from eqx_decoders.training.step.step_log import StepLog
 
 
 class MetricsReporter:
@@ -34,11 +33,6 @@ class MetricsReporter:
         self.file, self.checkpoints, self.max_skipped = file, checkpoints, max_skipped
         self.steps, self.trackers, self.progress = steps, trackers, progress
         self.skipped_in_a_row = 0
-
-    @property
-    def show(self) -> Callable[[str], None]:
-        """Return the function that shows a line of text in the progress."""
-        return self.progress.message
 
     def read(self, step: int, *, ahead: int = 0) -> None:
         """Report the metrics of all steps but the newest `ahead`; end the run after too many that were not finite."""

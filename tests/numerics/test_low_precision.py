@@ -22,7 +22,7 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded, quantize_array, round_weights, seeds_of
+from eqx_decoders.numerics.low_precision import LowPrecision, Rounded, quantize_array, round_weights, seeds_of
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.training.lora import add_lora
