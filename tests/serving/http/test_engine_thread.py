@@ -90,7 +90,8 @@ def test_a_caller_who_is_cancelled_while_it_submits():
     async def test(worker, engine):
         engine.gate.clear()
         first = await worker.submit([request(new=400)])
-        task = asyncio.ensure_future(worker.submit([request()]))  # the thread is in a step
+        await until(engine.begun.is_set)  # the thread is in a step
+        task = asyncio.ensure_future(worker.submit([request()]))
         await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
