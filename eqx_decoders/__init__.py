@@ -118,8 +118,8 @@ if TYPE_CHECKING:
     from eqx_decoders.sharding.replication import replicated_fraction as replicated_fraction
     from eqx_decoders.training.lora import add_lora as add_lora, merge_lora as merge_lora
     from eqx_decoders.training.optimizer.optimizer import OptimizerConfig as OptimizerConfig
-    from eqx_decoders.training.step.balance import update_router_bias as update_router_bias
     from eqx_decoders.training.step.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
+    from eqx_decoders.training.step.router_bias import update_router_bias as update_router_bias
     from eqx_decoders.training.step.step import Trainer as Trainer
 
 __getattr__, _late = lazy(
@@ -141,7 +141,7 @@ __getattr__, _late = lazy(
         "sharding.replication": "replicated_fraction",
         "training.lora": "add_lora merge_lora",
         "training.optimizer.optimizer": "OptimizerConfig",
-        "training.step.balance": "update_router_bias",
+        "training.step.router_bias": "update_router_bias",
         "training.step.loss": "LossMetrics next_token_loss",
         "training.step.step": "Trainer",
     },

@@ -42,7 +42,7 @@ from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.step.balance import update_router_bias
+from eqx_decoders.training.step.router_bias import update_router_bias
 from tests.encoders.options import ENCODER_OPTIONS
 
 

@@ -1,24 +1,55 @@
 """A decoder block: layers with their norms, around a residual stream."""
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import BranchFunction, ResidualModule
+from eqx_decoders.blocks.block_run import BlockLayer, BlockResult, BlockRun
+from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
-from eqx_decoders.blocks.stats import ActivationStats, BlockStats
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_number, check_word
-from eqx_decoders.layers.base import BranchInputs, BranchLayer, BranchResult
-from eqx_decoders.layers.dropout import dropout
+from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
+from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
+from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
+from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
+from eqx_decoders.layers.base import BranchLayer
+from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
+from eqx_decoders.layers.deepstack import AddedFeaturesConfig
+from eqx_decoders.layers.embedding.engram import EngramConfig
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfig
+from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
+from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.layers.registry import Channel, ChannelConfig, ExtraLayerKind, Mixer, MixerConfig
-from eqx_decoders.remat import save
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
+
+
+# The layers that may stand in each place of a block; a new layer is added here.
+
+MixerConfig = (
+    AttentionConfig
+    | LatentAttentionConfig
+    | LearnedInitConfig
+    | GatedDeltaNetConfig
+    | Mamba2Config
+    | KimiDeltaAttentionConfig
+    | LocalAttentionConfig
+)
+Mixer = Attention | LatentAttention | LearnedInit | GatedDeltaNet | Mamba2 | KimiDeltaAttention | LocalAttention
+
+ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
+Channel = MLP | Linear | Experts
+
+# extra layers, before the mixer or after the MLP
+ExtraLayerKind = (
+    MLPConfig | LinearConfig | EngramConfig | PerLayerInputConfig | AddedFeaturesConfig | LightConvolutionConfig
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +58,7 @@ class ExtraLayerConfig:
 
     **Arguments:**
 
-    - `layer`: one of `layers.registry.ExtraLayerKind`.
+    - `layer`: one of `blocks.block.ExtraLayerKind`.
     - `pre_norm`, `post_norm`: its norms; None for none.
     - `scale`: multiplies its output (a half in Conformers; Gulati et al. 2020).
     """
@@ -38,7 +69,7 @@ class ExtraLayerConfig:
     scale: float = 1.0
 
     def __post_init__(self):
-        rule = "must be one of layers.registry.ExtraLayerKind: statistics of experts are those of the MLP alone"
+        rule = "must be one of blocks.block.ExtraLayerKind: statistics of experts are those of the MLP alone"
         check(isinstance(self.layer, ExtraLayerKind), f"ExtraLayerConfig.layer={self.layer!r} {rule}.")
         check_number("ExtraLayerConfig.scale", self.scale, above=0)
 
@@ -166,7 +197,7 @@ class Block(eqx.Module):
         past: dict[str, Any] | None = None,
         *,
         key: PRNGKeyArray | None = None,
-    ) -> "BlockResult":
+    ) -> BlockResult:
         """Return the block's output, the entries that each layer proposes for its cache, and statistics."""
         run = BlockRun(self, ctx, past, key)
         x = run.enter(x)
@@ -178,7 +209,7 @@ class Block(eqx.Module):
             x = self.residual(x, [layer.function(run) for layer in self.layers()], run.dropout, ctx)
         return run.leave(x)
 
-    def layers(self) -> list["BlockLayer"]:
+    def layers(self) -> list[BlockLayer]:
         """Return its layers with their norms, in order."""
         shared = self.pre_mixer_norm if self.config.residual.shares_norm else None
         pre_mlp_norm = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
@@ -194,81 +225,11 @@ class Block(eqx.Module):
         ]
 
 
-def _extra_layers(name: str, extras: tuple[ExtraLayer, ...]) -> list["BlockLayer"]:
+def _extra_layers(name: str, extras: tuple[ExtraLayer, ...]) -> list[BlockLayer]:
     return [
         BlockLayer(f"{name}.{index}", extra.layer, extra.pre_norm, extra.post_norm, extra.config.scale)
         for index, extra in enumerate(extras)
     ]
-
-
-class BlockLayer(NamedTuple):
-    """A layer of a block with its norms: `scale * post_norm(layer(pre_norm(x)))`.
-
-    `reads_streams` tells whether it reads and writes all residual streams, rather than the block for it.
-    """
-
-    name: str
-    layer: Any
-    pre_norm: Norm | None
-    post_norm: Norm | None
-    scale: float = 1.0
-    reads_streams: bool = False
-
-    def function(self, run: "BlockRun") -> BranchFunction:
-        """Return the layer as a function of its input in one forward pass."""
-        return BranchFunction(functools.partial(run, self), self.reads_streams)
-
-
-BlockResult = tuple[Array, dict[str, Any], BlockStats]
-
-
-class BlockRun:
-    """One forward pass of a block: arguments of its layers other than the stream, and their other results."""
-
-    def __init__(self, block: Block, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None):
-        self.block, self.ctx, self.past = block, ctx, past
-        self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)
-        self.entries: dict[str, Any] = {}
-        self.stats: dict[str, Any] = {}
-
-    def enter(self, x: Array) -> Array:
-        """Return the block's input, split over the mesh and under its name for rematerialization."""
-        return save(self.ctx.constrain(x, _words(x)), "decoder_layer_input")
-
-    def __call__(self, layer: BlockLayer, y: Array) -> Array:
-        """Run a layer with its norms."""
-        return self.output(layer, layer.layer.branch(*self.inputs(layer, y)))
-
-    def inputs(self, layer: BlockLayer, y: Array) -> BranchInputs:
-        """Return the layer's arguments; `y` is its input, before the norm."""
-        key = self.layer_key
-        if layer.name != "mlp" and key is not None:
-            key = jax.random.fold_in(key, len(self.entries) + 1)
-        past = None if self.past is None else self.past.get(layer.name)
-        return BranchInputs(y if layer.pre_norm is None else layer.pre_norm(y), self.ctx, past, key)
-
-    def output(self, layer: BlockLayer, result: BranchResult) -> Array:
-        """Return the layer's output for the stream, after its norm; record the rest of its results."""
-        self.entries[layer.name] = result.entries
-        self.stats.update(result.stats)
-        out = result.out if layer.post_norm is None else layer.post_norm(result.out)
-        return out if layer.scale == 1.0 else out * layer.scale
-
-    def dropout(self, y: Array) -> Array:
-        """Apply the block's dropout."""
-        return dropout(y, self.block.config.dropout, self.out_key)
-
-    def leave(self, x: Array) -> BlockResult:
-        """Return the result of the block whose output is `x`."""
-        x = self.ctx.constrain(x, _words(x))
-        if self.ctx.execution.layer_stats:
-            self.stats["activations"] = ActivationStats.of(x)
-        entries = {name: entry for name, entry in self.entries.items() if entry is not None}
-        return x, entries, BlockStats(**self.stats)
-
-
-def _words(x: Array) -> str:
-    return "batch length embed" if x.ndim == 3 else "batch length streams embed"
 
 
 def _reads_streams(layer: Any) -> bool:

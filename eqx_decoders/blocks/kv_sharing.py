@@ -1,16 +1,12 @@
 """Checks of layers that use the keys and values of earlier ones."""
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.layer_inputs import takers
 from eqx_decoders.errors import ConfigError, check, check_word
 from eqx_decoders.layers.attention.attention import AttentionConfig
 
 
-def check_kv_sharing(blocks: tuple[BlockConfig, ...], mtp_block: BlockConfig | None) -> None:
-    """Raise ConfigError for layers that share keys and values with no earlier layer of the same sizes and mask.
-
-    `mtp_block` is the block of multi-token prediction, which cannot share any.
-    """
+def check_kv_sharing(blocks: tuple[BlockConfig, ...]) -> None:
+    """Raise ConfigError for layers that share keys and values with no earlier layer of the same sizes and mask."""
     known: dict[str, tuple] = {}
     for index, block in enumerate(blocks):
         mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.kv_shared_from"
@@ -25,11 +21,6 @@ def check_kv_sharing(blocks: tuple[BlockConfig, ...], mtp_block: BlockConfig | N
                 where = f"DecoderConfig.blocks[{index}].shares_kv_as={block.shares_kv_as!r}"
                 raise ConfigError(f"{where} needs attention with keys and values of its own as mixer.")
             known[block.shares_kv_as] = _lent(mixer)
-    alone = mtp_block is None or not (
-        getattr(mtp_block.mixer, "kv_shared_from", None) or takers((mtp_block,)) or mtp_block.pre_layers
-    )
-    rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
-    check(alone, f"DecoderConfig.mtp.block {rule}.")
 
 
 def _lent(mixer: AttentionConfig) -> tuple:

@@ -33,8 +33,7 @@ from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import group_sizes, quantize
 from eqx_decoders.numerics.precision import Precision
-from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
+from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.protocol import ApiConfig

@@ -23,12 +23,12 @@ from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.heartbeat import connected
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
+from eqx_decoders.training import train
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import with_settings
 from eqx_decoders.training.flags import flags
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.data_preview import describe_data
-from eqx_decoders.training.run.loop import train
 from eqx_decoders.training.run.run_directory import find_run
 from eqx_decoders.training.run.run_model import abstract_run
 from eqx_decoders.training.run.trackers import check_installed

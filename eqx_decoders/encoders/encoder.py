@@ -12,10 +12,12 @@ from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.encoders.audio_stem import AudioStem
 from eqx_decoders.encoders.frame_stem import FrameStem
+from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
 from eqx_decoders.encoders.projector import Projection, Projector
 from eqx_decoders.encoders.stem import PatchStem
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.norm import Norm
 from eqx_decoders.numerics.clipped_weight import with_clipping
 
@@ -98,3 +100,41 @@ class Encoder(eqx.Module):
             execution=execution,
             rotary_positions=None if coordinates is None else jnp.asarray(coordinates),
         )
+
+
+def encode_media(
+    vision: Encoder | None, audio: Encoder | None, media: Media, execution: Execution, embed_dim: int
+) -> Encoded:
+    """Return the features of all images and audio clips, in the order of their placeholders."""
+    order = jnp.asarray(media.order)
+    groups, dtype = order.shape[0], execution.precision.compute
+    features: list[Array] = []
+    own_features: list[Array] = []
+    deepstacks: list[list[Array]] = []
+    for name, encoder, rows in (("vision", vision, media.images), ("audio", audio, media.audio)):
+        if rows is None:
+            continue
+        if encoder is None:
+            raise ConfigError(f"media has rows for an encoder of {name}, but this model has none.")
+        encoded = encoder(rows, execution)
+        features.append(encoded.rows.reshape(groups, -1, encoded.rows.shape[-1]))
+        own_features.append(encoded.features.reshape(groups, -1, encoded.features.shape[-1]))
+        deepstacks.append([each.reshape(groups, -1, each.shape[-1]) for each in encoded.deepstack])
+    if not features:
+        return Encoded(by_group=jnp.zeros((*order.shape, embed_dim), dtype))
+    levels = max(map(len, deepstacks))
+    for rows, deepstack in zip(features, deepstacks, strict=True):  # an encoder without them adds zeros
+        deepstack += [jnp.zeros_like(rows)] * (levels - len(deepstack))
+
+    def in_order(parts: list[Array]) -> Array:
+        rows = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        return jnp.take_along_axis(rows, order[:, :, None], axis=1)
+
+    deepstack = tuple(in_order([each[level] for each in deepstacks]) for level in range(levels))
+    # encoders whose features have several sizes have no common array of them
+    known = len({each.shape[-1] for each in own_features}) == 1 and any(
+        encoder is not None and encoder.into is not None for encoder in (vision, audio)
+    )
+    return Encoded(
+        by_group=in_order(features), deepstack=deepstack, encoder_features=in_order(own_features) if known else None
+    )

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.block import BlockConfig, MixerConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.weight_rows import Weight
@@ -13,7 +13,6 @@ from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import NormConfig, RMSNormConfig
-from eqx_decoders.layers.registry import MixerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 

@@ -7,12 +7,10 @@ import jax
 from jax.typing import DTypeLike
 
 from eqx_decoders.context import ExecutionOptions
-from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.inference.text_model import TextModel, build_text_model
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
-from eqx_decoders.io.text.chat_template import load_chat_template
-from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
-from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.io.text.tokenizer import load_tokenizer
 
 
 def load_text_model(
@@ -32,13 +30,3 @@ def load_text_model(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     tokenizer = load_tokenizer(folder)  # first, since it fails faster than the weights
     return build_text_model(load_hf(folder, dtype, quantized=quantized, **execution), tokenizer, folder)
-
-
-def build_text_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
-    """Return a model with the chat template in the directory of its tokenizer."""
-    return TextModel(
-        model=model,
-        tokenizer=tokenizer,
-        chat=load_chat_template(folder),
-        published=True,
-    )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from eqx_decoders.inference.generation import stream
 from eqx_decoders.inference.stream_decoder import StreamDecoder, prompt_ids
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
-from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
@@ -170,3 +171,13 @@ class TextModel:
             if token[0] not in stops:
                 yield text.push(token[0])
         yield text.flush()
+
+
+def build_text_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
+    """Return a model with the chat template in the directory of its tokenizer."""
+    return TextModel(
+        model=model,
+        tokenizer=tokenizer,
+        chat=load_chat_template(folder),
+        published=True,
+    )

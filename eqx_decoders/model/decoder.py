@@ -19,11 +19,10 @@ from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs, P
 from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.core.sampling import GenerationConfig
-from eqx_decoders.encoders.encoder import Encoder
+from eqx_decoders.encoders.encoder import Encoder, encode_media
 from eqx_decoders.encoders.media import Encoded, Media, merge_features
 from eqx_decoders.encoders.merge import (
     check_tokens,
-    encode,
     merge_media_inputs,
     stacked_deepstack,
     without_placeholders,
@@ -190,7 +189,7 @@ class Decoder(eqx.Module):
 
     def _encode(self, media: Media) -> Encoded:
         rounded = self._rounded("vision", None)._rounded("audio", None)
-        return encode(rounded.vision, rounded.audio, media, self.execution, self.config.embed_dim)
+        return encode_media(rounded.vision, rounded.audio, media, self.execution, self.config.embed_dim)
 
     @typed
     def run(

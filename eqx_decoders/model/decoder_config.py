@@ -4,7 +4,7 @@ import dataclasses
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_kv_sharing
-from eqx_decoders.blocks.layer_inputs import check_per_layer
+from eqx_decoders.blocks.layer_inputs import check_per_layer, takers
 from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
@@ -70,7 +70,8 @@ class DecoderConfig:
         check_number("DecoderConfig.init_std", self.init_std, above=0)
         if self.logit_soft_cap is not None:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
-        check_kv_sharing(self.blocks, None if self.mtp is None else self.mtp.block)
+        check_kv_sharing(self.blocks)
+        _check_mtp_block(None if self.mtp is None else self.mtp.block)
         check_per_layer(self.blocks, self.per_layer_embedding)
         check_media(self.media, self.blocks, self.embed_dim)
 
@@ -96,3 +97,10 @@ class DecoderConfig:
     def from_json(cls, text: str) -> "DecoderConfig":
         """Return the configuration of a text of `to_json`. Raise ConfigError for unknown classes, fields and values."""
         return decoder_from_json(text, cls)
+
+
+def _check_mtp_block(block: BlockConfig | None) -> None:
+    """Raise ConfigError where the block of multi-token prediction needs what only the model's layers have."""
+    alone = block is None or not (getattr(block.mixer, "kv_shared_from", None) or takers((block,)) or block.pre_layers)
+    rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
+    check(alone, f"DecoderConfig.mtp.block {rule}.")

@@ -27,9 +27,9 @@ from eqx_decoders.core.lazy_imports import lazy
 if TYPE_CHECKING:
     from eqx_decoders.layers.cache.engine_owned import ExternalCall as ExternalCall
     from eqx_decoders.layers.cache.paged import PageConfig as PageConfig
-    from eqx_decoders.serving.engine.config import EngineConfig as EngineConfig
-    from eqx_decoders.serving.engine.drafters import (
+    from eqx_decoders.serving.engine.config import (
         DraftModel as DraftModel,
+        EngineConfig as EngineConfig,
         MTPDrafter as MTPDrafter,
         PromptLookup as PromptLookup,
     )
@@ -65,9 +65,8 @@ __getattr__, _late = lazy(
         "layers.cache.engine_owned": "ExternalCall",
         "layers.cache.paged": "PageConfig",
         "serving.http.protocol": "ApiConfig",
-        "serving.engine.drafters": "MTPDrafter PromptLookup DraftModel",
         "serving.engine.engine": "Engine",
-        "serving.engine.config": "EngineConfig",
+        "serving.engine.config": "EngineConfig MTPDrafter PromptLookup DraftModel",
         "serving.external_engine": "external_layers external_logits run_with_caches",
         "serving.frontend.create_frontend": "create_frontend",
         "serving.frontend.prompts": "TextFrontend",

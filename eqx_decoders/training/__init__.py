@@ -19,7 +19,7 @@ Fine-tune
     `LoRAConfig`, `add_lora`, `merge_lora`, and `LORA_WEIGHTS`, the pattern of the pairs.
 
 Go on with a run
-    `load_run` reads the model of a run directory. The loop of a run is `eqx_decoders.training.run.loop`.
+    `train` trains as a `TrainConfig` says, in its run directory; `load_run` reads the model of one.
 """
 
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Tokenizer as Tokenizer,
         load_tokenizer as load_tokenizer,
     )
+    from eqx_decoders.training.config import TrainConfig as TrainConfig
     from eqx_decoders.training.evaluation import (
         evaluate as evaluate,
         evaluate_sets as evaluate_sets,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         make_optimizer as make_optimizer,
         make_schedule as make_schedule,
     )
+    from eqx_decoders.training.run.loop import train as train
     from eqx_decoders.training.run.run_loading import load_run as load_run
     from eqx_decoders.training.step.loss import next_token_loss as next_token_loss, token_loss_sum as token_loss_sum
     from eqx_decoders.training.step.loss_metrics import LossMetrics as LossMetrics
@@ -71,6 +73,7 @@ __getattr__, _late = lazy(
         "data.batches": "Batches",
         "data.config": "DataConfig",
         "data.dataset": "make_dataset make_held_out_sets",
+        "training.config": "TrainConfig",
         "training.evaluation": "evaluate evaluate_sets sample_text",
         "training.held_out": "HeldOut",
         "training.lora": "add_lora merge_lora",
@@ -79,6 +82,7 @@ __getattr__, _late = lazy(
         "training.step.loss_metrics": "LossMetrics",
         "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
         "data.host_rows": "host_rows place",
+        "training.run.loop": "train",
         "training.run.run_loading": "load_run",
         "training.step.step": "Trainer",
         "training.step.step_config": "StepConfig",

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from eqx_decoders.families.hf_table import Family, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.coordination import all_gather_json
-from eqx_decoders.io.huggingface.directory import FLOATS, Directory, parse_json
-from eqx_decoders.io.huggingface.export_config import export_config
-from eqx_decoders.io.huggingface.export_directory import exported_directory
+from eqx_decoders.io.huggingface.directory import FLOATS, parse_json
+from eqx_decoders.io.huggingface.export_config import export_config, merged
+from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import pieces
-from eqx_decoders.io.huggingface.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface.quantized.write import all_part_mappings, quantization_config, stored_parts
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.io.huggingface.tensor_copy import copy_in_pieces, einops_sizes
@@ -110,18 +108,6 @@ def export_plan(
     return kind, config, stored
 
 
-def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two JSON objects, and objects inside of them; values of the second win."""
-
-    def value(key: str) -> Any:
-        x, y = first.get(key), second.get(key)
-        if isinstance(x, dict) and isinstance(y, dict):
-            return merged(x, y)
-        return second.get(key, x)
-
-    return {key: value(key) for key in dict(first) | dict(second)}
-
-
 def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderConfig) -> None:
     """Raise ConversionError for settings that are no JSON, or do not describe the model any more."""
     try:
@@ -203,16 +189,6 @@ def _tensor(
         if section is not None and unfolded is not None and not np.may_share_memory(unfolded, section):
             section[...] = unfolded.reshape(section.shape)
     return tensor
-
-
-def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer and the generation settings, as far as they exist."""
-    if source is None or not Path(source).is_dir():
-        return
-    directory = Directory(source)
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if directory.has(name):
-            shutil.copyfile(directory.file(name), folder / name)
 
 
 def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:

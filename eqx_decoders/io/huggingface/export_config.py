@@ -1,6 +1,7 @@
 """Settings in `config.json` of an exported model, and its family."""
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.errors import ConversionError, check, check_word
@@ -30,3 +31,15 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
         except ConversionError as error:
             refusals.append(textwrap.shorten(str(error), 160, placeholder=" …"))
     raise ConversionError("No family of Hugging Face has this model.\n  " + "\n  ".join(refusals))
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two JSON objects, and objects inside of them; values of the second win."""
+
+    def value(key: str) -> Any:
+        x, y = first.get(key), second.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            return merged(x, y)
+        return second.get(key, x)
+
+    return {key: value(key) for key in dict(first) | dict(second)}

@@ -12,6 +12,8 @@ import jax
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.coordination import all_gather_json, from_first
+from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.huggingface.hub import TOKENIZER_FILES
 
 
 def check_new_directory(directory: str | Path) -> None:
@@ -51,3 +53,13 @@ def exported_directory(directory: str | Path) -> Iterator[Path | None]:
                 folder.rmdir()
             os.replace(partial, folder)
     all_gather_json("exported")
+
+
+def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
+    """Copy the files of a tokenizer and the generation settings, as far as they exist."""
+    if source is None or not Path(source).is_dir():
+        return
+    directory = Directory(source)
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if directory.has(name):
+            shutil.copyfile(directory.file(name), folder / name)

@@ -1,4 +1,4 @@
-"""Drafters for speculative decoding: cheap guesses of the next tokens, which the model verifies several at a time.
+"""Drafting on the device for speculative decoding: cheap guesses of the next tokens, which the model verifies at once.
 
 A draft is accepted where the model samples the same token, by the draw (or the maximum) that it would have made without
 drafts. As a draft is certain of its token, this is the rule of speculative sampling (Leviathan et al. 2023): a token x
@@ -6,104 +6,22 @@ is accepted with probability p(x), and another one is drawn from the rest of p. 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from eqx_decoders.context import Promises
-from eqx_decoders.errors import check, check_integer
-from eqx_decoders.inference.speculative import MTPDepthStates, draft_with_mtp
+from eqx_decoders.inference.mtp_draft import MTPDepthStates, draft_with_mtp
 from eqx_decoders.inference.unstack import inference_cache
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.model.caches import block_memory
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.serving.engine.config import DraftModel, Drafts, MTPDrafter
 from eqx_decoders.serving.engine.forward import DeviceDrafting
 from eqx_decoders.serving.engine.slot_state import DraftState
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLookup:
-    """Drafts copied from an earlier occurrence of the last tokens in the text (Saxena 2023).
-
-    **Arguments:**
-
-    - `num_tokens`: maximum drafts of each step.
-    - `longest`, `shortest`: numbers of last tokens to search for, the longest first.
-    """
-
-    num_tokens: int = 4
-    longest: int = 3
-    shortest: int = 2
-
-    def __post_init__(self):
-        for field in ("num_tokens", "longest", "shortest"):
-            check_integer(f"PromptLookup.{field}", getattr(self, field))
-        rule = f"PromptLookup.shortest={self.shortest} must be at most longest={self.longest}"
-        check(self.shortest <= self.longest, f"{rule}.")
-
-    def find(self, text: Sequence[int] | np.ndarray) -> list[int]:
-        """Return the drafts after a text: the tokens that follow the latest match."""
-        text = np.asarray(text)
-        for size in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            end = len(text) - size  # where the last tokens begin, and up to which other places may begin
-            starts = np.flatnonzero(text[:end] == text[end])
-            for index in range(1, size):
-                starts = starts[text[starts + index] == text[end + index]]
-            if len(starts) > 0:
-                begin = int(starts[-1]) + size
-                return text[begin : begin + self.num_tokens].tolist()
-        return []
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPDrafter:
-    """Drafts from the model's own multi-token prediction (MTP).
-
-    **Arguments:**
-
-    - `num_tokens`: drafts of each step: one for each of its first depths.
-    """
-
-    num_tokens: int = 1
-
-    def __post_init__(self):
-        check_integer("MTPDrafter.num_tokens", self.num_tokens)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel:
-    """Drafts that a smaller model of the same vocabulary finds most likely.
-
-    **Arguments:**
-
-    - `model`: the smaller model.
-    - `num_tokens`: drafts of each step.
-    """
-
-    model: Decoder
-    num_tokens: int = 4
-
-    def __post_init__(self):
-        check_integer("DraftModel.num_tokens", self.num_tokens)
-
-
-Drafts = PromptLookup | MTPDrafter | DraftModel
-
-
-def check_drafts(drafts: Drafts | None, model: Decoder) -> None:
-    """Raise ConfigError for a drafter that does not fit the model."""
-    if isinstance(drafts, MTPDrafter):
-        depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
-        rule = "must be at most the model's depths of multi-token prediction"
-        check(drafts.num_tokens <= depths, f"MTPDrafter.num_tokens={drafts.num_tokens} {rule}, {depths}.")
-    if isinstance(drafts, DraftModel):
-        sizes = drafts.model.config.vocab_size, model.config.vocab_size
-        check(sizes[0] == sizes[1], f"DraftModel.model has {sizes[0]} token ids, and the model {sizes[1]}: no match.")
 
 
 class ModelDrafting(DeviceDrafting):

@@ -11,8 +11,7 @@ import numpy as np
 
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.drafters import MTPDrafter
+from eqx_decoders.serving.engine.config import EngineConfig, MTPDrafter
 from eqx_decoders.serving.engine.forward import ALL_SCORES, NEXT_TOKEN, ChunkResult, SampledTokens
 from eqx_decoders.serving.engine.model_runner import padded_slots
 from eqx_decoders.serving.engine.multimodal_prefill import (

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eqx_decoders.serving.engine.drafters import Drafts, PromptLookup
+from eqx_decoders.serving.engine.config import Drafts, PromptLookup
 from eqx_decoders.serving.engine.request import FinishReason, Request
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.engine.slot_state import CacheSnapshot

@@ -12,8 +12,8 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.block_manager import BlockManager, Pages
-from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.drafters import DraftModel, device_drafting
+from eqx_decoders.serving.engine.config import DraftModel, EngineConfig
+from eqx_decoders.serving.engine.drafters import device_drafting
 from eqx_decoders.serving.engine.model_runner import ModelRunner, RunnerConfig, batch_sizes
 from eqx_decoders.serving.engine.page_pool import OutOfPages
 from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache, count_shared_blocks

@@ -6,8 +6,7 @@ from typing import Unpack
 import jax
 
 from eqx_decoders.context import Execution, ExecutionOptions
-from eqx_decoders.inference.load_text import build_text_model
-from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.inference.text_model import TextModel, build_text_model
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer

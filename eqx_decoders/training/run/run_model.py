@@ -14,8 +14,8 @@ from eqx_decoders.families import get_config
 from eqx_decoders.io.atomic_files import new_directory, write_atomically, write_json
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
 from eqx_decoders.io.huggingface.directory import parse_json
-from eqx_decoders.io.huggingface.export import copy_tokenizer, merged
-from eqx_decoders.io.huggingface.export_config import export_config
+from eqx_decoders.io.huggingface.export_config import export_config, merged
+from eqx_decoders.io.huggingface.export_directory import copy_tokenizer
 from eqx_decoders.io.huggingface.load import abstract_hf, decode_config, load_hf, read_config
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.decoder import Decoder

@@ -1,19 +1,13 @@
-"""Balance of experts: the losses of routing, the selection biases that it moves, and its figures in the metrics."""
+"""Balance of experts: the losses of routing, and its figures in the metrics."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import cast
+from collections.abc import Iterable
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from eqx_decoders.blocks.stats import BlockStats
-from eqx_decoders.errors import check
-from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
-from eqx_decoders.layers.moe.router import Router, RoutingStats, load_balance_loss, router_z_loss
-from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RoutingStats, load_balance_loss, router_z_loss
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -44,59 +38,6 @@ def routing_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, "
     routers = [layer.router for layer in _configs_of(config, stats)]
     balance = _each(router.balance_loss for router in routers) * _balance_loss(config, stats)
     return jnp.mean(balance + _each(router.z_loss for router in routers) * router_z_loss(stats))
-
-
-def update_router_bias(
-    model: Decoder, stats: BlockStats | RoutingStats, rate: float | Float[Array, ""] | None = None
-) -> Decoder:
-    """Move the selection biases of the model by `rate * sign(mean count - count)` (Wang et al. 2024).
-
-    They rise where an expert had too few tokens. With exactly the mean load, or if nothing was routed, they stay.
-
-    **Arguments:**
-
-    - `model`: a decoder.
-    - `stats`: `Output.stats`, or the sum of its `routing` over the microbatches of a step: one sign for all of them.
-    - `rate`: size of the move; None for each router's own `bias_update_rate`.
-    """
-    layout, routing = model.execution.layout, stats.routing if isinstance(stats, BlockStats) else stats
-    check(routing is not None, "update_router_bias needs the routing statistics of a model with experts.")
-    assert routing is not None
-    for find, rows in _routers(model):
-        router, counts = find(model), routing.counts[rows]
-        if router.selection_bias is not None and counts.shape[0] > 0:
-            step = router.config.bias_update_rate if rate is None else rate
-            moved = _moved(router.selection_bias, counts[:, : router.selection_bias.shape[-1]], step)
-            moved = layout.constrain_weight(moved, "layers experts")
-            model = eqx.tree_at(lambda m, find=find: find(m).selection_bias, model, moved)
-    return model
-
-
-def _routers(model: Decoder) -> Iterator[tuple[Callable[[Decoder], Router], slice]]:
-    """Yield a function that finds each stack of routers in the model, and the rows of the statistics of its layers."""
-    begin = 0
-    for index, segment in enumerate(model.segments):
-        positions = [i for i, block in enumerate(segment.unit) if isinstance(block.mlp, Experts)]
-        end = begin + segment.repeats * len(positions)
-        for nth, position in enumerate(positions):
-            yield partial(_router_at, segment=index, position=position), slice(begin + nth, end, len(positions))
-        begin = end
-    if model.mtp is not None and isinstance(model.mtp.depth.block.mlp, Experts):
-        yield _router_ahead, slice(begin, None)
-
-
-def _router_at(model: Decoder, *, segment: int, position: int) -> Router:
-    return cast(Experts, model.segments[segment].unit[position].mlp).router
-
-
-def _router_ahead(model: Decoder) -> Router:
-    assert model.mtp is not None
-    return cast(Experts, model.mtp.depth.block.mlp).router
-
-
-def _moved(bias: Array, counts: Array, rate: float | Array) -> Float[Array, "layers experts"]:
-    move = rate * jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
-    return bias + move.astype(bias.dtype)
 
 
 def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Float[Array, "layers"]]:

@@ -10,8 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.cache.paged import PageConfig
-from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
+from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.engine.sampler import (

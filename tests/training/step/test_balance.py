@@ -19,8 +19,9 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.step.balance import expert_configs, relative_loads, routing_report, update_router_bias
+from eqx_decoders.training.step.balance import expert_configs, relative_loads, routing_report
 from eqx_decoders.training.step.loss import next_token_loss
+from eqx_decoders.training.step.router_bias import update_router_bias
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.models import EMBED, VOCAB, filled, packed
