@@ -21,7 +21,7 @@ from eqx_decoders.inference.mtp_draft import MTPDepthStates, draft_with_mtp
 from eqx_decoders.inference.unstack import inference_cache
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
-from eqx_decoders.model.caches import block_memory
+from eqx_decoders.model.caches import block_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
@@ -137,7 +137,7 @@ def _prefill(
     nothing = jnp.zeros((batch, 1, config.embed_dim), hidden.dtype)
     depths = MTPDepthStates(
         layer_caches=tuple(
-            block_memory(config.mtp.block, 1, batch, room, cache_format) for _ in range(num_draft_tokens)
+            block_cache(config.mtp.block, 1, batch, room, cache_format) for _ in range(num_draft_tokens)
         ),
         last=(nothing,) * (num_draft_tokens - 1),
     )

@@ -64,14 +64,14 @@ def _build_cache(
     config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike | CacheFormat, pages: PageConfig | None
 ) -> Cache:
     caches = tuple(
-        tuple(block_memory(block, repeats, batch_size, max_length, dtype, pages) for block in unit)
+        tuple(block_cache(block, repeats, batch_size, max_length, dtype, pages) for block in unit)
         for unit, repeats in segments(config.blocks)
     )
     offset = jnp.zeros((batch_size,), jnp.float32) if config.has_grid_positions else None
     return Cache(segments=caches, length=jnp.zeros((batch_size,), jnp.int32), rope_offset=offset)
 
 
-def block_memory(
+def block_cache(
     block: BlockConfig,
     layers: int,
     batch_size: int,

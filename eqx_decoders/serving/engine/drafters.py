@@ -17,7 +17,7 @@ from eqx_decoders.inference.mtp_draft import MTPDepthStates, draft_with_mtp
 from eqx_decoders.inference.unstack import inference_cache
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
-from eqx_decoders.model.caches import block_memory
+from eqx_decoders.model.caches import block_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.config import DraftModel, Drafts, MTPDrafter
 from eqx_decoders.serving.engine.forward import DeviceDrafting
@@ -40,7 +40,7 @@ class ModelDrafting(DeviceDrafting):
         return dataclasses.replace(state, layer_caches=cache.segments)
 
     def step(self, models, state, verified) -> DraftState:
-        # what it drafts is never in its cache before it is verified: so any kind of memory will do
+        # what it drafts is never in its cache before it is verified: so any kind of cache will do
         draft_model = models[1]
         _, proposal, _ = draft_model.forward_uncommitted(verified.tokens, verified.positions, cache=_cache(state))
         cache = _cache(state).commit(proposal.entries, proposal.positions)
@@ -67,7 +67,7 @@ class MTPDrafting(DeviceDrafting):
         model = models[0]
         assert model.config.mtp is not None
         zeros = jnp.zeros((slots, 1, model.config.embed_dim), model.execution.precision.compute)
-        layer_caches = tuple(block_memory(model.config.mtp.block, 1, slots, length, dtype) for _ in range(self.count))
+        layer_caches = tuple(block_cache(model.config.mtp.block, 1, slots, length, dtype) for _ in range(self.count))
         tokens = jnp.zeros((slots, self.count), jnp.int32)
         return DraftState(layer_caches=layer_caches, last=(zeros,) * (self.count - 1), tokens=tokens)
 
