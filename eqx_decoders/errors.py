@@ -102,10 +102,10 @@ class AtLeast:
 class InRange:
     """Declare a field of finite numbers: `Annotated[float, InRange(least=0, below=1)]`."""
 
-    above: float | None = None
-    least: float | None = None
-    below: float | None = None
-    most: float | None = None
+    above: int | float | None = None
+    least: int | float | None = None
+    below: int | float | None = None
+    most: int | float | None = None
 
     def check(self, field: str, value: Any) -> None:
         """Raise ConfigError unless the value is a finite number within the bounds."""
