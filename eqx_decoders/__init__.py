@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from eqx_decoders.families import get_config as get_config, list_models as list_models
     from eqx_decoders.families.summary import ModelInfo as ModelInfo, describe_model as describe_model
     from eqx_decoders.inference.generation import generate as generate, stream as stream
-    from eqx_decoders.inference.load_text import load_text_model as load_text_model
+    from eqx_decoders.inference.text_model import load_text_model as load_text_model
     from eqx_decoders.io.checkpoint.checkpoints import Checkpoints as Checkpoints
     from eqx_decoders.io.huggingface.export import save_hf as save_hf
     from eqx_decoders.io.huggingface.load import abstract_hf as abstract_hf, load_hf as load_hf
@@ -129,7 +129,7 @@ __getattr__, _late = lazy(
         "families": "get_config list_models",
         "families.summary": "ModelInfo describe_model",
         "inference.generation": "generate stream",
-        "inference.load_text": "load_text_model",
+        "inference.text_model": "load_text_model",
         "io.checkpoint.checkpoints": "Checkpoints",
         "io.huggingface.export": "save_hf",
         "io.huggingface.load": "abstract_hf load_hf",

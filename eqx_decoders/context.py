@@ -1,12 +1,12 @@
 """Options and inputs of one forward pass: its execution, and the positions of its tokens."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import equinox as eqx
 from jaxtyping import Array, Int, Integer, Num
 
-from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.numerics.clipped_weight import ClippedWeight
 from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.low_precision import LowPrecision, Rounded
@@ -25,14 +25,6 @@ ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
 ContextOrder = Literal["plain", "zigzag"]
 ContextForm = Literal["gather", "all_to_all", "ring", "ring_all_to_all"]
-_WORDS = {
-    "attention": AttentionName,
-    "experts": ExpertsName,
-    "expert_exchange": ExchangeName,
-    "lookup": LookupName,
-    "context_order": ContextOrder,
-    "context_form": ContextForm,
-}
 
 
 class RunOptions(TypedDict, total=False):
@@ -68,17 +60,11 @@ class ExecutionOptions(PrecisionOptions, total=False):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Execution:
-    """Options that choose how a model runs, not what it computes.
-
-    Results differ by no more than rounding, with `low_precision` that to 8 bits; but `experts` decides whether there is
-    a capacity.
+class ExecutionConfig(CheckedFields):
+    """Options of an `Execution` that need no devices: flags and files of settings have them, too.
 
     **Arguments:**
 
-    - `layout`: where weights and activations live.
-    - `precision`: dtypes of weights and activations.
-    - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
     - `attention`: name of the attention kernel: `"dot"`, all scores at once; `"chunked"`, block by block; for TPU
         `"interval"`, a Pallas kernel of this library, or `"splash"`, JAX's, which supports less; for NVIDIA's GPUs
         `"cudnn"`, fused kernels for 16-bit numbers, without soft caps, sinks and a past; or `"auto"`, by platform and
@@ -95,8 +81,6 @@ class Execution:
         they do not divide) are not sent, and results are added.
     - `scan`: one `lax.scan` over equal layers; False runs them one by one.
     - `layer_stats`: whether `Output.stats` describes each layer's activations.
-    - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
-        QK-clip needs. They cost the products of the scores once more.
     - `lookup`: lookup of embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
@@ -120,6 +104,35 @@ class Execution:
         overlaps with computation of another (`blocks/batch_overlap.py`). Weights are gathered once for all parts. Each
         device needs a multiple of so many rows, also of each microbatch of a pipeline. Each part has its own dropout
         and capacities.
+    """
+
+    attention: AttentionName = "auto"
+    experts: ExpertsName = "auto"
+    expert_exchange: ExchangeName = "auto"
+    scan: bool = True
+    layer_stats: bool = False
+    lookup: LookupName = "gather"
+    head_bytes: PositiveInt = 2 * 10**9
+    exchange_bytes: PositiveInt = 10**9
+    context_order: ContextOrder = "plain"
+    context_form: ContextForm = "gather"
+    batch_split: PositiveInt = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution(ExecutionConfig):
+    """Options that choose how a model runs, not what it computes: devices, dtypes, and those of `ExecutionConfig`.
+
+    Results differ by no more than rounding, with `low_precision` that to 8 bits; but `experts` decides whether there is
+    a capacity.
+
+    **Arguments:**
+
+    - `layout`: where weights and activations live.
+    - `precision`: dtypes of weights and activations.
+    - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
+    - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
+        QK-clip needs. They cost the products of the scores once more.
     - `pipeline`: pipeline of layers over the mesh axis `stage`, without a cache; before and after it `stage` splits the
         batch. None: `stage` splits the weights of layers, and each device gathers them all. Each microbatch has its own
         dropout.
@@ -129,26 +142,12 @@ class Execution:
     layout: Layout = dataclasses.field(default_factory=Layout)
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: RematName | Remat | None = None
-    attention: AttentionName = "auto"
-    experts: ExpertsName = "auto"
-    expert_exchange: ExchangeName = "auto"
-    scan: bool = True
-    layer_stats: bool = False
     attention_maxima: bool = False
-    lookup: LookupName = "gather"
-    head_bytes: int = 2 * 10**9
-    exchange_bytes: int = 10**9
-    context_order: ContextOrder = "plain"
-    context_form: ContextForm = "gather"
-    batch_split: int = 1
     pipeline: Pipeline | None = None
     low_precision: LowPrecision | None = None
 
     def __post_init__(self):
-        for field, known in _WORDS.items():
-            check_word(f"Execution.{field}", getattr(self, field), get_args(known))
-        for field in ("head_bytes", "exchange_bytes", "batch_split"):
-            check_integer(f"Execution.{field}", getattr(self, field))
+        super().__post_init__()
         object.__setattr__(self, "remat", get_remat(self.remat))
         offloaded = self.layout.offload.weights
         rule = "exclude each other: a pipeline's stages hold their weights"

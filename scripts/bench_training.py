@@ -21,8 +21,8 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.llama import llama
+from eqx_decoders.numerics.low_precision import LowPrecisionConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
-from eqx_decoders.training.mesh_config import LowPrecisionConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 

@@ -504,12 +504,12 @@ def test_precision_of_weights():
 
 # Where the fields of the other ones are shown to have an effect.
 SHOWN_IN = {
-    "Execution": "test_options.py",
+    **dict.fromkeys(("Execution", "ExecutionConfig"), "test_options.py"),
     "Precision": "test_options.py",
     "Layout": "sharding/test_layout.py",
     "Remat": "test_remat.py",
     "Sample": "core/test_sampling.py",
-    "GenerateConfig": "cli/test_generate.py",
+    **dict.fromkeys(("GenerateConfig", "ModelSource"), "cli/test_generate.py"),
     "PlanConfig": "cli/test_plan.py",
     "Import": "cli/test_convert.py",
     "Export": "cli/test_convert.py",
@@ -518,7 +518,9 @@ SHOWN_IN = {
     "LoRAConfig": "training/test_lora.py",
     "OptimizerConfig": "training/optimizer/test_optimizer.py",
     "StepConfig": "training/step/test_step.py",
-    **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig"), "training/run/test_loop.py"),
+    **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),
+    **dict.fromkeys(("TrainedModelSettings", "RunSettings", "StepSettings"), "training/run/test_loop.py"),
+    **dict.fromkeys(("EvaluationSettings", "ProcessSettings"), "training/run/test_loop.py"),
     **dict.fromkeys(("Pipeline", "PipelineConfig"), "sharding/test_pipeline.py"),
     **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "numerics/test_low_precision.py"),
     "Offload": "training/step/test_offload.py",
@@ -543,7 +545,7 @@ DATA = {
     "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
     "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "CachedBlock", "Echo", "EngineStats",
     "EventStream", "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
-    "PreparedRun",
+    "PreparedRun", "AtLeast", "InRange",
     "HttpResponse", "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "Usage", "RequestQueue",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.quantize import group_sizes
 from tests import smollm

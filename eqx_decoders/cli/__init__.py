@@ -1,7 +1,6 @@
 """The programs: `eqx-decoders train`, `generate`, `serve`, `convert` and `plan`, which `scripts/` starts, too."""
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import io
@@ -9,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 from eqx_decoders.errors import EqxDecodersError, need_extra
 from eqx_decoders.io.exit_codes import exit_code
@@ -78,14 +76,6 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     free = rf"(?<![\w./'\"-])(?:{names})(?![\w/'\"-]|\.\w)"  # not a part of a path, of a quotation or of another name
     named = re.sub(free, lambda found: flags[found[0]], text)
     return re.sub(r"(--[\w.-]+) \(\1\)", r"\1", named)  # where a sentence for all has both, flag and field
-
-
-def flags_of(*classes: type[Any]) -> dict[str, str]:
-    """Return the flags of dataclasses without groups: of their fields with a default, as the others have none."""
-    fields = [
-        field for each in classes for field in dataclasses.fields(each) if field.default is not dataclasses.MISSING
-    ]
-    return {field.name: "--" + field.name.replace("_", "-") for field in fields}
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from eqx_decoders.cli import flags_of, own_errors, program, require
-from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of, mesh_flags
+from eqx_decoders.cli import own_errors, program, require
+from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of
+from eqx_decoders.cli.setting_flags import flag_names
 from eqx_decoders.errors import CheckpointError, check, check_integer, check_number
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
@@ -182,7 +183,7 @@ def _some(lines: list[str], most: int = 10) -> str:
     return "; ".join(lines[:most]) + more
 
 
-@program(lambda: flags_of(Import, Export, Verify) | mesh_flags())
+@program(lambda: flag_names(Import) | flag_names(Export) | flag_names(Verify))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; return the exit code."""
     require("tyro")

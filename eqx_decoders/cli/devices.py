@@ -53,9 +53,3 @@ class Devices:
 def layout_of(mesh: MeshConfig) -> Layout:
     """Return the layout of a mesh; of one device if the mesh is the default."""
     return Layout() if mesh == ONE_DEVICE else Layout.create(**dataclasses.asdict(mesh))
-
-
-def mesh_flags() -> dict[str, str]:
-    """Return the flags of the mesh, by the names that error messages have for its fields."""
-    names = [field.name for field in dataclasses.fields(MeshConfig)]
-    return {f"{group}.{name}": f"--mesh.{name.replace('_', '-')}" for group in ("mesh", "Layout") for name in names}

@@ -14,32 +14,27 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import jax
 
-from eqx_decoders.cli import flags_of, own_errors, program, require
-from eqx_decoders.cli.devices import Devices, mesh_flags
+from eqx_decoders.cli import program, require
+from eqx_decoders.cli.devices import Devices
+from eqx_decoders.cli.model_source import ModelSource
+from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.inference.load_text import load_text_model
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.numerics.precision import Precision
-from eqx_decoders.training.run.run_loading import load_text_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Devices):
+class GenerateConfig(ModelSource):
     """Let a model write; without a prompt, ask for one after another."""
 
-    run_dir: str | None = None
-    """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
-    model: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
     prompt: str | None = None
     """Message to answer, or text to continue; None: read them from the terminal, a line each."""
     chat: bool = True
@@ -52,12 +47,6 @@ class GenerateConfig(Devices):
     """File of an audio clip; once for each."""
     system: str | None = None
     """Message of the system, before all others."""
-    special_tokens_in_content: bool = True
-    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
-    step: int | None = None
-    """Checkpoint of the run to load; None: the newest."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
     max_new_tokens: int = 200
     """Tokens to write at most."""
     temperature: float | None = None
@@ -76,9 +65,6 @@ class GenerateConfig(Devices):
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "image", "video", "audio")
-        alone = self.run_dir is None or self.model is None
-        check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
-        check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
         check(self.chat or self.system is None, f"system={self.system!r} needs a chat: leave out --no-chat.")
         check_integer("max_new_tokens", self.max_new_tokens)
         check_integer("num_draft_tokens", self.num_draft_tokens, minimum=0)
@@ -96,15 +82,11 @@ class GenerateConfig(Devices):
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-@program(lambda: flags_of(GenerateConfig) | mesh_flags())
+@program(lambda: flag_names(GenerateConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Write as the command line says; return the exit code."""
     require("tyro")
-    import tyro
-
-    with own_errors():
-        options = (tyro.conf.UseAppendAction,)  # --image a.png --image b.png
-        config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__, config=options)
+    config = parse(args, prog)
     keep_memory()
     with config.connected():
         text = load(config)
@@ -116,14 +98,19 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     return 0
 
 
+def parse(args: Sequence[str] | None = None, prog: str | None = None) -> GenerateConfig:
+    """Parse the arguments of a command line; exit with 2 for unknown ones."""
+    import tyro
+
+    several = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --image a.png --image b.png
+    titles = {GenerateConfig: "text", ModelSource: "model", Devices: "devices"}
+    types: dict[str, Any] = dict.fromkeys(("image", "video", "audio"), several)
+    return parse_flags(GenerateConfig(), titles=titles, types=types, args=args, prog=prog, description=__doc__)
+
+
 def load(config: GenerateConfig) -> TextModel:
     """Load the model and the tokenizer that the settings name."""
-    dtype, layout = None if config.dtype == "auto" else config.dtype, config.layout()
-    if config.model is not None:
-        text = load_text_model(config.model, dtype, layout=layout)
-    else:
-        precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
-        text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=precision, layout=layout)
+    text = config.load()
     check(
         config.system is None or text.chat is not None,
         f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",

@@ -14,14 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from eqx_decoders.cli import own_errors, program, require
-from eqx_decoders.cli.devices import mesh_flags
-from eqx_decoders.cli.xla_flags import FlagsName, options
-from eqx_decoders.context import ContextForm, ContextOrder, Execution
-from eqx_decoders.data.config import DataConfig
-from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
+from eqx_decoders.cli import program, require
+from eqx_decoders.cli.setting_flags import flag_names, parse_flags
+from eqx_decoders.cli.xla_flags import options
+from eqx_decoders.context import Execution, ExecutionConfig
+from eqx_decoders.errors import ConfigError, NonNegativeInt, PositiveInt, check, check_word, need_extra
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
@@ -34,111 +33,65 @@ from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
 from eqx_decoders.planning.step_plan import Until, make_plan
 from eqx_decoders.planning.traced_memory import counted_memory, predicted_bytes
-from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.mesh_config import LowPrecisionConfig, MeshConfig, PipelineConfig, describe_devices
-from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.mesh_config import MeshConfig, describe_devices
 from eqx_decoders.training.run.run_model import model_config
 from eqx_decoders.training.step.balance import expert_configs
 from eqx_decoders.training.step.step import Trainer
-from eqx_decoders.training.step.step_config import StepConfig
+from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
+
+BASIC = ("model", "topology", "mesh.fsdp", "batch_size", "seq_len", "remat", "search")
 
 _POLICIES = ("none", "minimal_with_context", "save_qkv_proj", "full")  # a search tries them from `remat` on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(StepSettings, ModelSettings):
     """Compile a training step for TPUs that are not here."""
 
-    model: str
-    """Name of a model, as `train --list-models` prints them."""
     topology: str = "v5p:2x2x1"
     """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4; or nodes of GPUs: h100:4x8
     are four of eight. For these memory is counted, and collectives are of a step compiled for as many TPUs."""
-    slices: int = 1
+    slices: PositiveInt = 1
     """How many of them; mesh.data crosses the slower network between them."""
-    model_config: str | None = None
-    """Instead of the model of that name: JSON of a `DecoderConfig`, or a `config.json` of Hugging Face."""
-    set: tuple[str, ...] = ()
-    """Fields of the model to replace, such as num_layers=4."""
-    mtp_depths: int = 0
-    """Depths of multi-token prediction to add."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Sequences per step."""
-    seq_len: int = 2048
+    seq_len: PositiveInt = 2048
     """Tokens per sequence."""
-    images: int = 0
+    images: NonNegativeInt = 0
     """Images at the beginning of each sequence, for a model that sees."""
-    image_side: int = 896
+    image_side: PositiveInt = 896
     """Rows and columns of pixels of each, for models that take any size."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of activations; auto: bfloat16."""
-    params_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights."""
-    remat: str = "none"
-    """Rematerialization policy, or "custom" with the two lists below."""
-    remat_save: tuple[str, ...] = ()
-    """custom: names of tensors saved on the device."""
-    remat_offload: tuple[str, ...] = ()
-    """custom: names of tensors saved in the host's memory."""
-    attention: str = "auto"
-    """Attention kernel."""
-    context_order: ContextOrder = Execution.context_order
-    """Order of the tokens of rows that mesh.context splits; zigzag gives all devices equal work."""
-    context_form: ContextForm = Execution.context_form
-    """Exchange between devices that mesh.context splits rows over: keys and values, or all tokens of some heads."""
-    head_bytes: int = Execution.head_bytes
-    """Memory of a device for the head, gathered, and its gradient."""
-    exchange_bytes: int = Execution.exchange_bytes
-    """Memory of a device for tokens that it gets for its experts."""
-    batch_split: int = Execution.batch_split
-    """Parts of a batch that pass each layer one behind the other."""
-    replicated_tolerance: float = TrainConfig.replicated_tolerance
-    """Share of the weights that may be whole along an axis of the mesh that splits others."""
-    xla_flags: FlagsName = "auto"
-    """Options of XLA: auto, those that `train` sets on such TPUs; none: XLA's defaults."""
-    search: int = 0
+    search: NonNegativeInt = 0
     """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
     `remat` on that fits; 0: plan the one that is given."""
     until: Until = "code"
     """End of the compilation: after machine code; or when memory is assigned, before machine code, in a fraction of
     the time. Later errors (a kernel that finds no room) are not found."""
-    rows: int = 12
+    rows: NonNegativeInt = 12
     """Collectives to print."""
     json: bool = False
     """Print data instead of text."""
-    mesh: MeshConfig = MeshConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    low_precision: LowPrecisionConfig = LowPrecisionConfig()
-    offload: Offload = Offload()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    step: StepConfig = StepConfig()
 
     def __post_init__(self):
-        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes", "batch_split", "image_side"):
-            check_integer(field, getattr(self, field))
-        for field in ("rows", "mtp_depths", "search", "images"):
-            check_integer(field, getattr(self, field), 0)
+        super().__post_init__()
         if self.search:
             check_word("search: remat", self.remat, _POLICIES)
-        self.training()
+        self.check_rows(self.batch_size)
 
-    def training(self) -> TrainConfig:
-        """Return the settings of a run of such steps, checked as a run checks them."""
-        shared = {field.name for field in dataclasses.fields(TrainConfig)} & {f.name for f in dataclasses.fields(self)}
-        settings = {name: getattr(self, name) for name in shared}
-        if self.model_config is not None:
-            settings["model"] = "tiny"
-        steps = max(TrainConfig.steps, 1 + (self.optimizer.warmup_steps or 0))  # a plan is of one of them
-        return TrainConfig(
-            dataset=DataConfig(batch_size=self.batch_size, seq_len=self.seq_len), steps=steps, **settings
-        )
+    @property
+    def steps(self) -> int:
+        """Steps of the run of which one is planned."""
+        return max(TrainConfig.steps, 1 + (self.optimizer.warmup_steps or 0))
 
     def execution(self, devices: Sequence[Any]) -> Execution:
         """Make layout, dtypes and remat of these devices."""
-        return self.training().execution(devices)
+        return self.step_execution(self.batch_size, devices)
+
+
+TITLES = {PlanConfig: "plan", ModelSettings: "model", StepSettings: "step", ExecutionConfig: "execution"}
 
 
 def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
@@ -190,12 +143,12 @@ def planned_devices(config: PlanConfig) -> list[Any]:
 def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
     """Make the model as shapes on a mesh of these devices, its trainer, and the machine."""
     execution = config.execution(devices)
-    described = model_config(config.training())
+    described = model_config(config)
     if config.mtp_depths:
         described = with_mtp(described, config.mtp_depths)
     model = abstract(described, **vars(execution))
     check_replicated(model, execution.layout, config.replicated_tolerance)
-    trainer = Trainer.create(config.optimizer, model, steps=config.training().steps, config=config.step)
+    trainer = Trainer.create(config.optimizer, model, steps=config.steps, config=config.step)
     gpus = gpus_of(config.topology)
     machine = Machine.of_tpus(list(execution.layout.mesh.devices.flat)) if gpus is None else gpus.machine
     return model, trainer, machine
@@ -244,7 +197,7 @@ def _may_fit(config: PlanConfig, devices: Sequence[Any]) -> bool:
 
 def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, PlanConfig]]:
     """Return the meshes of these devices that divide model and batch and can hold the state, fastest first."""
-    experts = bool(expert_configs(model_config(config.training())))
+    experts = bool(expert_configs(model_config(config)))
     axes = ("data", "fsdp", "tensor", *["expert"] * experts)
     ranked = []
     for sizes in meshes(len(devices), config.slices, axes):
@@ -275,19 +228,7 @@ def _settings(config: PlanConfig, execution: Execution) -> dict[str, Any]:
     return settings | {"mesh": {name: size for name, size in execution.layout.sizes.items() if size > 1}}
 
 
-def _flags() -> dict[str, str]:
-    groups = ("mesh", "offload", "optimizer", "step")
-    fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in groups]
-    flags = {name: "--" + name.replace("_", "-") for name in fields} | mesh_flags()
-    kinds = {"offload": Offload, "optimizer": OptimizerConfig, "step": StepConfig}
-    for group, kind, config in ((group, config.__name__, config) for group, config in kinds.items()):
-        for field in dataclasses.fields(config):
-            flag = f"--{group}.{field.name.replace('_', '-')}"
-            flags |= {f"{group}.{field.name}": flag, f"{kind}.{field.name}": flag}
-    return flags
-
-
-@program(_flags)
+@program(lambda: flag_names(PlanConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Plan as the command line says; return the exit code: 1 where the step does not fit."""
     require("tyro")
@@ -317,13 +258,21 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanCon
     """Parse the arguments of a command line; exit with 2 for unknown ones."""
     import tyro
 
-    PlanConfig.__annotations__["model"] = tyro.conf.Positional[str]
-    for field, flag in (("images", "pictures"), ("image_side", "picture-side")):
-        PlanConfig.__annotations__[field] = Annotated[int, tyro.conf.arg(name=flag)]
-    PlanConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    types = {
+        "model": Annotated[str, tyro.conf.Positional],
+        "set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction],
+    }
     words = single_flags(sys.argv[1:] if args is None else args)
-    with own_errors():
-        return tyro.cli(PlanConfig, args=words, prog=prog, description=__doc__)
+    return parse_flags(
+        PlanConfig(),
+        titles=TITLES,
+        first=BASIC,
+        types=types,
+        required=("model",),
+        args=words,
+        prog=prog,
+        description=__doc__,
+    )
 
 
 def single_flags(args: Sequence[str]) -> list[str]:

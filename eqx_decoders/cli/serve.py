@@ -19,44 +19,37 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from eqx_decoders.cli import flags_of, own_errors, program
-from eqx_decoders.cli.devices import Devices, mesh_flags
+from eqx_decoders.cli import program
+from eqx_decoders.cli.devices import Devices
+from eqx_decoders.cli.model_source import ModelSource
+from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import check, check_integer, check_number, need_extra
-from eqx_decoders.inference.load_text import load_text_model
-from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import group_sizes, quantize
-from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.protocol import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
-from eqx_decoders.training.run.run_loading import load_text_run
 
 
 KEYS = "EQX_DECODERS_API_KEY"
 PACKAGES = ("tyro", "starlette", "uvicorn", "prometheus_client", "llguidance")
 
+BASIC = ("model", "run_dir", "host", "port", "max_batch_size", "max_length", "quantize", "api_key", "mesh.tensor")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig(Devices):
+class ServeConfig(ModelSource):
     """Serve a model over HTTP."""
 
-    model: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
-    run_dir: str | None = None
-    """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
-    step: int | None = None
-    """Checkpoint of the run to load; None: the newest."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
     quantize: Literal["keep", "none", "int8", "int4", "fp8", "fp8_block"] = "keep"
     """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
     so at the start (fp8_block: by 128 x 128)."""
@@ -125,9 +118,6 @@ class ServeConfig(Devices):
 
     def __post_init__(self):
         super().__post_init__()
-        alone = self.run_dir is None or self.model is None
-        check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
-        check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
         check(not self.distributed, "distributed=True is not for serving: one process serves, with all its devices.")
         grouped = self.group_size is None or self.quantize == "int4"
         check(grouped, f"group_size={self.group_size} is of quantize='int4', not of {self.quantize!r}.")
@@ -162,16 +152,12 @@ class ServeConfig(Devices):
         return self.served_name or self.model or self.run_dir or "runs/tiny"
 
 
-@program(lambda: flags_of(ServeConfig) | engine_flags() | mesh_flags())
+@program(lambda: flag_names(ServeConfig) | engine_flags())
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Serve as the command line says, until a signal; return the exit code."""
     for package in PACKAGES:
         _require(package)
-    import tyro
-
-    with own_errors():
-        options = (tyro.conf.UseAppendAction,)  # --api-key a --api-key b
-        config = tyro.cli(ServeConfig, args=args, prog=prog, description=__doc__, config=options)
+    config = parse(args, prog)
     log_to_stderr(config.log_level)
     raise_file_limit()
     sock = bind(config.host, config.port)  # it fails faster than the weights are loaded
@@ -211,15 +197,25 @@ def log_to_stderr(level: str) -> None:
         log.setLevel(level.upper())
 
 
+def parse(args: Sequence[str] | None = None, prog: str | None = None) -> ServeConfig:
+    """Parse the arguments of a command line; exit with 2 for unknown ones."""
+    import tyro
+
+    several = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --api-key a --api-key b
+    return parse_flags(
+        ServeConfig(),
+        titles={ServeConfig: "server", ModelSource: "model", Devices: "devices"},
+        first=BASIC,
+        types=dict.fromkeys(("api_key", "allow_origin"), several),
+        args=args,
+        prog=prog,
+        description=__doc__,
+    )
+
+
 def load(config: ServeConfig) -> TextModel:
     """Load the model and the tokenizer that the settings name."""
-    dtype, layout = None if config.dtype == "auto" else config.dtype, config.layout()
-    if config.model is not None:
-        quantized = "keep" if config.quantize == "keep" else "expand"
-        text = load_text_model(config.model, dtype, layout=layout, quantized=quantized)
-    else:
-        precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
-        text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=precision, layout=layout)
+    text = config.load("keep" if config.quantize == "keep" else "expand")
     if config.quantize in ("keep", "none"):
         return text
     model = quantize(text.model, config.quantize, group_size=config.group_size)
@@ -233,7 +229,7 @@ def load_draft_model(config: ServeConfig) -> Decoder | None:
     """Load the smaller model for drafts, if the settings name one."""
     if config.draft_model is None:
         return None
-    return load_text_model(config.draft_model, None if config.dtype == "auto" else config.dtype).model
+    return load_text_model(config.draft_model, config.weights_dtype).model
 
 
 def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:

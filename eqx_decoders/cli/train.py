@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-from eqx_decoders.cli import own_errors, program, require
+from eqx_decoders.cli import program, require
+from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.cli.xla_flags import set_options
+from eqx_decoders.context import ExecutionConfig
 from eqx_decoders.core.malloc import keep_memory
-from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
 from eqx_decoders.io.atomic_files import expand_paths
@@ -24,18 +25,49 @@ from eqx_decoders.io.heartbeat import connected
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
 from eqx_decoders.training import train
-from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.config import (
+    EvaluationSettings,
+    ProcessSettings,
+    RunSettings,
+    TrainConfig,
+    TrainedModelSettings,
+)
 from eqx_decoders.training.config_file import with_settings
-from eqx_decoders.training.flags import flags
-from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.data_preview import describe_data
 from eqx_decoders.training.run.run_directory import find_run
 from eqx_decoders.training.run.run_model import abstract_run
 from eqx_decoders.training.run.trackers import check_installed
 from eqx_decoders.training.settings_file import load_settings, of_a_new_start, with_file
+from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
-@program(flags)
+# What a first run needs; all else has defaults that do.
+BASIC = (
+    "run_dir",
+    "model",
+    "init_from",
+    "dataset.path",
+    "steps",
+    "dataset.batch_size",
+    "dataset.seq_len",
+    "optimizer.learning_rate",
+    "lora_rank",
+    "mesh.fsdp",
+    "config",
+    "list_models",
+)
+TITLES = {
+    RunSettings: "run",
+    ModelSettings: "model",
+    TrainedModelSettings: "model",
+    EvaluationSettings: "evaluation",
+    StepSettings: "step",
+    ExecutionConfig: "execution",
+    ProcessSettings: "process",
+}
+
+
+@program(lambda: flag_names(TrainConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Train as the command line says; return the exit code."""
     require("tyro", "grain", "tokenizers", "matplotlib")  # now, not after hours of training
@@ -69,12 +101,6 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     """
     import tyro
 
-    # The flags of the data have no prefix. This is said here and not in the classes, which do without tyro.
-    TrainConfig.__annotations__["dataset"] = Annotated[DataConfig, tyro.conf.OmitArgPrefixes]
-    paths = None | str | tuple[str, ...]  # in this order: a text "None" is taken by the first that can
-    for field, name in (("path", "data"), ("held_out_path", "held-out")):
-        DataConfig.__annotations__[field] = Annotated[paths, tyro.conf.arg(name=name)]
-    TrainConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     pair = tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="PATTERN=FACTOR",
@@ -82,11 +108,16 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
         is_instance=lambda value: isinstance(value, tuple),
         str_from_instance=lambda value: [f"{value[0]}={value[1]:g}"],
     )
-    OptimizerConfig.__annotations__["lr_multipliers"] = tuple[Annotated[tuple[str, float], pair], ...]
+    paths = None | str | tuple[str, ...]  # in this order: a text "None" is taken by the first that can
+    types = {
+        "dataset.path": paths,
+        "dataset.held_out_path": paths,
+        "set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction],
+        "optimizer.lr_multipliers": tuple[Annotated[tuple[str, float], pair], ...],
+    }
     default = _defaults(args)
     try:
-        with own_errors():
-            return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=default)
+        return parse_flags(default, titles=TITLES, first=BASIC, types=types, args=args, prog=prog, description=__doc__)
     except ConfigError as error:
         raise ConfigError(f"{default.config}: {error}" if _fails_alone(default, error) else str(error)) from None
 

@@ -4,12 +4,14 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Int, PRNGKeyArray
 
+from eqx_decoders.context import ExecutionOptions
 from eqx_decoders.core.sampling import Sampler
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConfigError, check
@@ -17,8 +19,10 @@ from eqx_decoders.inference.generation import stream
 from eqx_decoders.inference.stream_decoder import StreamDecoder, prompt_ids
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
+from eqx_decoders.io.huggingface.hub import resolve
+from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
 from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, with_letters
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
 
@@ -181,3 +185,22 @@ def build_text_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Text
         chat=load_chat_template(folder),
         published=True,
     )
+
+
+def load_text_model(
+    source: str | Path,
+    dtype: DTypeLike | None = None,
+    *,
+    revision: str | None = None,
+    quantized: QuantizedName = "expand",
+    **execution: Unpack[ExecutionOptions],
+) -> TextModel:
+    """Load the model and the tokenizer of a Hugging Face directory, or of the repository `"org/name"` (see `load_hf`).
+
+    dtype: None for float32 on CPUs, bfloat16 elsewhere.
+    """
+    folder = resolve(source, revision).path
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    tokenizer = load_tokenizer(folder)  # first, since it fails faster than the weights
+    return build_text_model(load_hf(folder, dtype, quantized=quantized, **execution), tokenizer, folder)

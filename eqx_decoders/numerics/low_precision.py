@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from eqx_decoders.errors import check, check_word
+from eqx_decoders.errors import CheckedFields, check
 from eqx_decoders.numerics.quantized_weight import dequantized, quantized_weights
 from eqx_decoders.sharding.axes import AnyArray, Axes, axes, matching, named_leaves, product_axes, replaced
 
@@ -68,8 +68,8 @@ FORMATS: dict[str, Formats] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LowPrecision:
-    """Configuration of 8-bit training: the products, and their formats.
+class LowPrecisionConfig(CheckedFields):
+    """Settings of products in 8 bits, and their formats; without `mode` there are none.
 
     **Arguments:**
 
@@ -83,21 +83,36 @@ class LowPrecision:
         pass has a key, as `Trainer` then gives; for whole numbers.
     """
 
-    mode: ModeName = "int8"
+    checked_name = "LowPrecision."
+    mode: ModeName | None = None
     weights: tuple[str, ...] = ("segments.*",)
     weight_gradient: WeightGradientName = "same"
     gradient_rounding: RoundingName = "nearest"
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "weights", tuple(self.weights))
-        check_word("LowPrecision.mode", self.mode, get_args(ModeName))
-        check_word("LowPrecision.weight_gradient", self.weight_gradient, get_args(WeightGradientName))
-        check_word("LowPrecision.gradient_rounding", self.gradient_rounding, get_args(RoundingName))
         check(len(self.weights) > 0, "LowPrecision.weights=() must name a weight, such as 'segments.*'.")
         check(
             self.mode != "fp8" or not self.draws,
             "LowPrecision.gradient_rounding='stochastic' is for whole numbers: fp8 rounds to nearest. Leave it out.",
         )
+
+    @property
+    def draws(self) -> bool:
+        """True if rounding draws random numbers."""
+        return self.gradient_rounding == "stochastic"
+
+    def products(self) -> "LowPrecision | None":
+        """Return the configuration of the products; None for none."""
+        return None if self.mode is None else LowPrecision(**vars(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowPrecision(LowPrecisionConfig):
+    """Configuration of 8-bit training: the products, and their formats, with the settings of `LowPrecisionConfig`."""
+
+    mode: ModeName = "int8"
 
     @property
     def formats(self) -> Formats:
@@ -108,11 +123,6 @@ class LowPrecision:
     def format(self) -> str:
         """Format of its products: `"int8"` or `"fp8"`."""
         return "fp8" if self.mode == "fp8" else "int8"
-
-    @property
-    def draws(self) -> bool:
-        """True if rounding draws random numbers."""
-        return self.gradient_rounding == "stochastic"
 
     def chosen(self, words: Mapping[str, Axes]) -> list[str]:
         """Return the paths of the weights that the patterns match.

@@ -1,9 +1,9 @@
 """The schedule of a pipeline over the mesh axis `stage`."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
-from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.errors import CheckedFields, PositiveInt, check
 
 
 AXIS = "stage"
@@ -11,11 +11,8 @@ GatherName = Literal["iteration", "repeat", "once"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """Schedule of a model's layers as a pipeline over `Layout.stage` devices.
-
-    Layers are cut into `stages * repeats` pieces of so many layers; piece c is run by stage `c mod stages`. What does
-    not fill all pieces runs after them, as without a pipeline. Microbatch m has rows m, m + microbatches, ….
+class PipelineConfig(CheckedFields):
+    """Settings of a pipeline over `Layout.stage` devices; without `microbatches` there is none.
 
     **Arguments:**
 
@@ -27,15 +24,26 @@ class Pipeline:
         needs; once in each `"repeat"`, two pieces being held; or `"once"` for all pieces.
     """
 
-    microbatches: int
-    repeats: int = 1
+    checked_name = "Pipeline."
+    microbatches: PositiveInt | None = None
+    repeats: PositiveInt = 1
     delay: bool = False
     gather: GatherName = "iteration"
 
-    def __post_init__(self):
-        check_integer("Pipeline.microbatches", self.microbatches)
-        check_integer("Pipeline.repeats", self.repeats)
-        check_word("Pipeline.gather", self.gather, get_args(GatherName))
+    def schedule(self) -> "Pipeline | None":
+        """Return the schedule of the pipeline; None for none."""
+        return None if self.microbatches is None else Pipeline(**vars(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipeline(PipelineConfig):
+    """Schedule of a model's layers as a pipeline over `Layout.stage` devices, with the settings of `PipelineConfig`.
+
+    Layers are cut into `stages * repeats` pieces of so many layers; piece c is run by stage `c mod stages`. What does
+    not fill all pieces runs after them, as without a pipeline. Microbatch m has rows m, m + microbatches, ….
+    """
+
+    microbatches: PositiveInt = dataclasses.field()
 
     @property
     def lag(self) -> int:

@@ -19,7 +19,8 @@ Fine-tune
     `LoRAConfig`, `add_lora`, `merge_lora`, and `LORA_WEIGHTS`, the pattern of the pairs.
 
 Go on with a run
-    `train` trains as a `TrainConfig` says, in its run directory; `load_run` reads the model of one.
+    `train` trains as a `TrainConfig` says, in its run directory; `load_run` reads the model of one, `load_text_run` its
+    tokenizer, too.
 """
 
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
         make_schedule as make_schedule,
     )
     from eqx_decoders.training.run.loop import train as train
-    from eqx_decoders.training.run.run_loading import load_run as load_run
+    from eqx_decoders.training.run.run_loading import load_run as load_run, load_text_run as load_text_run
     from eqx_decoders.training.step.loss import next_token_loss as next_token_loss, token_loss_sum as token_loss_sum
     from eqx_decoders.training.step.loss_metrics import LossMetrics as LossMetrics
     from eqx_decoders.training.step.step import Trainer as Trainer
@@ -83,7 +84,7 @@ __getattr__, _late = lazy(
         "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
         "data.host_rows": "host_rows place",
         "training.run.loop": "train",
-        "training.run.run_loading": "load_run",
+        "training.run.run_loading": "load_run load_text_run",
         "training.step.step": "Trainer",
         "training.step.step_config": "StepConfig",
         "training.step.train_state": "StepMetrics TrainState",

@@ -90,7 +90,7 @@ def typed_settings(
 
     values: nested or with dotted names, with `-` for `_`. like: a dataclass with these fields. aliases: other names.
     """
-    hints = _hints(type(like))
+    hints = field_types(type(like))
     names = {name: name for name in hints} | dict(aliases)
     groups = {name.rpartition(".")[0] for name in names} - {""}
     settings: dict[str, Any] = {}
@@ -130,12 +130,13 @@ def with_settings(config: T, values: Mapping[str, Any], *, checked: bool = True)
     return new
 
 
-def _hints(cls: Any, prefix: str = "") -> dict[str, Any]:
+def field_types(cls: Any, prefix: str = "") -> dict[str, Any]:
     """Return the annotation of every setting by its dotted name."""
-    hints = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        hints |= _hints(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
-    return hints
+    hints, types_by_name = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        hint, name = hints[field.name], prefix + field.name
+        types_by_name |= field_types(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: hint}
+    return types_by_name
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

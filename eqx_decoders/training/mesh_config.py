@@ -1,4 +1,4 @@
-"""Settings of meshes, pipelines and products in 8 bits, and lines about the devices of a run."""
+"""Settings of meshes, and lines about the devices of a run."""
 
 import dataclasses
 
@@ -6,9 +6,8 @@ import jax
 
 from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import chip_of
-from eqx_decoders.numerics.low_precision import LowPrecision, ModeName, RoundingName, WeightGradientName
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.pipeline_config import AXIS, GatherName
+from eqx_decoders.sharding.pipeline_config import AXIS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,34 +30,6 @@ class MeshConfig:
     """Like tensor, with the length cut between the layers."""
     expert: int = 1
     """Parts into which experts are cut."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """Pipeline of the layers over `mesh.stage`."""
-
-    microbatches: int | None = None
-    """Parts of the batch that pass the stages one behind the other, at least as many as stages; None: no pipeline."""
-    repeats: int = 1
-    """How often each part passes all stages: more repeats leave less time unused and send more."""
-    delay: bool = False
-    """Send results while the next ones are computed; needs twice as many parts."""
-    gather: GatherName = "iteration"
-    """When a stage gathers weights that are cut by fsdp: for each part, once for all parts in each repeat, or once."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LowPrecisionConfig:
-    """Products of the layers in 8-bit numbers."""
-
-    mode: ModeName | None = None
-    """int8; w4a8, weights of 4 bits and all else of 8; fp8, with e5m2 for gradients; None: no such products."""
-    weights: tuple[str, ...] = LowPrecision.weights
-    """Patterns of the paths of weights; of what they match, the matrices inside of layers."""
-    weight_gradient: WeightGradientName = LowPrecision.weight_gradient
-    """float: gradients of weights, a third of the products, are computed without rounding."""
-    gradient_rounding: RoundingName = LowPrecision.gradient_rounding
-    """stochastic: gradients are rounded up or down by chance, so that the mean is exact; not for fp8."""
 
 
 def describe_devices(layout: Layout) -> str:

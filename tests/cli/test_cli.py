@@ -7,10 +7,11 @@ import tomllib
 import pytest
 
 from eqx_decoders import cli
+from eqx_decoders.cli.setting_flags import flag_names
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.training.config import MeshConfig, TrainConfig
-from eqx_decoders.training.flags import flags
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.settings_file import save_settings
 from tests.commands import ROOT, call
@@ -51,7 +52,7 @@ FLAGS = """
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --cache-dir --batch-size
 --seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
 --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
---context-order --context-form --head-bytes --exchange-bytes
+--context-order --context-form --head-bytes --exchange-bytes --experts --expert-exchange --lookup --scan --no-scan
 --remat-save --remat-offload --attention --xla-flags --layer-stats --no-layer-stats --trackers --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed
 --distributed-timeout --profile --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
@@ -168,7 +169,7 @@ def test_flags_come_before_the_file_and_the_file_before_the_run(tmp_path):
     ],
 )
 def test_sentences_are_in_the_words_of_the_flags(sentence, want):
-    assert cli.in_flags(sentence, flags()) == want
+    assert cli.in_flags(sentence, flag_names(TrainConfig)) == want
 
 
 def test_a_typo_is_met_with_the_nearest_flag():

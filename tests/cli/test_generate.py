@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqx_decoders.cli import devices, generate
-from eqx_decoders.inference.text_model import Files, TextModel
+from eqx_decoders.cli import devices, model_source
+from eqx_decoders.cli.generate import GenerateConfig
+from eqx_decoders.inference.text_model import Files, TextModel, load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import ROOT, call, outcome
 
@@ -128,7 +129,7 @@ ELSEWHERE = {
 
 
 def test_every_setting_has_an_effect(wrote):
-    names = {field.name for field in dataclasses.fields(generate.GenerateConfig)}
+    names = {field.name for field in dataclasses.fields(GenerateConfig)}
     assert names == EFFECTS.keys() | ELSEWHERE.keys() and not EFFECTS.keys() & ELSEWHERE.keys()
     for name, (words, has_effect) in EFFECTS.items():
         for given, expected in (([], False), (words, True)):
@@ -153,9 +154,9 @@ def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
 
     def load_text_run(run_dir, step, *, precision, layout):
         loaded.append((run_dir, step, precision.compute))
-        return generate.load_text_model(CHAT)
+        return load_text_model(CHAT)
 
-    monkeypatch.setattr(generate, "load_text_run", load_text_run)
+    monkeypatch.setattr(model_source, "load_text_run", load_text_run)
     call("generate", "--run-dir", "runs/a", "--step", "3", "--dtype", "bfloat16", "--prompt", "x")
     call("generate", "--prompt", "x")
     assert loaded == [("runs/a", 3, jnp.bfloat16), ("runs/tiny", None, jnp.float32)]

@@ -18,7 +18,7 @@ from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.roofline import Roofline
-from eqx_decoders.training.config import MeshConfig
+from eqx_decoders.training.mesh_config import MeshConfig
 from tests.commands import call, run
 
 
@@ -97,7 +97,7 @@ def test_long_rows_and_pipelines_are_planned_as_asked(here):
 
 
 def test_a_warm_up_is_as_long_as_that_of_the_run_that_is_planned():
-    assert parse(["tiny", "--optimizer.warmup-steps", "2000"]).training().steps > 2000
+    assert parse(["tiny", "--optimizer.warmup-steps", "2000"]).steps > 2000
 
 
 def test_the_model_is_the_one_that_is_described(here, tmp_path):

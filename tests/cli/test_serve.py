@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eqx_decoders.cli import serve
-from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.serving.engine.config import DraftModel, MTPDrafter, PromptLookup

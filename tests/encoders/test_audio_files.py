@@ -16,8 +16,7 @@ from eqx_decoders.data.media_documents import ProcessorReader
 from eqx_decoders.data.sources.documents import reference
 from eqx_decoders.errors import DataError
 from eqx_decoders.inference.generation import stream
-from eqx_decoders.inference.load_text import load_text_model
-from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import LogMel
 from eqx_decoders.io.processors.limits import MediaLimits

@@ -11,8 +11,7 @@ from eqx_decoders.cli.generate import GenerateConfig
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.media_documents import ProcessorReader, reader_from_json
-from eqx_decoders.inference.load_text import load_text_model
-from eqx_decoders.inference.text_model import Files
+from eqx_decoders.inference.text_model import Files, load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import call, outcome
 from tests.encoders.directories import save_image, vision_directory

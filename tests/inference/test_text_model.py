@@ -14,10 +14,9 @@ from hypothesis import given, settings, strategies as st
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.core.sampling import Greedy, Sample
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.inference import load_text, text_model as text_module
-from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference import text_model as text_module
 from eqx_decoders.inference.stream_decoder import StreamDecoder
-from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.huggingface.load import abstract_hf
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -42,7 +41,7 @@ def shapes(monkeypatch):
         fed.update(options, prompt=prompt, model=model)
         return (np.asarray([token]) for token in fed["tokens"])
 
-    monkeypatch.setattr(load_text, "load_hf", lambda folder, dtype, **_: abstract_hf(folder, dtype))
+    monkeypatch.setattr(text_module, "load_hf", lambda folder, dtype, **_: abstract_hf(folder, dtype))
     monkeypatch.setattr(text_module, "stream", stream)
     return fed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import load_text_model
 from tests.serving.processes import served
 from tests.serving.servers import CHAT
 

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.load_text import load_text_model
-from eqx_decoders.inference.text_model import Files
+from eqx_decoders.inference.text_model import Files, load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import ENVIRONMENT, TEXT
 from tests.encoders.directories import vision_directory

@@ -18,8 +18,9 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingC
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.pipeline import run_pipeline
+from eqx_decoders.sharding.pipeline_config import PipelineConfig
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.mesh_config import MeshConfig, PipelineConfig, describe_pipeline
+from eqx_decoders.training.mesh_config import MeshConfig, describe_pipeline
 from tests.cases import check, draw, legal
 from tests.compare import assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens

@@ -1,8 +1,6 @@
 """Settings: what is refused and in which words, the way to JSON and back, and that each one explains itself."""
 
-import ast
 import dataclasses
-import inspect
 import json
 import re
 from pathlib import Path
@@ -10,23 +8,23 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from eqx_decoders.data import config as data_config
+from eqx_decoders.cli.generate import GenerateConfig
+from eqx_decoders.cli.plan import PlanConfig
+from eqx_decoders.cli.serve import ServeConfig
+from eqx_decoders.cli.setting_flags import flag_names, help_texts
+from eqx_decoders.context import Execution, ExecutionConfig
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.export_directory import exported_directory
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.remat import Remat
-from eqx_decoders.training import config as config_module, mesh_config
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.config_file import with_settings
-from eqx_decoders.training.flags import flags
-from eqx_decoders.training.mesh_config import LowPrecisionConfig, MeshConfig, PipelineConfig
-from eqx_decoders.training.optimizer import optimizer
+from eqx_decoders.training.config_file import field_types, with_settings
+from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.run_directory import local_run
 from eqx_decoders.training.settings_file import changed_settings, load_settings, save_settings, settings_json, with_file
-from eqx_decoders.training.step import step_config
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.commands import call
 
@@ -216,10 +214,10 @@ def test_what_is_of_one_start_is_no_change():
 def test_every_flag_is_named():
     """As the parser of the command line names it."""
     out, _ = call("train", "--help")
-    named = set(re.findall(r"--[a-z][\w.-]*", out))
-    assert flags()["dataset.path"] == "--data" and flags()["optimizer.eps"] == "--optimizer.eps"
-    assert flags()["Layout.fsdp"] == "--mesh.fsdp" and flags()["LoRAConfig.rank"] == "--lora-rank"
-    assert set(flags().values()) - named == set() and named - set(flags().values()) - {"--help"} == {
+    named, flags = set(re.findall(r"--[a-z][\w.-]*", out)), flag_names(TrainConfig)
+    assert flags["dataset.path"] == "--data" and flags["optimizer.eps"] == "--optimizer.eps"
+    assert flags["Layout.fsdp"] == "--mesh.fsdp" and flags["LoRAConfig.rank"] == "--lora-rank"
+    assert set(flags.values()) - named == set() and named - set(flags.values()) - {"--help"} == {
         name for name in named if re.search(r"--(\w+\.)?no-", name)
     } - {"--optimizer.no-decay"}
 
@@ -286,36 +284,24 @@ def test_a_tilde_in_the_directory_of_a_checkpoint(monkeypatch, tmp_path):
     assert (tmp_path / "out" / "a").exists()
 
 
-CLASSES = [
-    (config_module, TrainConfig),
-    (mesh_config, MeshConfig),
-    (mesh_config, PipelineConfig),
-    (mesh_config, LowPrecisionConfig),
-    (optimizer, OptimizerConfig),
-    (step_config, StepConfig),
-    (data_config, DataConfig),
-]
+@pytest.mark.parametrize("kind", [TrainConfig, PlanConfig, GenerateConfig, ServeConfig])
+def test_every_setting_explains_itself(kind):
+    """The text below a field, or its line in the list of the class, is the text of `--help`."""
+    texts = help_texts(kind)
+    for name in field_types(kind):
+        assert len(texts[name]) > 8 and texts[name].endswith("."), name
 
 
-@pytest.mark.parametrize(("module", "cls"), CLASSES, ids=lambda value: getattr(value, "__name__", ""))
-def test_every_field_explains_itself(module, cls):
-    """The string below a field is the text of `--help`. A group of fields has its class's docstring instead."""
-    found = {}
-    tree = next(
-        node
-        for node in ast.parse(inspect.getsource(module)).body
-        if isinstance(node, ast.ClassDef) and node.name == cls.__name__
-    )
-    for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = following.value if isinstance(following, ast.Expr) else None
-            found[node.target.id] = text.value if isinstance(text, ast.Constant) else ""
-    assert found.keys() == {field.name for field in dataclasses.fields(cls)}
-    for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.type):
-            assert field.type.__doc__
-        else:
-            assert len(found[field.name]) > 8 and found[field.name].strip().endswith("."), field.name
+def test_options_of_an_execution_are_settings_of_runs_and_plans():
+    """Each reaches the execution under its own name, without a word about it in any other file."""
+    changes: dict = dict(attention="dot", experts="dense", expert_exchange="gather", scan=False, layer_stats=True)
+    changes |= dict(lookup="one_hot", head_bytes=5, exchange_bytes=6, context_order="zigzag", context_form="ring")
+    changes |= dict(batch_split=2)
+    assert changes.keys() == {field.name for field in dataclasses.fields(ExecutionConfig)}
+    for config in (TrainConfig(**changes), PlanConfig(**changes)):
+        execution = config.step_execution(None)
+        assert {name: getattr(execution, name) for name in changes} == changes
+    assert all(getattr(Execution(), name) != value for name, value in changes.items())
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.run.run_directory import MODEL, SOURCE, is_imported
 from eqx_decoders.training.settings_file import load_settings, save_settings
+from eqx_decoders.training.step_settings import ModelSettings
 
 
-def model_config(settings: TrainConfig) -> DecoderConfig:
+def model_config(settings: ModelSettings) -> DecoderConfig:
     """Return the configuration that the settings name: a preset or that of a file, with the fields that are `set`."""
     file = settings.model_config
     return with_fields(get_config(settings.model) if file is None else _read_config_file(file), settings.set)

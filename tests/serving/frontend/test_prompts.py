@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend import chat_rendering

@@ -31,9 +31,11 @@ from eqx_decoders.io.status import takes_time
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.sharding.offload import Offload
-from eqx_decoders.training.config import MeshConfig, PipelineConfig, TrainConfig
+from eqx_decoders.sharding.pipeline_config import PipelineConfig
+from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.lora_config import LoRAConfig
+from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run import loop as run_module, setup
 from eqx_decoders.training.run.goodput import WallTime

@@ -11,7 +11,7 @@ from eqx_decoders.data.dataset import make_dataset
 from eqx_decoders.data.media_documents import ProcessorReader, reader_from_json
 from eqx_decoders.data.sources.documents import parse_reference, reference
 from eqx_decoders.errors import DataError
-from eqx_decoders.inference.load_text import load_text_model
+from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.encoders.directories import save_image

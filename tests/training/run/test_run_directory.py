@@ -14,7 +14,8 @@ from eqx_decoders.data.config import DataConfig
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.config import MeshConfig, TrainConfig
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.optimizer.resume import trained_weights
 from eqx_decoders.training.run import run_loading, run_model

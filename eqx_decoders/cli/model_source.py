@@ -1,0 +1,46 @@
+"""Model of `generate` and `serve`: from a run directory, or from Hugging Face."""
+
+import dataclasses
+from typing import Literal
+
+from eqx_decoders.cli.devices import Devices
+from eqx_decoders.errors import check
+from eqx_decoders.inference.text_model import TextModel, load_text_model
+from eqx_decoders.io.huggingface.load import QuantizedName
+from eqx_decoders.numerics.precision import Precision
+from eqx_decoders.training import load_text_run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSource(Devices):
+    """Model that a program loads, and the devices that hold it."""
+
+    model: str | None = None
+    """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
+    run_dir: str | None = None
+    """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
+    step: int | None = None
+    """Checkpoint of the run to load; None: the newest."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    special_tokens_in_content: bool = True
+    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        alone = self.run_dir is None or self.model is None
+        check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
+        check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """Dtype of loaded weights; None for that of the platform."""
+        return None if self.dtype == "auto" else self.dtype
+
+    def load(self, quantized: QuantizedName = "expand") -> TextModel:
+        """Load the model and its tokenizer."""
+        layout, dtype = self.layout(), self.weights_dtype
+        if self.model is not None:
+            return load_text_model(self.model, dtype, layout=layout, quantized=quantized)
+        precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
+        return load_text_run(self.run_dir or "runs/tiny", self.step, precision=precision, layout=layout)

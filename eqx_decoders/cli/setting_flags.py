@@ -1,0 +1,126 @@
+"""Flags made of the fields of settings: their names, help and groups, and errors in the words of flags.
+
+A flag is spelled nowhere: `--optimizer.learning-rate` is the field `learning_rate` of the group `optimizer`, its type
+is the field's, and its help is the field's docstring, or its line in the docstring of the class.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from eqx_decoders.training.config_file import field_types, flat_settings, with_settings
+from eqx_decoders.training.flags import flag
+
+
+T = TypeVar("T")
+
+# Names in error messages of fields that stand in settings under another name: of groups, and of prefixes of fields.
+_GROUP_CLASSES = {"mesh": "Layout", "pipeline": "Pipeline", "low_precision": "LowPrecision"}
+_PREFIX_CLASSES = {"lora_": "LoRAConfig.", "remat_": "Remat."}
+
+
+def parse_flags(
+    default: T,
+    *,
+    titles: Mapping[type, str],
+    first: Sequence[str] = (),
+    types: Mapping[str, Any] | None = None,
+    required: Sequence[str] = (),
+    args: Sequence[str] | None = None,
+    prog: str | None = None,
+    description: str | None = None,
+) -> T:
+    """Parse a command line as changes of the settings `default`; exit with 2 for unknown flags.
+
+    **Arguments:**
+
+    - `titles`: title of the group of flags for the fields of each class.
+    - `first`: dotted names of the settings that most people need; they are the first group, "basic".
+    - `types`: types of tyro in place of those of fields, by dotted name.
+    - `required`: dotted names of the settings without a default.
+    """
+    import tyro
+
+    groups = _grouped(default, titles, first)
+    hints = field_types(type(default)) | dict(types or {})
+    defaults, texts = flat_settings(default), help_texts(type(default))
+    parts: list[tuple[str, Any, Any]] = []
+    for title, names in groups.items():
+        fields: list[tuple[str, Any, Any]] = []
+        for name in names:
+            marked = Annotated[hints[name], tyro.conf.arg(name=flag(name)[2:], help=texts.get(name, ""))]
+            value = dataclasses.field() if name in required else dataclasses.field(default=defaults[name])
+            fields.append((name.replace(".", "__"), marked, value))
+        group = dataclasses.make_dataclass(title, fields, kw_only=True)
+        whole = dataclasses.field() if set(required) & set(names) else dataclasses.field(default_factory=group)
+        parts.append((title, Annotated[group, tyro.conf.OmitArgPrefixes], whole))
+    parsed = tyro.cli(
+        dataclasses.make_dataclass("Flags", parts, kw_only=True), args=args, prog=prog, description=description
+    )
+    values = {
+        name: getattr(getattr(parsed, title), name.replace(".", "__"))
+        for title, names in groups.items()
+        for name in names
+    }
+    return with_settings(default, values)
+
+
+def _grouped(default: Any, titles: Mapping[type, str], first: Sequence[str]) -> dict[str, list[str]]:
+    """Return the dotted names of all settings by the title of their group, in the order in which help shows them."""
+    kind, groups = type(default), {"basic": list(first)} if first else {}
+    groups |= {title: [] for title in titles.values()}
+    for name in flat_settings(default):
+        group, dot, _ = name.partition(".")
+        title = group if dot else titles[next(cls for cls in kind.__mro__ if name in inspect.get_annotations(cls))]
+        if name not in first:
+            groups.setdefault(title, []).append(name)
+    return {title: names for title, names in groups.items() if names}
+
+
+@functools.cache
+def help_texts(kind: type[Any], prefix: str = "") -> dict[str, str]:
+    """Return the documentation of each setting of a class, and of those inside it, by dotted name."""
+    texts: dict[str, str] = {}
+    for cls in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(cls):
+            texts |= _documented(cls)
+    texts = {prefix + name: text for name, text in texts.items()}
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            texts |= help_texts(typing.cast(type, hint), f"{prefix}{name}.")
+    return texts
+
+
+def _documented(cls: type) -> dict[str, str]:
+    """Return the texts about fields in the source of a class: below a field, or in the list of its docstring."""
+    listed = re.findall(r"^- ((?:`\w+`,? ?)+): (.*?)(?=\n- `|\Z)", inspect.getdoc(cls) or "", re.S | re.M)
+    texts = {name: text for names, text in listed for name in re.findall(r"`(\w+)`", names)}
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            texts[field.target.id] = str(ast.literal_eval(below.value))
+    return {name: " ".join(text.split()) for name, text in texts.items()}
+
+
+def flag_names(kind: type[Any]) -> dict[str, str]:
+    """Return the flag of every setting, by its dotted name, by the names in error messages, and without `dataset`."""
+    required = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    names = [name for name in field_types(kind) if name not in required]  # a required one is an argument, no flag
+    by_name = {name: flag(name) for name in names}
+    by_name |= {name.removeprefix("dataset."): value for name, value in by_name.items()}
+    for group, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            owner = _GROUP_CLASSES.get(group, typing.cast(type, hint).__name__)
+            inside = [name for name in names if name.startswith(f"{group}.")]
+            by_name |= {f"{owner}.{name.partition('.')[2]}": flag(name) for name in inside}
+    for prefix, owner in _PREFIX_CLASSES.items():
+        inside = [name for name in names if name.startswith(prefix)]
+        by_name |= {owner + name.removeprefix(prefix): flag(name) for name in inside}
+    return by_name | {f"Execution.{name}": flag(name) for name in names if "." not in name}
