@@ -42,5 +42,5 @@ class ModelSource(Devices):
         layout, dtype = self.layout(), self.weights_dtype
         if self.model is not None:
             return load_text_model(self.model, dtype, layout=layout, quantized=quantized)
-        precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
+        precision = Precision(compute=dtype or layout.backend.compute_dtype)
         return load_text_run(self.run_dir or "runs/tiny", self.step, precision=precision, layout=layout)

@@ -38,7 +38,7 @@ def unstack_layers(model: Decoder) -> Decoder:
     view lives, a donated array is copied instead of overwritten: so drop the result as soon as possible.
     """
     execution, arrays = model.execution, jax.tree.leaves(eqx.filter(model.segments, eqx.is_array))
-    plain = execution.layout.single and execution.layout.platform == "cpu" and not execution.layout.offload.weights
+    plain = execution.layout.backend.separate_layers and not execution.layout.offload.weights
     known = all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in arrays)
     if not (plain and known and execution.scan and len(model.config.blocks) <= MOST):
         return model
@@ -91,10 +91,10 @@ def _layer(cache: LayerCache, index: int) -> Any:
 
 
 def default_cache_format(execution: Execution) -> CacheFormat:
-    """Return the default format of keys and values in a cache: the dtype of activations, but float32 on CPU.
+    """Return the default format of keys and values in a cache: the dtype of activations, or float32.
 
-    There 16-bit numbers are moved and multiplied as float32, so XLA would widen the whole cache at every token.
+    Where 16-bit numbers are multiplied as float32 (CPUs), XLA would widen the whole cache at every token.
     """
     dtype = np.dtype(execution.precision.compute)
-    widened = execution.layout.platform == "cpu" and dtype.itemsize == 2
+    widened = execution.layout.backend.widens_half and dtype.itemsize == 2
     return CacheFormat(dtype=np.dtype(np.float32) if widened else dtype)

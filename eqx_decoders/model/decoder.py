@@ -273,8 +273,7 @@ class Decoder(eqx.Module):
 
         XLA's CPU backend would copy it. A barrier does not prevent that: jax 0.10 drops it before.
         """
-        layout = self.execution.layout
-        if cache is None or x.size == 0 or not layout.single or layout.platform != "cpu":
+        if cache is None or x.size == 0 or not self.execution.layout.backend.reads_before_writes:
             return positions
         return jnp.where(x.reshape(-1)[0] > jnp.inf, -1, positions)  # never
 

@@ -8,7 +8,7 @@ from eqx_decoders.sharding.layout import device_bytes
 
 
 def describe(model: PyTree) -> str:
-    """Return a table with one row per weight of `model` (arrays or `ShapeDtypeStruct`s), and their sum."""
+    """Return a table with one row per weight of `model` (arrays or `ShapeDtypeStruct`s), their sum, and the backend."""
     words = axes(model)
     rows = [("path", "shape", "axes", "sharding", "dtype", "MB/device")]
     count = size = 0
@@ -29,4 +29,6 @@ def describe(model: PyTree) -> str:
         for row in rows
     ]
     rule = "-" * len(lines[0])
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+    execution = getattr(model, "execution", None)
+    backend = [] if execution is None else ["", f"on {execution.layout.backend.describe()}"]
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *backend])

@@ -25,6 +25,7 @@ from jaxtyping import Array, PyTree
 
 from eqx_decoders.errors import ConfigError, check, check_word
 from eqx_decoders.sharding.axes import Axes, axes, check_axes, names_of, output_axes, path_name
+from eqx_decoders.sharding.backend import Backend, backend_of
 from eqx_decoders.sharding.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
 from eqx_decoders.sharding.mesh import device_grid, resolve_sizes
 from eqx_decoders.sharding.offload import HOST, Offload
@@ -143,6 +144,11 @@ class Layout:
     def platform(self) -> str:
         """Platform of the mesh's devices, not of the default device: `"cpu"`, `"gpu"` or `"tpu"`."""
         return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
+
+    @property
+    def backend(self) -> Backend:
+        """Choices that suit the mesh's devices."""
+        return backend_of(self.platform, single=self.single)
 
     @property
     def single(self) -> bool:

@@ -101,9 +101,10 @@ class TrainedModelSettings(ModelSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(CheckedFields):
-    """Tokenizer, held-out evaluations and samples."""
+    """Data, tokenizer, held-out evaluations and samples."""
 
     checked_name = ""
+    dataset: DataConfig = DataConfig()
     tokenizer: str | None = None
     """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
     bpe_vocab_size: PositiveInt | None = None
@@ -150,8 +151,6 @@ class ProcessSettings(CheckedFields):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(ProcessSettings, StepSettings, EvaluationSettings, TrainedModelSettings, RunSettings):
     """Train a decoder. Started again on the same run directory, the run is resumed."""
-
-    dataset: DataConfig = DataConfig()
 
     def __post_init__(self):
         super().__post_init__()

@@ -54,8 +54,6 @@ def evaluate_sets(
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
     layout = model.execution.layout
     totals = {name: np.zeros((2 + 2 * depths,), np.float64) for name in sets}
-    # CPUs that talk to each other hang where two programs that don't need each other's results run at a time
-    may_run_ahead = layout.platform != "cpu" or layout.mesh is None
     waiting: collections.deque[tuple[str, Any]] = collections.deque()
 
     def read(behind: int = 0) -> None:
@@ -65,7 +63,7 @@ def evaluate_sets(
 
     for name, batch in ((name, batch) for name, batches in sets.items() for batch in batches):
         waiting.append((name, _sums(model, place(batch, layout, rows))))
-        read(behind=AHEAD if may_run_ahead else 0)
+        read(behind=AHEAD if layout.backend.parallel_programs else 0)
         if stop():
             break
     read()

@@ -104,9 +104,7 @@ class StepSettings(ExecutionConfig):
         layout = Layout.create(**dataclasses.asdict(self.mesh), **options)
         if rows is not None:
             self._check_split(rows, layout)
-        compute = self.dtype
-        if compute == "auto":
-            compute = "float32" if layout.platform == "cpu" else "bfloat16"
+        compute = layout.backend.compute_dtype if self.dtype == "auto" else self.dtype
         remat: Any = self.remat
         if remat == "custom":
             remat = Remat(save=self.remat_save, offload=self.remat_offload)

@@ -21,7 +21,6 @@ from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, interval
 from eqx_decoders.sharding.axes import names_of
 
 
-PLATFORMS = ("tpu",)  # whose kernel reads pages where they are; elsewhere they are gathered
 LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, and how many choices there are
 
 
@@ -73,7 +72,7 @@ def attend_past(
 
 def by_rows(execution: Execution) -> bool:
     """Return whether the rows of a shared cache are read one after another, each only as far as it is filled."""
-    return execution.layout.platform == "cpu" and execution.layout.single
+    return execution.layout.backend.few_rows
 
 
 def _attend_rows(query: Array, past: CachedKVRows, of_queries: dict[str, Any], **options: Any) -> Result:
@@ -108,9 +107,9 @@ def _attend_rows(query: Array, past: CachedKVRows, of_queries: dict[str, Any], *
 
 
 def _reads_wide(query: Array, past: CachedKV, execution: Execution) -> bool:
-    """Return whether a few 16-bit queries are cast to float32, like the cache: otherwise a CPU would cast all of it."""
+    """Return whether a few 16-bit queries are cast to float32, like the cache: otherwise all of it would be cast."""
     cast = past.key.dtype == jnp.float32 and query.dtype.itemsize == 2
-    return cast and execution.layout.platform == "cpu" and query.shape[1] < 32
+    return cast and execution.layout.backend.widens_half and query.shape[1] < 32
 
 
 # --- pages ---
@@ -143,9 +142,9 @@ class _CachedPlan:
 
 
 def _plan(query: Array, past: PagedCachedKV, execution: Execution) -> _CachedPlan | None:
-    """Plan the call of the paged kernel; None where it cannot do it, or is not wanted."""
+    """Plan the call of the paged kernel; None where it cannot do it, or is not wanted: pages are gathered then."""
     layout, heads, kv_heads = execution.layout, query.shape[2], past.key.shape[2]
-    wanted = layout.platform in PLATFORMS and execution.attention in ("auto", "interval")
+    wanted = layout.backend.pallas_tpu and execution.attention in ("auto", "interval")
     if not wanted or not pallas_paged.fits(past, query.dtype, heads):
         return None
     rows, length, split = map(names_of, layout.activation_spec("batch length heads head_dim", query.shape)[:3])

@@ -176,7 +176,7 @@ def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts
     owners, _, mlp = map(names_of, layout.weight_spec("experts embed mlp"))
     (stays,) = map(names_of, layout.activation_spec("mlp"))
     hidden = tuple(name for name in mlp if name in stays and name not in owners)
-    parts, ragged = math.prod(layout.sizes[name] for name in owners), layout.platform == "tpu"
+    parts, ragged = math.prod(layout.sizes[name] for name in owners), layout.backend.ragged_exchange
     routed = bool(owners) and set(owners) <= set(splitting) and sends_rows(execution, slots, parts, ragged)
     shared = tuple(name for name in owners + hidden if name in splitting and not (routed and name in owners))
     summed = tuple(name for name in owners + hidden if name not in splitting)

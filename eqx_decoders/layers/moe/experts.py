@@ -229,7 +229,7 @@ class Experts(eqx.Module):
         """Choose a form of computation: a function from parts of the batch to outputs and counts of dropped choices."""
         chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
         if chosen == "auto":
-            few = ctx.execution.layout.platform == "tpu" and tokens <= FEW_TOKENS and not self._in_parts()
+            few = ctx.execution.layout.backend.few_token_experts and tokens <= FEW_TOKENS and not self._in_parts()
             chosen = "capacity" if limited else "few" if few else "dropless"
         check(limited or chosen != "capacity", "Execution.experts='capacity' needs ExpertsConfig.capacity_factor.")
         if chosen == "dropless":
@@ -340,12 +340,12 @@ class Experts(eqx.Module):
         worked on in pieces of a quarter more, as many as it takes.
         """
         experts = len(jax.tree.leaves(self.down)[0])
-        block = None if ctx.execution.layout.platform == "tpu" else block_rows(chosen.size, self.config.num_experts)
-        spare = 0 if block is None else block
+        padded = ctx.execution.layout.backend.expert_blocks
+        spare = block_rows(chosen.size, self.config.num_experts) if padded else 0
         piece = -(-5 * chosen.size * experts // (4 * self.config.num_experts * 8)) * 8
         if weights is None or 2 * piece > len(chosen) * min(chosen.shape[1], experts):
             destinations, sources = sort_by_expert(chosen, experts, spare)
-            return self._sorted_experts(x, chosen, weights, destinations, sources, block, ctx)
+            return self._sorted_experts(x, chosen, weights, destinations, sources, spare or None, ctx)
         destinations, sources = sort_by_expert(chosen, experts)
         count = jnp.sum(sources < chosen.size, dtype=jnp.int32)
         sources = jnp.pad(sources, (0, -len(sources) % piece), constant_values=chosen.size)
@@ -361,7 +361,7 @@ class Experts(eqx.Module):
             sources = jax.lax.dynamic_slice_in_dim(sources, index * piece, piece)
             sources = jnp.pad(sources, (0, spare), constant_values=chosen.size)
             experts_of_piece = eqx.combine(arrays, frozen, static)
-            return experts_of_piece._sorted_experts(x, chosen, weights, destinations, sources, block, ctx)
+            return experts_of_piece._sorted_experts(x, chosen, weights, destinations, sources, spare or None, ctx)
 
         # nothing that is traced may be in a function's closure if it has a gradient of its own
         return sum_of_pieces(

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from eqx_decoders.errors import check
 from eqx_decoders.layers.recurrent import pallas_scan
 from eqx_decoders.layers.recurrent.chunked_scan import LEAST, run_chunks
+from eqx_decoders.sharding.backend import backend_of
 
 
 def delta_rule(
@@ -59,7 +60,7 @@ def delta_rule(
     inputs = query, key, value, log_decay, beta, state, resets
     if chunk is None or value.shape[1] == 1:
         out, written, end = _run_tokens(*inputs, platform)
-    elif platform == "tpu" and pallas_scan.fits(key, value, log_decay):
+    elif backend_of(platform).pallas_tpu and pallas_scan.fits(key, value, log_decay):
         out, written, end = pallas_scan.run_kernel(*inputs)
     else:
         out, written, end = run_chunks(*inputs, chunk)
@@ -97,7 +98,7 @@ def _run_tokens(query, key, value, log_decay, beta, state, resets, platform) -> 
         pair, value, fade, beta = token
         # the decay goes with the questions, and both are one product: decoding reads the state as it stands, and once
         readout = pair[:, :, None] * fade[..., None, :]
-        if platform == "tpu":  # a product would want a copy of the state in another order
+        if backend_of(platform).sums_state_reads:  # a product would want a copy of the state in another order
             reads, answer = ((readout[:, :, :, x, :, None] * state).sum(-2) for x in (0, 1))
         else:
             reads, answer = jnp.moveaxis(jnp.einsum("bhrxk,bhrkv->bhrxv", readout, state), 3, 0)

@@ -44,7 +44,7 @@ class SlotManager:
         # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
         layout, drafts, dtype = model.execution.layout, config.drafts, config.cache_dtype
-        few_rows = not config.batch_invariant and drafts is None and layout.single and layout.platform == "cpu"
+        few_rows = not config.batch_invariant and drafts is None and layout.backend.few_rows
         runner_config = RunnerConfig(
             num_slots=config.max_batch_size,
             length=config.max_length,

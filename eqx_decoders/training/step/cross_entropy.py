@@ -14,13 +14,10 @@ from jaxtyping import Array, Float, Int, Integer
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.numerics.matmul import matmul, row_major_transpose, wants_row_major
+from eqx_decoders.sharding.backend import Backend
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.step.vocab_parallel import HeadSplit, VocabPart
 
-
-# Bytes of one tile of logits in f32: small beside the weights, large enough that few gradients of the kernel are added.
-# An accelerator reads and writes the gradient's sum as fast as it multiplies from about a thousand positions on.
-_TILE_BYTES = {"cpu": 64 * 2**20, "gpu": 256 * 2**20, "tpu": 256 * 2**20}
 
 # Positions below which a tile is not worth reading the whole kernel for.
 _TILE_LEAST = 64
@@ -146,10 +143,14 @@ def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Ar
     return _joined(where, hidden.shape[1])
 
 
-def _tile_length(batch: int, length: int, vocab: int, tile: int | None, platform: str = "cpu") -> int:
-    """Return the requested length, or the largest within the bound (but no sliver), evened out over the tiles."""
+def _tile_length(batch: int, length: int, vocab: int, tile: int | None, backend: Backend) -> int:
+    """Return the requested length, or the largest within the bound (but no sliver), evened out over the tiles.
+
+    Logits of a tile are small beside the weights, and large enough that few gradients of the kernel are added: an
+    accelerator reads and writes that sum as fast as it multiplies from about a thousand positions on.
+    """
     if tile is None:
-        tile = max(_TILE_LEAST, _TILE_BYTES[platform] // max(1, 4 * batch * vocab))
+        tile = max(_TILE_LEAST, backend.loss_tile_bytes // max(1, 4 * batch * vocab))
         tile = math.ceil(length / max(1, math.ceil(length / tile)))
     return max(1, min(tile, length))
 
@@ -191,7 +192,7 @@ class _Head:
         return split.parts(kernel, hidden.dtype, self.tiles.head_bytes)
 
     def tile_length(self, hidden: Array, vocab: int) -> int:
-        return _tile_length(hidden.shape[0], hidden.shape[1], vocab, self.tiles.positions, self.layout.platform)
+        return _tile_length(hidden.shape[0], hidden.shape[1], vocab, self.tiles.positions, self.layout.backend)
 
     def kernels(self, kernel):
         """Return the kernel for the logits and for the gradient of hidden, and the dimensions to contract."""

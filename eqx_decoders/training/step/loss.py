@@ -149,8 +149,7 @@ def _head_loss(
 
 def _head_options(model: Decoder) -> dict[str, Any]:
     layout, tiles = model.execution.layout, HeadTiles(head_bytes=model.execution.head_bytes)
-    flatten = layout.single and layout.platform == "cpu"
-    return dict(tied=model.head is None, tiles=tiles, flatten=flatten, layout=layout)
+    return dict(tied=model.head is None, tiles=tiles, flatten=layout.backend.flat_products, layout=layout)
 
 
 def _mtp_loss_sum(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.step.cross_entropy import (
     HeadTiles,
@@ -279,18 +280,20 @@ def test_logits_are_never_whole():
 
 
 def test_default_tile():
-    assert _tile_length(2, 512, 32000, None) == 256  # two tiles of 65 MB
-    assert _tile_length(2, 512, 32000, 4096) == 512
-    assert _tile_length(512, 3, 10**6, None) == 3
-    assert _tile_length(1, 8192, 128_000, None) == 131 and _tile_length(1, 8192, 128_000, None, "tpu") == 512
-    assert _tile_length(64, 8192, 128_000, None) == 64  # no sliver, however large the batch
+    cpu, tpu = backend_of("cpu"), backend_of("tpu")
+    assert _tile_length(2, 512, 32000, None, cpu) == 256  # two tiles of 65 MB
+    assert _tile_length(2, 512, 32000, 4096, cpu) == 512
+    assert _tile_length(512, 3, 10**6, None, cpu) == 3
+    assert _tile_length(1, 8192, 128_000, None, cpu) == 131 and _tile_length(1, 8192, 128_000, None, tpu) == 512
+    assert _tile_length(64, 8192, 128_000, None, cpu) == 64  # no sliver, however large the batch
 
 
 def test_argmax_is_that_of_all_logits(monkeypatch):
     """In tiles that don't divide the length, in each form; of equals the lowest id."""
-    monkeypatch.setattr("eqx_decoders.training.step.cross_entropy._TILE_BYTES", {"cpu": 4 * BATCH * VOCAB * 3})
+    backend = dataclasses.replace(backend_of("cpu"), loss_tile_bytes=4 * BATCH * VOCAB * 3)
+    monkeypatch.setattr(Layout, "backend", backend)
     monkeypatch.setattr("eqx_decoders.training.step.cross_entropy._TILE_LEAST", 1)
-    assert _tile_length(BATCH, LENGTH, VOCAB, None) == 3
+    assert _tile_length(BATCH, LENGTH, VOCAB, None, backend) == 3
     for tied in (False, True):
         hidden, kernel, *_ = make(tied)
         kernel = kernel.at[4 if tied else (slice(None), 4)].set(kernel[2] if tied else kernel[:, 2])

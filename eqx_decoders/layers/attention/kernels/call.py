@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from eqx_decoders.layers.attention.kernels.common import Scales
 from eqx_decoders.layers.mask import AttentionPositions, Mask
+from eqx_decoders.sharding.backend import Backend, backend_of
 
 
 class AttentionInputs(NamedTuple):
@@ -52,6 +53,11 @@ class AttentionOptions:
     needs_lse: bool = True
     local: bool = False
     platform: str = "cpu"
+
+    @property
+    def backend(self) -> Backend:
+        """Choices that suit the platform."""
+        return backend_of(self.platform)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

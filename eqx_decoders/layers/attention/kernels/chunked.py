@@ -25,6 +25,7 @@ from eqx_decoders.layers.attention.kernels.common import (
     make_cotangents,
 )
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval
+from eqx_decoders.sharding.backend import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class _ChunkPlan:
     soft_cap: float | None
     aligned: bool
     spans: bool
-    platform: str
+    keeps_masks: bool
     block: int
     kv_block: int | None  # None: each block of queries takes all its keys at once, and the blocks are written out
 
@@ -73,8 +74,8 @@ class _ChunkPlan:
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, 3), *blocks)
 
     def once(self, x: Array) -> Array:
-        """Keep the CPU compiler from computing `x`, a mask for all heads, again for each head."""
-        return jax.lax.optimization_barrier(x) if self.platform == "cpu" else x
+        """Keep a compiler that would from computing `x`, a mask for all heads, again for each head."""
+        return jax.lax.optimization_barrier(x) if self.keeps_masks else x
 
     def capped(self, left: Array, right: Array, shape: tuple[int, ...]) -> Array:
         return cap_scores(_product(left, right).reshape(shape), self.soft_cap)
@@ -245,10 +246,10 @@ def _softmax_bwd(plan: _ChunkPlan, residuals: tuple, bars: tuple):
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
-def _blocks(platform: str, dtype: Any, length: int, kv_length: int) -> tuple[int, int | None]:
-    """Return the sizes of blocks of queries and keys. On CPUs a tile of all heads has to fit the cache (measured)."""
-    most, kv_most = (128, 256) if platform == "cpu" else (512, 512)
-    short = platform == "cpu" and dtype == jnp.float32 and max(length, kv_length) <= 512
+def _blocks(backend: Backend, dtype: Any, length: int, kv_length: int) -> tuple[int, int | None]:
+    """Return the sizes of blocks of queries and keys."""
+    most, kv_most = backend.attention_blocks
+    short = dtype == jnp.float32 and max(length, kv_length) <= backend.unrolled_attention
     return _even(length, most), None if short else _even(kv_length, kv_most)
 
 
@@ -315,13 +316,13 @@ def blockwise_max(inputs: AttentionInputs, call: AttentionCall) -> Float32[Array
 
 
 def _plan(call: AttentionCall) -> _ChunkPlan:
-    block, kv_block = _blocks(call.platform, call.dtypes[0], call.length, call.kv_length)
+    block, kv_block = _blocks(call.backend, call.dtypes[0], call.length, call.kv_length)
     return _ChunkPlan(
         mask=call.mask,
         soft_cap=call.soft_cap,
         aligned=call.aligned,
         spans=call.spans,
-        platform=call.platform,
+        keeps_masks=call.backend.keeps_masks,
         block=block,
         kv_block=kv_block,
     )

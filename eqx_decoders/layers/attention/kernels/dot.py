@@ -60,7 +60,7 @@ def dot_gradients(inputs: AttentionInputs, call: AttentionCall, cotangents: Cota
 
 def _mixed(weights: Array, value: Array, call: AttentionCall) -> Array:
     """Mix values by [batch, kv_heads, groups, length, keys] weights: [batch, length, kv_heads, groups, d]."""
-    if call.platform != "cpu" or call.aligned:
+    if not call.backend.values_by_head or call.aligned:
         return jnp.einsum("bngts,bsnv->btngv", weights, value)
     # values of a past behind the weights, heads before keys, as a cache has them: otherwise XLA would turn them around
     batch, kv_heads, groups, length, keys = weights.shape

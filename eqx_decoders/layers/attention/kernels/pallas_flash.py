@@ -392,7 +392,7 @@ def _plan(call: AttentionCall) -> _FlashPlan:
         mask=call.mask,
         soft_cap=call.soft_cap,
         segments=call.segments,
-        interpret=call.platform != "tpu",
+        interpret=not call.backend.pallas_tpu,
         query_blocks=sizes.fit(call.length),
         key_blocks=sizes.fit(call.kv_length),
     )

@@ -25,6 +25,7 @@ from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scor
 from eqx_decoders.layers.attention.kernels.pallas_flash import tile_product
 from eqx_decoders.layers.cache.paged import LANE, PagedCachedKV
 from eqx_decoders.layers.tpu import block_sizes
+from eqx_decoders.sharding.backend import backend_of
 
 
 MOST = jnp.iinfo(jnp.int32).max
@@ -245,7 +246,7 @@ def _make_plan(query: Array, past: PagedCachedKV, kv_heads: int, soft_cap: float
     tokens = length if length <= tokens else tokens
     return _PagedPlan(
         soft_cap=soft_cap,
-        interpret=platform != "tpu",
+        interpret=not backend_of(platform).pallas_tpu,
         batch=batch,
         heads=kv_heads,
         groups=groups,

@@ -228,18 +228,15 @@ def _find(kernel: str, call: AttentionCall) -> Kernel:
     return KERNELS[chosen]
 
 
-FUSED = {"tpu": "interval", "gpu": "cudnn"}  # by platform: what "auto" takes before "chunked"
-
-
 def choose(call: AttentionCall) -> str:
     """Choose the kernel for "auto": one that can do all of this call.
 
     Blocks pay once the scores of a head are too many to hold. A platform's own kernel needs arrays of one device: XLA
     cannot split it.
     """
-    if min(call.length, call.kv_length) < (32 if call.platform == "cpu" else 512):
+    if min(call.length, call.kv_length) < call.backend.short_attention:
         return "dot"
-    fused = FUSED.get(call.platform)
+    fused = call.backend.attention_kernel
     return fused if fused is not None and call.local and KERNELS[fused].lacks(call) is None else "chunked"
 
 

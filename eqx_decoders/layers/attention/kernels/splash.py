@@ -58,7 +58,7 @@ def splash_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
         block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
         attn_logits_soft_cap=call.soft_cap,
         residual_checkpoint_name="context",
-        interpret=call.platform != "tpu",
+        interpret=not call.backend.pallas_tpu,
     )
     real = positions.query_positions >= 0
     ids = jnp.pad(_ids(call.mask, positions), ((0, 0), (0, more)), constant_values=PADDING)

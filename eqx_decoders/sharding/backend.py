@@ -1,0 +1,114 @@
+"""What suits each platform: one table of choices, which a layout has as `layout.backend`.
+
+Layers ask for a choice by its name and never for a platform: results are the same, speed and memory are not. A new
+platform is a row of `BACKENDS`.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Forms of computation that suit a platform; the defaults suit accelerators of any kind.
+
+    **Arguments:**
+
+    - `platform`: as JAX calls it.
+    - `compute_dtype`: dtype of activations where none is given.
+    - `native_int8`: multiplies numbers of 8 bits as they are.
+    - `widens_half`: multiplies 16-bit numbers as float32, so caches are in float32, and few queries are cast to it
+        rather than a cache to theirs.
+    - `flat_products`: products as one matrix product each (`numerics.einsum`).
+    - `separate_layers`: layers of a model for inference as arrays of their own, which a scan would copy.
+    - `few_rows`: a decoding step of as few rows as there are answers, each read only as far as it is filled.
+    - `reads_before_writes`: a cache is read as a whole before it is written, since it would be copied otherwise.
+    - `parallel_programs`: programs that don't need each other's results may run at a time.
+    - `shares_cores`: all devices compute on the same cores.
+    - `loss_tile_bytes`: logits of one tile of the fused loss.
+    - `short_attention`: lengths below this have all their scores computed at once.
+    - `attention_kernel`: kernel of its own for longer ones, by its name in the registry; None for none.
+    - `attention_blocks`: queries and keys of a block, where there is no kernel.
+    - `unrolled_attention`: float32 rows up to this length are attended to without a loop over keys.
+    - `keeps_masks`: a mask for all heads is computed once, which the compiler would compute for each.
+    - `values_by_head`: values of a past are read in the order in which a cache has them.
+    - `pallas_tpu`: runs Pallas kernels for TPUs; elsewhere they are interpreted.
+    - `sums_state_reads`: one token reads a recurrent state by sums, where a product would copy it.
+    - `ragged_exchange`: rows of any number are sent to other devices.
+    - `few_token_experts`: so few tokens read the weights of their experts one by one.
+    - `expert_blocks`: rows of an expert are padded to blocks.
+    """
+
+    platform: str
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    native_int8: bool = True
+    widens_half: bool = False
+    flat_products: bool = False
+    separate_layers: bool = False
+    few_rows: bool = False
+    reads_before_writes: bool = False
+    parallel_programs: bool = True
+    shares_cores: bool = False
+    loss_tile_bytes: int = 256 * 2**20
+    short_attention: int = 512
+    attention_kernel: str | None = None
+    attention_blocks: tuple[int, int] = (512, 512)
+    unrolled_attention: int = 0
+    keeps_masks: bool = False
+    values_by_head: bool = False
+    pallas_tpu: bool = False
+    sums_state_reads: bool = False
+    ragged_exchange: bool = False
+    few_token_experts: bool = False
+    expert_blocks: bool = True
+
+    def describe(self) -> str:
+        """Return the choices in which it differs from any accelerator: `"tpu: attention_kernel=interval, …"`."""
+        usual, chosen = Backend(platform=self.platform), vars(self)
+        words = [f"{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
+        return f"{self.platform}: {', '.join(words) or 'as any accelerator'}"
+
+
+BACKENDS = {
+    "cpu": Backend(
+        platform="cpu",
+        compute_dtype="float32",
+        native_int8=False,
+        widens_half=True,
+        flat_products=True,
+        separate_layers=True,
+        few_rows=True,
+        reads_before_writes=True,
+        shares_cores=True,
+        loss_tile_bytes=64 * 2**20,
+        short_attention=32,
+        attention_blocks=(128, 256),  # a tile of all heads has to fit the cache (measured)
+        unrolled_attention=512,
+        keeps_masks=True,
+        values_by_head=True,
+    ),
+    "gpu": Backend(platform="gpu", attention_kernel="cudnn"),
+    "tpu": Backend(
+        platform="tpu",
+        attention_kernel="interval",
+        pallas_tpu=True,
+        sums_state_reads=True,
+        ragged_exchange=True,
+        few_token_experts=True,
+        expert_blocks=False,
+    ),
+}
+
+# Choices that a mesh of several devices does not allow: what they would change is split.
+_ONE_DEVICE = ("flat_products", "separate_layers", "few_rows", "reads_before_writes")
+
+
+@functools.cache
+def backend_of(platform: str, *, single: bool = True) -> Backend:
+    """Return the choices for the devices of a platform; for a mesh of several of them unless `single`."""
+    backend = BACKENDS.get(platform, Backend(platform=platform))
+    if single:
+        return backend
+    # CPUs that talk to each other hang where two programs run at a time
+    return dataclasses.replace(backend, **dict.fromkeys(_ONE_DEVICE, False), parallel_programs=not backend.shares_cores)
