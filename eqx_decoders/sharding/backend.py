@@ -34,6 +34,7 @@ class Backend:
     - `keeps_masks`: a mask for all heads is computed once, which the compiler would compute for each.
     - `values_by_head`: values of a past are read in the order in which a cache has them.
     - `pallas_tpu`: runs Pallas kernels for TPUs; elsewhere they are interpreted.
+    - `paged_kernel`: attention reads pages where they are; elsewhere they are gathered.
     - `sums_state_reads`: one token reads a recurrent state by sums, where a product would copy it.
     - `ragged_exchange`: rows of any number are sent to other devices.
     - `few_token_experts`: so few tokens read the weights of their experts one by one.
@@ -58,6 +59,7 @@ class Backend:
     keeps_masks: bool = False
     values_by_head: bool = False
     pallas_tpu: bool = False
+    paged_kernel: bool = False
     sums_state_reads: bool = False
     ragged_exchange: bool = False
     few_token_experts: bool = False
@@ -93,6 +95,7 @@ BACKENDS = {
         platform="tpu",
         attention_kernel="interval",
         pallas_tpu=True,
+        paged_kernel=True,
         sums_state_reads=True,
         ragged_exchange=True,
         few_token_experts=True,

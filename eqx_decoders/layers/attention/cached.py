@@ -144,7 +144,7 @@ class _CachedPlan:
 def _plan(query: Array, past: PagedCachedKV, execution: Execution) -> _CachedPlan | None:
     """Plan the call of the paged kernel; None where it cannot do it, or is not wanted: pages are gathered then."""
     layout, heads, kv_heads = execution.layout, query.shape[2], past.key.shape[2]
-    wanted = layout.backend.pallas_tpu and execution.attention in ("auto", "interval")
+    wanted = layout.backend.paged_kernel and execution.attention in ("auto", "interval")
     if not wanted or not pallas_paged.fits(past, query.dtype, heads):
         return None
     rows, length, split = map(names_of, layout.activation_spec("batch length heads head_dim", query.shape)[:3])

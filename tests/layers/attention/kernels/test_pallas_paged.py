@@ -9,7 +9,6 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention import cached
 from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.kernels import pallas_paged
 from eqx_decoders.layers.attention.kernels.common import EMPTY
@@ -17,6 +16,7 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow, Spans
+from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import device_bytes
 from tests.compare import assert_close
 from tests.layers.cache.test_paged import check_paged
@@ -27,7 +27,8 @@ from tests.programs import tpu_devices
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """The kernel runs on CPU, whatever the width, with steps of few tokens."""
-    monkeypatch.setattr(cached, "PLATFORMS", ("cpu", "tpu"))
+    backend = dataclasses.replace(backend_of("cpu", single=False), paged_kernel=True)
+    monkeypatch.setattr(ed.Layout, "backend", backend)
     monkeypatch.setattr(pallas_paged, "fits", lambda past, dtype, heads: True)
     monkeypatch.setattr(pallas_paged, "_STEP_TOKENS", (8, 16))
     monkeypatch.setattr(pallas_paged, "_QUERY_NUMBERS", 1024)
