@@ -7,12 +7,9 @@ import equinox as eqx
 from jaxtyping import Array, Int, Integer, Num
 
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
-from eqx_decoders.numerics.clipped_weight import ClippedWeight
-from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.low_precision import LowPrecision, Rounded
-from eqx_decoders.numerics.low_rank import LowRank
+from eqx_decoders.numerics.einsum import AbstractWeight, einsum
+from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.numerics.precision import Precision
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight
 from eqx_decoders.remat import Remat, RematName, get_remat
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.layout import Layout
@@ -220,13 +217,7 @@ class Context(eqx.Module):
         """Tell XLA how an activation is split over the mesh (`layout.constrain`)."""
         return self.execution.layout.constrain(x, words)
 
-    def einsum(
-        self,
-        pattern: str,
-        x: Array,
-        weight: Array | LowRank | ClippedWeight | Rounded | QuantizedWeight,
-        **options: Any,
-    ) -> Array:
+    def einsum(self, pattern: str, x: Array, weight: Array | AbstractWeight, **options: Any) -> Array:
         """Call `numerics.einsum` in the form that suits the layout's devices.
 
         Flattened products are faster on one CPU; elsewhere XLA lays products out itself, and flattening dimensions that

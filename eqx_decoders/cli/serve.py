@@ -32,7 +32,7 @@ from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.model.quantize import group_sizes, quantize
+from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
 from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
@@ -50,7 +50,7 @@ BASIC = ("model", "run_dir", "host", "port", "max_batch_size", "max_length", "qu
 class ServeConfig(ModelSource):
     """Serve a model over HTTP."""
 
-    quantize: Literal["keep", "none", "int8", "int4", "fp8", "fp8_block"] = "keep"
+    quantize: Literal["keep", "none", QuantizationName] = "keep"
     """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
     so at the start (fp8_block: by 128 x 128)."""
     group_size: int | None = None
@@ -119,8 +119,8 @@ class ServeConfig(ModelSource):
     def __post_init__(self):
         super().__post_init__()
         check(not self.distributed, "distributed=True is not for serving: one process serves, with all its devices.")
-        grouped = self.group_size is None or self.quantize == "int4"
-        check(grouped, f"group_size={self.group_size} is of quantize='int4', not of {self.quantize!r}.")
+        fits, names = self.group_size is None or self.quantize in GROUPED, " or ".join(map(repr, GROUPED))
+        check(fits, f"group_size={self.group_size} is of quantize={names}, not of {self.quantize!r}.")
         check_integer("port", self.port, minimum=0)
         check(self.port < 65536, f"port={self.port} must be below 65536.")
         check_number("drain_seconds", self.drain_seconds, least=0)
@@ -221,7 +221,7 @@ def load(config: ServeConfig) -> TextModel:
     model = quantize(text.model, config.quantize, group_size=config.group_size)
     if sizes := group_sizes(model):
         groups = ", ".join(f"{size} rows in {count} weights" for size, count in sizes.items())
-        print(f"--quantize int4: groups of {groups}", file=sys.stderr, flush=True)
+        print(f"--quantize {config.quantize}: groups of {groups}", file=sys.stderr, flush=True)
     return dataclasses.replace(text, model=model)
 
 

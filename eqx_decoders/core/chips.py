@@ -2,6 +2,11 @@
 
 import dataclasses
 
+import jax
+
+
+LANES = 128  # width of a TPU's vector registers, of which blocks of its kernels are multiples
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
@@ -76,3 +81,8 @@ CHIPS: tuple[Chip, ...] = (
 def chip_of(device_kind: str) -> Chip | None:
     """Return the chip with devices of this kind; None for one without figures here."""
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
+
+
+def device_kind() -> str:
+    """Return the kind of the devices of the mesh in whose `shard_map` this is traced, else of the first device."""
+    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind

@@ -2,10 +2,7 @@
 
 import dataclasses
 
-import jax
-
-
-LANES = 128  # blocks are multiples of a vector register's width
+from eqx_decoders.core.chips import LANES, device_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +43,3 @@ BLOCK_SIZES: dict[str, BlockSizes] = {
 def block_sizes() -> BlockSizes:
     """Return the sizes for the devices here; SAFE ones for a device that is not in the table."""
     return BLOCK_SIZES.get(device_kind(), SAFE)
-
-
-def device_kind() -> str:
-    """Return the kind of the devices of the mesh in whose `shard_map` this is traced, else of the first device."""
-    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind

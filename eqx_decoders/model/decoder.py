@@ -53,9 +53,9 @@ from eqx_decoders.model.forward_inputs import (
 )
 from eqx_decoders.model.mtp import MTP, MTPOutput, run_depths, shift_left
 from eqx_decoders.model.provenance import Provenance
+from eqx_decoders.numerics.einsum import AbstractWeight
 from eqx_decoders.numerics.initializers import normal
-from eqx_decoders.numerics.low_precision import round_weights
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight
+from eqx_decoders.numerics.rounded_weight import round_weights
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.sharding.layout import Layout
@@ -372,7 +372,7 @@ class Decoder(eqx.Module):
         return logits(self.head_input(hidden, key=key, depth=depth), self.head_kernel, ctx, tied=tied, soft_cap=cap)
 
     @property
-    def head_kernel(self) -> Array | QuantizedWeight:
+    def head_kernel(self) -> Array | AbstractWeight:
         """Weight of the head: `embed vocab`, or the embedding table, `vocab embed`, when tied."""
         return self.embedding.table if self.head is None else self.head.kernel
 

@@ -8,8 +8,8 @@ Weights are rounded to the nearest, symmetrically around zero, by the largest nu
 
 import collections
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,14 @@ from jaxtyping import Array, Float
 
 from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.numerics.affine_weight import QuantizedWeight
 from eqx_decoders.numerics.low_precision import fits
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight, matrix_axes, quantized_weights
+from eqx_decoders.numerics.quantized_weight import (
+    AbstractQuantizedWeight,
+    Quantization,
+    matrix_axes,
+    quantized_weights,
+)
 from eqx_decoders.sharding.axes import Axes, axes, matching, named_leaves, path_name, product_axes, replaced
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
@@ -28,21 +34,21 @@ from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 QuantizationName = Literal["int8", "int4", "fp8", "fp8_block"]
 
 
-class _Kind(NamedTuple):
-    """Numbers of few bits: their dtype, and the largest that is used."""
-
-    dtype: Any
-    largest: float
+def _whole(dtype: DTypeLike) -> Callable[[Array], Array]:
+    return lambda x: jnp.round(x).astype(dtype)
 
 
-_KINDS = {
-    "int8": _Kind(jnp.int8, 127.0),
-    "int4": _Kind(jnp.int4, 7.0),
-    "fp8": _Kind(jnp.float8_e4m3fn, 448.0),
-    "fp8_block": _Kind(jnp.float8_e4m3fn, 448.0),
+def _e4m3(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+QUANTIZATIONS: dict[str, Quantization] = {
+    "int8": Quantization(QuantizedWeight, 127.0, _whole(jnp.int8)),
+    "int4": Quantization(QuantizedWeight, 7.0, _whole(jnp.int4), groups=(128, 64, 32)),
+    "fp8": Quantization(QuantizedWeight, 448.0, _e4m3),
+    "fp8_block": Quantization(QuantizedWeight, 448.0, _e4m3, block=(128, 128)),
 }
-FP8_BLOCK = 128
-GROUPS = (128, 64, 32)  # default rows of a group: the first that divides
+GROUPED = tuple(name for name, kind in QUANTIZATIONS.items() if kind.groups)
 
 
 def quantize(
@@ -80,8 +86,8 @@ def quantize(
 
 
 def group_sizes(model: Decoder) -> dict[int, int]:
-    """Return the number of weights of `"int4"` by the rows of their groups, the most rows first."""
-    nodes = (node for node in quantized_weights(model).values() if node.values.dtype == jnp.int4)
+    """Return the number of weights in groups by the rows of their groups, the most rows first."""
+    nodes = (node for node in quantized_weights(model).values() if node.format in GROUPED)
     counts = collections.Counter(node.block[0] for node in nodes)
     return dict(sorted(counts.items(), reverse=True))
 
@@ -100,7 +106,7 @@ def dequantize(model: Decoder, *, dtype: DTypeLike | None = None) -> Decoder:
     return replaced(model, weights)
 
 
-def _widened(layout: Layout, node: QuantizedWeight, like: jax.ShapeDtypeStruct) -> Array:
+def _widened(layout: Layout, node: AbstractQuantizedWeight, like: jax.ShapeDtypeStruct) -> Array:
     run = layout.automatically(lambda node: node.dequantized(like.dtype), lambda _: partitions(like))
     return jax.jit(run, out_shardings=out_shardings(like))(node)
 
@@ -132,21 +138,24 @@ def _able(path: str, words: Axes, pattern: str) -> bool:
     return named and (path == "head.kernel" or (product_axes(words) is not None and "layers" in words))
 
 
-def _quantized(layout: Layout, path: str, words: Axes, leaf: Any, mode: str, group_size: int | None) -> QuantizedWeight:
+def _quantized(
+    layout: Layout, path: str, words: Axes, leaf: Any, mode: str, group_size: int | None
+) -> AbstractQuantizedWeight:
     """Return a weight in few bits, sharded by the layout's tables."""
     inner, outer = map(len, matrix_axes(words))
     rows = math.prod(leaf.shape[len(leaf.shape) - inner - outer : len(leaf.shape) - outer])
-    block = (FP8_BLOCK, FP8_BLOCK) if mode == "fp8_block" else (rows, 1)
-    if mode == "int4":
+    kind = QUANTIZATIONS[mode]
+    block = (rows, 1) if kind.block is None else kind.block
+    if kind.groups:
         contracted = " x ".join(words[len(words) - inner - outer : len(words) - outer])
         rule = f"must divide the {rows} rows ({contracted}) of {path}: choose another one, or another mode for it"
-        sizes = GROUPS if group_size is None else (group_size,)
+        sizes = kind.groups if group_size is None else (group_size,)
         fitting = [size for size in sizes if rows % size == 0]
         check(len(fitting) > 0, f"quantize: group_size={' or '.join(map(str, sizes))} {rule}.")
         block = (fitting[0], 1)
 
-    def make(weight: Array) -> QuantizedWeight:
-        return quantized(weight, _KINDS[mode], block, inner, outer)
+    def make(weight: Array) -> AbstractQuantizedWeight:
+        return quantized(weight, kind, block, inner, outer)
 
     like = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     like = _placed(layout, path, words, like)
@@ -155,7 +164,7 @@ def _quantized(layout: Layout, path: str, words: Axes, leaf: Any, mode: str, gro
     return jax.jit(layout.automatically(make, lambda _: partitions(like)), out_shardings=out_shardings(like))(leaf)
 
 
-def _placed(layout: Layout, path: str, words: Axes, node: QuantizedWeight) -> QuantizedWeight:
+def _placed(layout: Layout, path: str, words: Axes, node: AbstractQuantizedWeight) -> AbstractQuantizedWeight:
     """Return the shapes of a weight in few bits with shardings of the layout."""
     stack = words.count("layers")
     parts = {name: (*words[:stack], *inner) for name, inner in node.part_axes(words[stack:]).items()}
@@ -168,8 +177,8 @@ def _placed(layout: Layout, path: str, words: Axes, node: QuantizedWeight) -> Qu
 
 
 def quantized(
-    weight: Float[Array, "..."], kind: _Kind, block: tuple[int, int], inner: int, outer: int
-) -> QuantizedWeight:
+    weight: Float[Array, "..."], kind: Quantization, block: tuple[int, int], inner: int, outer: int
+) -> AbstractQuantizedWeight:
     """Round a weight to the nearest numbers of a kind, each block scaled by its largest one."""
     lead = weight.shape[: weight.ndim - inner - outer]
     outer_shape = weight.shape[weight.ndim - outer :]
@@ -184,9 +193,6 @@ def quantized(
     # so large that neither the scale nor its inverse leaves the range of normal numbers
     scales = (jnp.maximum(largest, kind.largest * 2.0**-100) / kind.largest).astype(jnp.float32)
     spread = jnp.repeat(jnp.repeat(scales, sizes[0], axis=-2)[..., :rows, :], sizes[1], axis=-1)[..., :columns]
-    ratio = wide / spread
-    ratio = jnp.round(ratio) if jnp.issubdtype(kind.dtype, jnp.integer) else ratio
-    values = jnp.clip(ratio, -kind.largest, kind.largest).astype(kind.dtype).reshape(weight.shape)
-    values = values if jnp.issubdtype(kind.dtype, jnp.integer) else jax.lax.bitcast_convert_type(values, jnp.uint8)
+    values = kind.encode(jnp.clip(wide / spread, -kind.largest, kind.largest)).reshape(weight.shape)
     scales = scales.reshape(*lead, counts[0], *outer_shape) if block[1] == 1 else scales
-    return QuantizedWeight(values, scales, None, block, inner, outer)
+    return kind.weight(values, scales, None, block, inner, outer)

@@ -4,24 +4,28 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.numerics.einsum import AbstractWeight, ProductOptions, as_weight, contract
+from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import FROZEN, AnyArray, Axes, axes, named_leaves, product_axes, replaced
 
 
 T = TypeVar("T")
 
 
-class ClippedWeight(eqx.Module):
+class ClippedWeight(AbstractWeight):
     """Weight whose product is clipped on both sides: `clip(clip(x) w)` (Gemma 4's encoders).
 
-    It stands wherever `einsum` takes a weight. Gradients pass to what lies within its bounds, ends included. None
-    reaches the bounds, which are measured and not trained.
+    Gradients pass to what lies within its bounds, ends included. None reaches the bounds, which are measured and not
+    trained.
 
     **Arguments:**
 
-    - `weight`: an array, or a weight in parts.
+    - `weight`: an array, or a weight of another kind.
     - `input_min`, `input_max`: bounds of x, one number for each layer; infinite ones clip nothing.
     - `output_min`, `output_max`: bounds of the product.
     """
@@ -32,10 +36,28 @@ class ClippedWeight(eqx.Module):
     output_min: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
     output_max: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
 
-    @staticmethod
-    def part_axes(words: Axes) -> dict[str, Axes]:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return as_weight(self.weight).shape
+
+    @property
+    def dtype(self) -> np.dtype | None:
+        """Dtype of the weight."""
+        return as_weight(self.weight).dtype
+
+    def part_axes(self, words: Axes) -> dict[str, Axes]:
         """Return the axes of the five arrays, given the axes of the weight."""
         return {"weight": words, "input_min": (), "input_max": (), "output_min": (), "output_max": ()}
+
+    def array(self, *contracted: int) -> Float[Array, "..."]:
+        """Raise ConfigError: no array stands for what a `ClippedWeight` computes."""
+        raise ConfigError("ClippedWeight clips what it multiplies: no array stands for it. Multiply by einsum.")
+
+    def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
+        """Multiply the clipped activation by the weight, and clip the product."""
+        x = _clip_between(x, self.input_min, self.input_max)
+        return _clip_between(contract(plan, x, self.weight, options), self.output_min, self.output_max)
 
 
 def with_clipping(tree: T) -> T:
@@ -49,7 +71,7 @@ def with_clipping(tree: T) -> T:
     return replaced(tree, nodes)
 
 
-def clip_between(x: Array, low: Array, high: Array) -> Array:
+def _clip_between(x: Array, low: Array, high: Array) -> Array:
     """Clip `x` between two numbers; with `jnp.clip` alone half of a gradient would be lost at the ends."""
     low, high = lax.stop_gradient((low.astype(x.dtype), high.astype(x.dtype)))
     return jnp.where((x >= low) & (x <= high), x, jnp.clip(x, low, high))

@@ -1,129 +1,145 @@
-"""Product of an activation and a weight over named axes: `einsum`, through which every weight goes.
+"""Products of activations and weights, through which every weight goes, and what every kind of weight can do.
 
-It casts a weight at its use, so that only the copy of one layer exists in the compute dtype at a time. It has two
-forms with equal results: the plain one, and a flattened one that XLA's CPU backend runs two to eight times faster.
+A weight is a plain array or an `AbstractWeight`. A plain one is cast at its use, so that only the copy of one layer
+exists in the compute dtype at a time. Its product has two forms with equal results: the plain one, and a flattened one
+that XLA's CPU backend runs two to eight times faster.
 """
 
-import dataclasses
-import math
-import string
-from functools import lru_cache
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from eqx_decoders.errors import check
-from eqx_decoders.numerics.clipped_weight import ClippedWeight, clip_between
-from eqx_decoders.numerics.low_precision import ProductSharding, Rounded, rounded_product
-from eqx_decoders.numerics.low_rank import LowRank
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.numerics.grouped_matmul import grouped_arrays
 from eqx_decoders.numerics.matmul import cast_in_loop, product
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight, group_product, matrix_product, takes_groups
-from eqx_decoders.sharding.axes import AXES, Axes, names_of
+from eqx_decoders.numerics.product_plan import ProductPlan, product_plan
+from eqx_decoders.sharding.axes import AXES, AnyArray, Axes
 from eqx_decoders.sharding.layout import Layout
 
 
-@dataclasses.dataclass(frozen=True)
-class _ProductPlan:
-    """Parsed pattern: axes of both operands, the letters for jnp.einsum, and the split for flattening.
+class ProductOptions(NamedTuple):
+    """Options of a product: the dtype of its result, whether to flatten it, and the devices that multiply."""
 
-    `contracted` axes end x and stand first in the weight, or last in it if `transposed`; None: it cannot be flattened.
-    """
+    dtype: np.dtype
+    flatten: bool = False
+    layout: Layout | None = None
 
-    pattern: str
-    left: tuple[str, ...]
-    right: tuple[str, ...]
-    letters: str
-    contracted: int | None
-    transposed: bool
-
-    def spelled(self, dimensions: int) -> tuple[Axes, Axes, Axes]:
-        """Return the axes of x, of the weight and of the result, with one name for each dimension of `...`."""
-        more = tuple(f"... {index}" for index in range(dimensions - len(self.left) + 1))
-        out = tuple(self.pattern.split("->")[1].split())
-        left, result = (
-            tuple(word for each in side for word in (more if each == "..." else (each,))) for side in (self.left, out)
-        )
-        return left, self.right, result
+    def gathers(self, plan: ProductPlan, weight_size: int, x: Array) -> bool:
+        """Return whether a weight is gathered for its product: on a mesh, if it is no larger than the activation."""
+        return self.layout is not None and all(word in AXES for word in plan.right) and weight_size <= x.size
 
 
-@lru_cache(maxsize=512)
-def _plan(pattern: str) -> _ProductPlan:
-    sides = pattern.split("->")
-    operands = sides[0].split(",")
-    check(
-        len(sides) == 2 and len(operands) == 2,
-        f"einsum pattern={pattern!r} must be 'words of x, words of weight -> words of result'.",
-    )
-    left, right, out = (tuple(side.split()) for side in (*operands, sides[1]))
-    _check_words(pattern, left, right, out)
-    names = [word for word in dict.fromkeys(left + right) if word != "..."]
-    letter = dict(zip(names, string.ascii_letters, strict=False)) | {"...": "..."}
-    written = ["".join(letter[word] for word in side) for side in (left, right, out)]
-    shared = tuple(word for word in left if word in right and word not in out)
-    columns = tuple(word for word in right if word not in left)
-    rows = left[: len(left) - len(shared)]
-    flat = (
-        bool(shared)
-        and left == rows + shared
-        and out == rows + columns
-        and right in (shared + columns, columns + shared)
-    )
-    return _ProductPlan(
-        pattern=pattern,
-        left=left,
-        right=right,
-        letters=f"{written[0]},{written[1]}->{written[2]}",
-        contracted=len(shared) if flat else None,
-        transposed=flat and bool(columns) and right == columns + shared,
-    )
+class LowRankPair(NamedTuple):
+    """Low-rank update of a weight: `scale lora_a lora_b`."""
+
+    scale: float
+    lora_a: Any
+    lora_b: Any
 
 
-def _check_words(pattern: str, left: tuple[str, ...], right: tuple[str, ...], out: tuple[str, ...]) -> None:
-    where = f"einsum pattern={pattern!r}"
-    for side in (left, right, out):
-        check(len(set(side)) == len(side), f"{where}: a word stands twice in {' '.join(side)!r}.")
-        for word in side:
-            check(word == "..." or word.isidentifier(), f"{where}: {word!r} is no word.")
-    check("..." not in right, f"{where}: '...' may stand for dimensions of x alone, not of the weight.")
-    check(len(set(left + right)) <= len(string.ascii_letters), f"{where} has too many words.")
-    for word in out:
-        check(word in left + right, f"{where}: {word!r} of the result is in neither operand.")
-    for word in set(left) ^ set(right):
-        check(word in out, f"{where}: {word!r} is in one operand alone, so it must be in the result.")
+class AbstractWeight(eqx.Module):
+    """Weight that stands in place of an array: held in several arrays, or multiplied in a way of its own."""
+
+    # whether the product with all experts at once takes no more steps than one with an array
+    plain_product: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype | None:
+        """Dtype of the weight as an array; None if its numbers have none of their own."""
+
+    @abstractmethod
+    def part_axes(self, words: Axes) -> dict[str, Axes]:
+        """Return the axes of each of its fields, in order, given the axes of the weight."""
+
+    @abstractmethod
+    def array(self, *contracted: int) -> Float[Array, "..."]:
+        """Return the weight as one array, with the numbers of products that contract these dimensions."""
+
+    @abstractmethod
+    def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
+        """Multiply an activation by the weight, as `einsum` does; shapes have been checked."""
+
+    @classmethod
+    def contract_groups(cls, x: Array, weights: "Sequence[Any]", counts: Array, block: int | None) -> tuple[Array, ...]:
+        """Multiply sorted rows by several weights of this kind, as `grouped_products` does."""
+        raise ConfigError(f"{cls.__name__} has no product by groups: experts can't have such weights.")
+
+    def base_and_pair(self) -> tuple[Any, LowRankPair | None]:
+        """Return the weight without its low-rank pair, and the pair."""
+        return self, None
 
 
-def _check_shapes(plan: _ProductPlan, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
-    left = _spread(plan, "x", plan.left, x)
-    right = _spread(plan, "weight", plan.right, weight)
-    for word in (word for word in left if word in right):
-        check(
-            left[word] == right[word],
-            f"einsum pattern={plan.pattern!r}: {word}={left[word]} in x {x} must be {word}={right[word]} of the weight"
-            f" {weight}.",
-        )
+class ArrayWeight(AbstractWeight):
+    """Plain array as an `AbstractWeight`; models hold the array itself."""
+
+    values: Float[AnyArray, "..."]
+
+    plain_product: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the array."""
+        return self.values.dtype
+
+    def part_axes(self, words: Axes) -> dict[str, Axes]:
+        """Return the axes of the array."""
+        return {"values": words}
+
+    def array(self, *contracted: int) -> Float[Array, "..."]:
+        """Return the array."""
+        return self.values
+
+    def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
+        """Multiply an activation by the array, cast to its dtype."""
+        if options.flatten and plan.contracted is not None:
+            flat, matrix, shape = plan.flattened(x, self.values)
+            return product(flat, matrix, transposed=plan.transposed, out_dtype=options.dtype).reshape(shape)
+        weight, layout = cast_in_loop(self.values, x.dtype), options.layout
+        if layout is not None and options.gathers(plan, weight.size, x):
+            weight = layout.gather_weight(weight, plan.right)
+        return jnp.einsum(plan.letters, x, weight, preferred_element_type=options.dtype)
+
+    @classmethod
+    def contract_groups(
+        cls, x: Array, weights: "Sequence[ArrayWeight]", counts: Array, block: int | None
+    ) -> tuple[Array, ...]:
+        """Multiply sorted rows by several arrays at once."""
+        return grouped_arrays(x, tuple(weight.values for weight in weights), counts, block)
 
 
-def _spread(plan: _ProductPlan, what: str, words: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
-    """Return the size of each axis but the ones of `...`."""
-    missing = len(shape) - len(words) + ("..." in words)
-    good = missing >= 0 if "..." in words else missing == 0
-    check(
-        good, f"einsum pattern={plan.pattern!r}: {what} of shape {shape} must have the dimensions {' '.join(words)!r}."
-    )
-    if "..." in words:
-        place = words.index("...")
-        words, shape = words[:place] + words[place + 1 :], shape[:place] + shape[place + missing :]
-    return dict(zip(words, shape, strict=True))
+def as_weight(weight: Float[AnyArray, "..."] | AbstractWeight) -> AbstractWeight:
+    """Return a weight of any kind as an `AbstractWeight`."""
+    return weight if isinstance(weight, AbstractWeight) else ArrayWeight(weight)
+
+
+def contract(plan: ProductPlan, x: Array, weight: Array | AbstractWeight, options: ProductOptions) -> Array:
+    """Multiply an activation by a weight, as `einsum` does, by a parsed pattern."""
+    some = as_weight(weight)
+    plan.check_shapes(x.shape, some.shape)
+    return some.contract(plan, x, options)
 
 
 def einsum(
     pattern: str,
     x: Float[Array, "..."],
-    weight: Float[Array, "..."] | LowRank | ClippedWeight | Rounded | QuantizedWeight,
+    weight: Float[Array, "..."] | AbstractWeight,
     *,
     flatten: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -141,126 +157,43 @@ def einsum(
     `layout` says which devices multiply. On a mesh a weight that is no larger than the activation is gathered; by a
     larger one XLA may multiply where its parts are.
 
-    A `LowRank` weight is never merged: `x base + scale (x lora_a) lora_b`. A `Rounded` one is multiplied in 8 bits. A
-    `QuantizedWeight` is widened, and its columns' scales multiply the product. A `ClippedWeight` clips `x` and the
-    product.
-
     Raises ConfigError for a malformed pattern, or for shapes that do not fit it.
     """
-    if isinstance(weight, ClippedWeight):
-        x = clip_between(x, weight.input_min, weight.input_max)
-        y = einsum(pattern, x, weight.weight, flatten=flatten, out_dtype=out_dtype, layout=layout)
-        return clip_between(y, weight.output_min, weight.output_max)
-    if isinstance(weight, LowRank):
-        return _low_rank(pattern, x, weight, out_dtype, dict(flatten=flatten, layout=layout))
-    if isinstance(weight, QuantizedWeight):
-        return _quantized(_plan(pattern), x, weight, np.dtype(out_dtype or x.dtype), flatten, layout)
-    plan, array = _plan(pattern), weight.array if isinstance(weight, Rounded) else weight
-    _check_shapes(plan, x.shape, array.shape)
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
-    gathers = layout is not None and all(word in AXES for word in plan.right) and array.size <= x.size
-    if not flatten or plan.contracted is None:
-        if isinstance(weight, Rounded):
-            words = plan.spelled(x.ndim)
-            sharding = _product_sharding(words, x.shape, array.shape, layout, gathers)
-            return rounded_product(words, x, weight, dtype=dtype, sharding=sharding)
-        weight = cast_in_loop(weight, x.dtype)
-        weight = layout.gather_weight(weight, plan.right) if layout is not None and gathers else weight
-        return jnp.einsum(plan.letters, x, weight, preferred_element_type=dtype)
-    split = len(array.shape) - plan.contracted if plan.transposed else plan.contracted
-    first, last = array.shape[:split], array.shape[split:]
-    inside, outside = (last, first) if plan.transposed else (first, last)
-    rows = x.shape[: x.ndim - plan.contracted]
-    flat = x.reshape(math.prod(rows), math.prod(inside))
-    matrix = array.reshape(math.prod(first), math.prod(last))
-    if isinstance(weight, Rounded):
-        words = ("rows", "inner"), ("outer", "inner") if plan.transposed else ("inner", "outer"), ("rows", "outer")
-        rounded = Rounded(array=matrix, seed=weight.seed, config=weight.config)
-        sharding = _product_sharding(words, flat.shape, matrix.shape, layout, gathers=False)
-        return rounded_product(words, flat, rounded, dtype=dtype, sharding=sharding).reshape(*rows, *outside)
-    return product(flat, matrix, transposed=plan.transposed, out_dtype=dtype).reshape(*rows, *outside)
+    return contract(product_plan(pattern), x, weight, ProductOptions(dtype, flatten, layout))
 
 
-def _product_sharding(
-    words: tuple[Axes, Axes, Axes], x: tuple[int, ...], weight: tuple[int, ...], layout: Layout | None, gathers: bool
-) -> ProductSharding | None:
-    """Return the placement of a product in 8 bits; `gathers` says that each device gets the whole weight."""
-    if layout is None:
-        return None
-    native = layout.platform != "cpu"
-    if not gathers:
-        return ProductSharding(native)
-    left, right, _ = words
-    return ProductSharding(native, _parts(left, right, x, weight, layout), layout.gather_places(right, weight))
+def grouped_products(
+    x: Float[Array, "rows inner"],
+    weights: Sequence[Array | AbstractWeight],
+    counts: Int[Array, "groups"],
+    *,
+    block: int | None,
+) -> tuple[Float[Array, "rows outer"], ...]:
+    """Compute `x[r] @ weight[g]` for every row r of every group g, with each of some weights `groups inner outer`.
 
+    Rows are sorted by group; `counts` has the number of rows of each. Rows beyond their sum may hold anything, and
+    results and gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32
+    (at least).
 
-def _parts(
-    left: Axes, right: Axes, x: tuple[int, ...], weight: tuple[int, ...], layout: Layout
-) -> tuple[tuple[str, int], ...]:
-    """Count the parts into which the mesh splits each axis of a product with a gathered weight."""
-    used = {word: names_of(group) for word, group in zip(right, layout.used_spec(right), strict=True)}
-    taken = {name for names in used.values() for name in names}
-    sizes = dict(zip(left, x, strict=True)) | dict(zip(right, weight, strict=True))
-    known = tuple(word for word in left if word in AXES)
-    spec = layout.activation_spec(known, tuple(sizes[word] for word in known))
-    rows = {word: names_of(group) for word, group in zip(known, spec, strict=True) if word not in right}
-    names_by_axis = used | {word: tuple(name for name in names if name not in taken) for word, names in rows.items()}
-    counts = {word: math.prod(layout.sizes[name] for name in names) for word, names in names_by_axis.items()}
-    return tuple((word, count) for word, count in counts.items() if count > 1 and sizes[word] % count == 0)
+    `block` is the number of rows multiplied at a time, and the last `block` rows must belong to no group. None is
+    `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows.
+    """
+    bases, pairs = zip(*(as_weight(weight).base_and_pair() for weight in weights), strict=True)
+    bases = [as_weight(base) for base in bases]
+    kinds = dict.fromkeys(map(type, bases))  # weights of one kind are multiplied together
+    outs = {
+        kind: iter(kind.contract_groups(x, [base for base in bases if type(base) is kind], counts, block))
+        for kind in kinds
+    }
 
+    def plus_pair(out: Array, pair: LowRankPair | None) -> Array:
+        if pair is None:
+            return out
+        (low,) = grouped_products(x, (pair.lora_a,), counts, block=block)
+        return out + grouped_products(pair.scale * low, (pair.lora_b,), counts, block=block)[0]
 
-def _quantized(
-    plan: _ProductPlan, x: Array, weight: QuantizedWeight, dtype: np.dtype, flatten: bool, layout: Layout | None
-) -> Array:
-    _check_shapes(plan, x.shape, weight.shape)
-    if flatten and plan.contracted == weight.inner and not plan.transposed and weight.lead == 0:
-        rows = x.shape[: x.ndim - weight.inner]
-        y: Any = matrix_product(dtype, x.reshape(math.prod(rows), weight.rows), weight.of_matrix())
-        return y.reshape(*rows, *weight.shape[weight.inner :])
-    gathers = layout is not None and all(word in AXES for word in plan.right) and weight.size <= x.size
-    shardings = layout.gather_places(plan.right, weight.shape) if layout is not None and gathers else None
-    if shardings is not None:  # few bits travel
-        values = lax.with_sharding_constraint(lax.stop_gradient(weight.values), shardings[0])
-        weight = dataclasses.replace(weight, values=values)
-    rows = x.shape[: x.ndim - weight.inner]
-    standard = plan.contracted == weight.inner and not plan.transposed
-    if standard and not weight.by_column and takes_groups(weight, math.prod(rows)):
-        return group_product(dtype, x, weight)
-    _, right, out = plan.spelled(x.ndim)
-    columns = [word for word in right if word in out]
-    summed = right[weight.lead :][: weight.inner]
-    whole = right == (*columns[: weight.lead], *summed, *columns[weight.lead :]) and not set(summed) & set(columns)
-    if not (weight.by_column and whole):  # other dimensions are contracted than scales are common to
-        return jnp.einsum(plan.letters, x, weight.dequantized(x.dtype), preferred_element_type=dtype)
-    wide = np.promote_types(dtype, np.float32)
-    kernel, scales = weight.numbers(x.dtype), weight.factors(wide)
-    sizes = dict(zip(right, weight.shape, strict=True))
-    scales = scales.squeeze(weight.lead).transpose([columns.index(word) for word in out if word in columns])
-    scales = scales.reshape([sizes[word] if word in columns else 1 for word in out])
-    return (jnp.einsum(plan.letters, x, kernel, preferred_element_type=wide) * scales).astype(dtype)
-
-
-def _low_rank(pattern: str, x: Array, weight: LowRank, out_dtype: DTypeLike | None, options: dict[str, Any]) -> Array:
-    into, out_of = _pair_patterns(pattern)
-    y = einsum(pattern, x, lax.stop_gradient(weight.base), out_dtype=out_dtype, **options)
-    low = einsum(into, x, weight.lora_a, **options)
-    return y + einsum(out_of, weight.scale * low, weight.lora_b, out_dtype=out_dtype, **options)
-
-
-@lru_cache(maxsize=512)
-def _pair_patterns(pattern: str) -> tuple[str, str]:
-    """Split the pattern of a weight in two, for its low-rank pair: to `rank`, and from `rank` to the outputs."""
-    plan = _plan(pattern)
-    out = tuple(pattern.split("->")[1].split())
-    rows = [word for word in plan.left if word in out]
-    batch = [word for word in plan.right if word in plan.left and word in out]
-    contracted = [word for word in plan.right if word not in out]
-    columns = [word for word in plan.right if word not in plan.left]
-    low = " ".join([*rows, "rank"])
-    return (
-        f"{' '.join(plan.left)}, {' '.join([*batch, *contracted, 'rank'])} -> {low}",
-        f"{low}, {' '.join([*batch, 'rank', *columns])} -> {' '.join(out)}",
-    )
+    return tuple(plus_pair(next(outs[type(base)]), pair) for base, pair in zip(bases, pairs, strict=True))
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:

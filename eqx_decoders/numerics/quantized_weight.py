@@ -1,20 +1,22 @@
-"""Quantized weights: whole numbers or short floats, and a scale for each column, group of rows, or block.
+"""Quantized weights: values of few bits, and a scale for each column, group of rows, or block.
 
-    w = values scale,   or   w = (values - zero) scale
+    w = numbers(values) scale,   or   w = (numbers(values) - zero) scale
 
 with one scale (and zero) for `rows` rows and `columns` columns of the matrix from the contracted to the output axes.
 Activations are never rounded ("w8a16", "w4a16"): a weight is widened where it is multiplied, and a scale that stands
-for whole columns multiplies the product instead, `(x values) scale`.
+for whole columns multiplies the product instead, `(x numbers(values)) scale`.
 
-Values are arrays shaped like the weight: so they are sliced by scans, split by meshes and saved like any weight. Their
-dtype says what they are: `int8` and `int4` whole numbers, `uint8` the bits of E4M3 and `uint4` of E2M1; four bits
-take four bits on devices (the host's copies take eight). Scales of `uint8` are the bits of E8M0, powers of two. Short
-floats are stored as bits since XLA takes ten times as long on a CPU to slice and widen its dtypes of them.
+Values are arrays shaped like the weight: so they are sliced by scans, split by meshes and saved like any weight. Four
+bits take four bits on devices (the host's copies take eight). Scales of `uint8` are the bits of E8M0, powers of two.
+A kind of quantized weight says what numbers its values are, as in `affine_weight.py`.
 """
 
+import dataclasses
 import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,6 +28,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.numerics.einsum import AbstractWeight, ProductOptions
+from eqx_decoders.numerics.grouped_matmul import grouped_arrays, grouped_frozen
+from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import (
     FROZEN,
     AnyArray,
@@ -51,8 +56,8 @@ _WIDENED = 2**20
 _FEW = 512
 
 
-class QuantizedWeight(eqx.Module):
-    """Quantized weight, `(values - zeros) scales`, wherever `einsum` takes a weight. No gradient reaches it.
+class AbstractQuantizedWeight(AbstractWeight):
+    """Quantized weight, `(values - zeros) scales`. No gradient reaches it.
 
     **Arguments:**
 
@@ -72,6 +77,17 @@ class QuantizedWeight(eqx.Module):
     inner: int = eqx.field(static=True)
     outer: int = eqx.field(static=True)
 
+    plain_product: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """Name of the format of its values."""
+
+    @abstractmethod
+    def numbers(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the values as floats, without scales."""
+
     def part_axes(self, words: Axes) -> dict[str, Axes]:
         """Return the axes of the three arrays, given the axes of the weight."""
         _, columns = matrix_axes(words)
@@ -85,14 +101,9 @@ class QuantizedWeight(eqx.Module):
         return self.values.shape
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions of the weight."""
-        return self.values.ndim
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the weight."""
-        return self.values.size
+    def dtype(self) -> np.dtype | None:
+        """None: numbers of few bits have no dtype of their own as an array."""
+        return None
 
     @property
     def lead(self) -> int:
@@ -114,10 +125,6 @@ class QuantizedWeight(eqx.Module):
         """True if each column has one scale and no zero, so that the scale can multiply the product."""
         return self.zeros is None and self.block[1] == 1 and self.scales.shape[self.lead] == 1
 
-    def numbers(self, dtype: DTypeLike) -> Float[Array, "..."]:
-        """Return the values as floats, without scales; no value is rounded."""
-        return decoded(lax.stop_gradient(self.values), dtype)
-
     def factors(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the scales as floats."""
         scales = lax.stop_gradient(self.scales)
@@ -129,6 +136,58 @@ class QuantizedWeight(eqx.Module):
         values, zeros = self.numbers(wide), lax.stop_gradient(self.zeros)
         values = values if zeros is None else values - self._spread(zeros.astype(wide))
         return (values * self._spread(self.factors(wide))).astype(wide if dtype is None else dtype)
+
+    def array(self, *contracted: int) -> Float[Array, "..."]:
+        """Return the weight as an array in float32."""
+        return self.dequantized()
+
+    def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
+        """Multiply an activation by the weight, widened; its columns' scales multiply the product."""
+        rows, dtype = x.shape[: x.ndim - self.inner], options.dtype
+        standard = plan.contracted == self.inner and not plan.transposed
+        if options.flatten and standard and self.lead == 0:
+            y: Any = matrix_product(dtype, x.reshape(math.prod(rows), self.rows), self.of_matrix())
+            return y.reshape(*rows, *self.shape[self.inner :])
+        weight = self._gathered(plan, x, options)
+        if standard and not self.by_column and takes_groups(self, math.prod(rows)):
+            return group_product(dtype, x, weight)
+        _, right, out = plan.spelled(x.ndim)
+        columns = [word for word in right if word in out]
+        summed = right[self.lead :][: self.inner]
+        whole = right == (*columns[: self.lead], *summed, *columns[self.lead :]) and not set(summed) & set(columns)
+        if not (self.by_column and whole):  # other dimensions are contracted than scales are common to
+            return jnp.einsum(plan.letters, x, weight.dequantized(x.dtype), preferred_element_type=dtype)
+        wide = np.promote_types(dtype, np.float32)
+        kernel, scales = weight.numbers(x.dtype), weight.factors(wide)
+        sizes = dict(zip(right, self.shape, strict=True))
+        scales = scales.squeeze(self.lead).transpose([columns.index(word) for word in out if word in columns])
+        scales = scales.reshape([sizes[word] if word in columns else 1 for word in out])
+        return (jnp.einsum(plan.letters, x, kernel, preferred_element_type=wide) * scales).astype(dtype)
+
+    def _gathered(self, plan: ProductPlan, x: Array, options: ProductOptions) -> "AbstractQuantizedWeight":
+        """Return the weight where it is multiplied: few bits travel."""
+        layout = options.layout
+        if layout is None or not options.gathers(plan, self.values.size, x):
+            return self
+        shardings = layout.gather_places(plan.right, self.shape)
+        if shardings is None:
+            return self
+        values = lax.with_sharding_constraint(lax.stop_gradient(self.values), shardings[0])
+        return dataclasses.replace(self, values=values)
+
+    @classmethod
+    def contract_groups(
+        cls, x: Array, weights: "Sequence[AbstractQuantizedWeight]", counts: Array, block: int | None
+    ) -> tuple[Array, ...]:
+        """Multiply sorted rows by the weights, each widened group by group."""
+        if block is not None:
+            return tuple(grouped_frozen(block, x, lax.stop_gradient(weight), counts) for weight in weights)
+        return tuple(grouped_arrays(x, (weight.dequantized(x.dtype),), counts, None)[0] for weight in weights)
+
+    def widened_at(self, index: Any, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Return the weight of one layer or expert as an array."""
+        parts = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self)
+        return parts.dequantized(dtype)
 
     def _spread(self, table: Array) -> Array:
         """Expand a table like `scales` to the elements of the weight, with size 1 where it is broadcast."""
@@ -147,7 +206,7 @@ class QuantizedWeight(eqx.Module):
             table = lax.slice_in_dim(jnp.repeat(table, self.block[1], axis=-1), 0, self.columns, axis=-1)
         return table.reshape(len(table), *self.shape[self.inner :])
 
-    def of_matrix(self) -> "QuantizedWeight":
+    def of_matrix(self) -> "AbstractQuantizedWeight":
         """Merge the contracted dimensions into one and the output dimensions into one."""
         lead = self.shape[: self.lead]
 
@@ -155,16 +214,11 @@ class QuantizedWeight(eqx.Module):
             return None if table is None else table.reshape(*lead, table.shape[self.lead], -1)
 
         values = self.values.reshape(*lead, self.rows, self.columns)
-        return QuantizedWeight(values, flat(self.scales), flat(self.zeros), self.block, 1, 1)
-
-    def at(self, index: Any) -> "QuantizedWeight":
-        """Return the weight of one layer or expert."""
-        parts = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), eqx.filter(self, eqx.is_array)
+        return dataclasses.replace(
+            self, values=values, scales=flat(self.scales), zeros=flat(self.zeros), inner=1, outer=1
         )
-        return eqx.combine(parts, self)
 
-    def rows_at(self, begin: Any, count: int) -> "QuantizedWeight":
+    def rows_at(self, begin: Any, count: int) -> "AbstractQuantizedWeight":
         """Return some rows of a matrix: whole groups of them."""
         values, group = lax.dynamic_slice_in_dim(self.values, begin, count), self.block[0]
 
@@ -173,9 +227,9 @@ class QuantizedWeight(eqx.Module):
                 return table
             return lax.dynamic_slice_in_dim(table, begin // group, count // group)
 
-        return QuantizedWeight(values, part(self.scales), part(self.zeros), self.block, 1, 1)
+        return dataclasses.replace(self, values=values, scales=part(self.scales), zeros=part(self.zeros))
 
-    def specs(self, spec: PartitionSpec) -> "QuantizedWeight":
+    def specs(self, spec: PartitionSpec) -> "AbstractQuantizedWeight":
         """Return the `PartitionSpec` of each array, in a `jax.shard_map` whose values are split as `spec` says.
 
         Scales are split along columns where each belongs to one column, and never along rows.
@@ -185,11 +239,17 @@ class QuantizedWeight(eqx.Module):
         structure = jax.tree.structure(self)
         return jax.tree.unflatten(structure, [spec, of_scales, of_scales][: structure.num_leaves])
 
-    def with_own_scales(self, spec: PartitionSpec) -> "tuple[QuantizedWeight, PartitionSpec]":
-        """Select the scales of this device's rows and columns, in a `jax.shard_map` with `specs`.
+    def gathered(
+        self, spec: PartitionSpec, gather: Callable[[Array, PartitionSpec], Array]
+    ) -> "AbstractQuantizedWeight":
+        """Gather what this device multiplies by, in a `jax.shard_map` with `specs`: its bits travel as they are."""
+        weight, scale_spec = self._with_own_scales(spec)
+        tables = weight.scales, weight.zeros
+        scales, zeros = (None if table is None else gather(table, scale_spec) for table in tables)
+        return dataclasses.replace(weight, values=gather(weight.values, spec), scales=scales, zeros=zeros)
 
-        Returns the weight with these scales, and their `PartitionSpec`.
-        """
+    def _with_own_scales(self, spec: PartitionSpec) -> "tuple[AbstractQuantizedWeight, PartitionSpec]":
+        """Select the scales of this device's rows and columns; return the weight with them, and their spec."""
         names, block = [names_of(group) for group in spec], self.block
         inner, outer = names[self.lead : self.lead + self.inner], names[self.lead + self.inner :]
         tables, grouped = (self.scales, self.zeros), self.scales.shape[self.lead] > 1
@@ -208,7 +268,7 @@ class QuantizedWeight(eqx.Module):
             )
         scale_spec = PartitionSpec(*(each or None for each in (*names[: self.lead], groups, *last)))
         scales, zeros = tables
-        return QuantizedWeight(self.values, scales, zeros, block, self.inner, self.outer), scale_spec
+        return dataclasses.replace(self, scales=scales, zeros=zeros, block=block), scale_spec
 
 
 def _own_part(
@@ -222,6 +282,25 @@ def _own_part(
         groups, each = (begin + jnp.arange(size, dtype=jnp.int32)) // each, 1
         parts = [None if t is None else jnp.take(t, groups, axis=axis, mode="clip") for t in tables]
     return (parts[0], parts[1]), each
+
+
+class Quantization(NamedTuple):
+    """How weights are rounded to few bits.
+
+    **Arguments:**
+
+    - `weight`: class of the weights.
+    - `largest`: number to which the largest one of a block is scaled.
+    - `encode`: rounds numbers up to `largest` to values.
+    - `block`: rows and columns that share a scale; None: all rows of a column.
+    - `groups`: rows of a column that share a scale instead: the first number that divides a weight's rows.
+    """
+
+    weight: type[AbstractQuantizedWeight]
+    largest: float
+    encode: Callable[[Array], Array]
+    block: tuple[int, int] | None = None
+    groups: tuple[int, ...] = ()
 
 
 def matrix_axes(words: Axes) -> tuple[Axes, Axes]:
@@ -246,19 +325,6 @@ def plain_shapes(tree: T) -> T:
     return replaced(tree, {path: jax.ShapeDtypeStruct(node.shape, np.float32) for path, node in nodes.items()})
 
 
-def decoded(values: Array, dtype: DTypeLike) -> Float[Array, "..."]:
-    """Decode values of any format to floats. Bits of short floats become those of float32: their exponent is moved."""
-    if values.dtype not in (jnp.uint8, jnp.uint4):
-        return values.astype(dtype)
-    mantissa, bias, each = (3, 7, 2.0**-9) if values.dtype == jnp.uint8 else (1, 1, 0.5)
-    bits = values.astype(jnp.int32)
-    size = bits & (2**7 - 1 if mantissa == 3 else 2**3 - 1)
-    floats = lax.bitcast_convert_type((size << (23 - mantissa)) + ((127 - bias) << 23), jnp.float32)
-    floats = jnp.where(size < 2**mantissa, size.astype(jnp.float32) * each, floats)  # below the least normal one
-    floats = jnp.where(size == 2**7 - 1, jnp.float32(np.nan), floats) if mantissa == 3 else floats
-    return jnp.where(bits > size, -floats, floats).astype(dtype)
-
-
 def _e8m0(bits: Array) -> Float[Array, "..."]:
     """Decode E8M0 bits to `2^(bits - 127)`; 255 is NaN."""
     wide = bits.astype(jnp.int32)
@@ -268,28 +334,21 @@ def _e8m0(bits: Array) -> Float[Array, "..."]:
 
 def is_quantized(node: Any) -> bool:
     """Return whether a node of a tree is a quantized weight."""
-    return isinstance(node, QuantizedWeight)
+    return isinstance(node, AbstractQuantizedWeight)
 
 
-def quantized_weights(tree: PyTree) -> dict[str, QuantizedWeight]:
+def quantized_weights(tree: PyTree) -> dict[str, AbstractQuantizedWeight]:
     """Return the quantized weights of a tree, by dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return {path_name(path): node for path, node in leaves if is_quantized(node)}
 
 
-def dequantized(weight: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """Dequantize a weight, or each part of one."""
-    return jax.tree.map(
-        lambda part: part.dequantized(dtype) if is_quantized(part) else part, weight, is_leaf=is_quantized
-    )
-
-
-def takes_groups(weight: QuantizedWeight, rows: int) -> bool:
+def takes_groups(weight: AbstractQuantizedWeight, rows: int) -> bool:
     """Return whether `group_product` is the best form for a weight and so many rows of activations."""
     return weight.lead == 0 and weight.rows % weight.block[0] == 0 and rows <= _FEW
 
 
-def group_product(dtype: np.dtype, x: Float[Array, "..."], weight: QuantizedWeight) -> Float[Array, "..."]:
+def group_product(dtype: np.dtype, x: Float[Array, "..."], weight: AbstractQuantizedWeight) -> Float[Array, "..."]:
     """Multiply by a weight with groups: `sum_g (x_g values_g - (sum of x_g) zeros_g) scales_g`, as `dtype`.
 
     The last dimensions of `x` are the contracted ones. Numbers are widened by the unit that multiplies them.
@@ -310,14 +369,14 @@ def group_product(dtype: np.dtype, x: Float[Array, "..."], weight: QuantizedWeig
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matrix_product(
-    dtype: np.dtype, x: Float[Array, "rows inner"], weight: QuantizedWeight
+    dtype: np.dtype, x: Float[Array, "rows inner"], weight: AbstractQuantizedWeight
 ) -> Float[Array, "rows outer"]:
     """Compute `x @ weight` of a matrix as `dtype`, in the form that a CPU runs fastest."""
     wide = np.promote_types(x.dtype, np.float32)
     step = _step(weight) if len(x) <= _ROWS else weight.rows
     by_column = weight.by_column
 
-    def product(x: Array, part: QuantizedWeight) -> Array:
+    def product(x: Array, part: AbstractQuantizedWeight) -> Array:
         kernel = part.numbers(x.dtype) if by_column else part.dequantized(x.dtype)
         return lax.dot_general(x, kernel, (((1,), (0,)), ((), ())), preferred_element_type=wide)
 
@@ -332,7 +391,7 @@ def matrix_product(
     return (total * weight.factors(wide) if by_column else total).astype(dtype)
 
 
-def _step(weight: QuantizedWeight) -> int:
+def _step(weight: AbstractQuantizedWeight) -> int:
     """Return the number of rows to widen at a time: whole groups, and a divisor of all rows."""
     rows, columns = weight.values.shape
     unit = 1 if len(weight.scales) == 1 else weight.block[0]

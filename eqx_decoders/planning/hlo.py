@@ -11,7 +11,17 @@ import eqx_decoders.errors as errors_module
 
 _LIBRARY = str(Path(errors_module.__file__).parent)
 # where every layer's operations pass through
-_EVERYWHERE = ("einsum", "matmul", "low_rank", "clipped_weight", "layout", "context", "remat", "axes")
+_EVERYWHERE = (
+    "einsum",
+    "matmul",
+    "low_rank",
+    "clipped_weight",
+    "quantized_weight",
+    "layout",
+    "context",
+    "remat",
+    "axes",
+)
 _TABLE_ROW = re.compile(r"^(\d+) (.*)$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([0-9,<= ]*)\]")

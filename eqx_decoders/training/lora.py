@@ -17,8 +17,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight, plain_shapes, whole_weights
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
+from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
 from eqx_decoders.sharding.layout import out_shardings, partitions
 from eqx_decoders.training.lora_config import LoRAConfig
@@ -72,18 +72,16 @@ def merge_lora(model: Decoder) -> Decoder:
         return replaced(model, plain)
     like = out_shardings(plain)
     merged = model.execution.layout.automatically(
-        lambda nodes: {path: node.merged() for path, node in nodes.items()}, lambda _: partitions(plain)
+        lambda nodes: {path: node.array() for path, node in nodes.items()}, lambda _: partitions(plain)
     )
     return replaced(model, jax.jit(merged, out_shardings=like)(nodes)) if nodes else model
 
 
 def _merged_shapes(model: Decoder, nodes: Mapping[str, LowRank]) -> dict[str, Any]:
-    """Return an array or shape like each merged weight."""
-    few = {path: node for path, node in nodes.items() if isinstance(node.base, QuantizedWeight)}
-    shapes = {path: jax.ShapeDtypeStruct(node.base.shape, node.lora_a.dtype) for path, node in few.items()}
-    shardings = named_leaves(model.execution.layout.shardings(replaced(model, shapes))) if few else {}
-    placed = {path: shape.update(sharding=shardings[path]) for path, shape in shapes.items()}
-    return {path: node.base for path, node in nodes.items()} | placed
+    """Return the shape of each merged weight."""
+    shapes = {path: jax.ShapeDtypeStruct(node.shape, node.dtype) for path, node in nodes.items()}
+    shardings = named_leaves(model.execution.layout.shardings(replaced(model, shapes)))
+    return {path: shape.update(sharding=shardings[path]) for path, shape in shapes.items()}
 
 
 def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:
@@ -105,7 +103,7 @@ def _pair(words: Axes, shape: tuple[int, ...], rank: int, dtype: DTypeLike) -> d
     """Return the shapes of both factors for a weight."""
     sizes = dict(zip(words, shape, strict=True)) | {"rank": rank}
     stack = words[: words.count("layers")]
-    parts = LowRank.part_axes(words[len(stack) :])
+    parts = pair_axes(words[len(stack) :])
     shapes = {name: tuple(sizes[word] for word in (*stack, *parts[name])) for name in ("lora_a", "lora_b")}
     return {name: jax.ShapeDtypeStruct(each, dtype) for name, each in shapes.items()}
 

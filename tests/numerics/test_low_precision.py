@@ -17,13 +17,13 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.layers.moe.grouped_matmul import grouped_products
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.low_precision import LowPrecision, Rounded, quantize_array, round_weights, seeds_of
+from eqx_decoders.numerics.einsum import einsum, grouped_products
+from eqx_decoders.numerics.low_precision import LowPrecision, quantize_array, seeds_of
 from eqx_decoders.numerics.low_rank import LowRank
+from eqx_decoders.numerics.rounded_weight import Rounded, round_weights
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
@@ -346,7 +346,7 @@ def test_low_rank_pairs_are_trained_beside_a_rounded_base(model):
     alone = einsum("l d, d f -> l f", x, Rounded(pair.base, None, INT8))
     assert_close(got, alone + 1.5 * (x @ pair.lora_a) @ pair.lora_b, units=8)
     (gradient,) = back(got)
-    assert not gradient.base.array.any() and gradient.lora_a.any() and gradient.lora_b.any()
+    assert not gradient.base.values.any() and gradient.lora_a.any() and gradient.lora_b.any()
     adapted = add_lora(model, LoRAConfig(targets=("*.mixer.query",)), key=jax.random.key(0))
     chosen = INT8.chosen(axes(adapted))
     assert "segments.0.unit.0.mixer.query.base" in chosen and not any(path.endswith("lora_a") for path in chosen)

@@ -13,20 +13,19 @@ import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.moe.grouped_matmul import grouped_products
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.model.quantize import _KINDS, group_sizes, quantized
+from eqx_decoders.model.quantize import QUANTIZATIONS, group_sizes, quantized
 from eqx_decoders.numerics import quantized_weight
-from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.low_precision import LowPrecision, round_weights
+from eqx_decoders.numerics.affine_weight import QuantizedWeight, _decoded
+from eqx_decoders.numerics.einsum import einsum, grouped_products
+from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import (
-    QuantizedWeight,
-    decoded,
     matrix_product,
     quantized_weights,
     whole_weights,
 )
+from eqx_decoders.numerics.rounded_weight import round_weights
 from eqx_decoders.sharding.axes import axes, frozen, named_leaves, replaced
 from eqx_decoders.sharding.layout import WEIGHTS
 from eqx_decoders.training.lora import add_lora, merge_lora
@@ -107,19 +106,20 @@ def test_numbers_are_the_nearest_ones(mode):
 
     @jax.jit
     def run(weights):
-        nodes = {n: quantized(w, _KINDS[mode], BLOCKS[mode], *SHAPES[n][1:]) for n, w in weights.items()}
-        again = {n: quantized(x.dequantized(), _KINDS[mode], BLOCKS[mode], *SHAPES[n][1:]) for n, x in nodes.items()}
-        return nodes, {n: x.dequantized() for n, x in nodes.items()}, again
+        nodes = {n: quantized(w, QUANTIZATIONS[mode], BLOCKS[mode], *SHAPES[n][1:]) for n, w in weights.items()}
+        wide = {name: node.dequantized() for name, node in nodes.items()}
+        again = {n: quantized(x, QUANTIZATIONS[mode], BLOCKS[mode], *SHAPES[n][1:]) for n, x in wide.items()}
+        return nodes, wide, again
 
     weights = {name: draw(0, shape) for name, (shape, *_) in SHAPES.items()}
     nodes, wide, again = run(weights)
     for name, node in nodes.items():
         assert_close(wide[name], by_hand(node), units=1)
         largest = by_hand(QuantizedWeight(jnp.ones(node.shape), node.scales, None, *SHAPES_OF(node)))
-        limit = ERRORS[mode] * largest * _KINDS[mode].largest
+        limit = ERRORS[mode] * largest * QUANTIZATIONS[mode].largest
         assert np.all(np.abs(wide[name] - weights[name]) <= limit * 1.001), name
-        kept = jnp.uint8 if "fp8" in mode else _KINDS[mode].dtype
-        assert node.values.dtype == kept and node.scales.dtype == jnp.float32
+        stored = {"int8": jnp.int8, "int4": jnp.int4}.get(mode, jnp.uint8)
+        assert node.values.dtype == stored and node.scales.dtype == jnp.float32
         assert_close(again[name].dequantized(), wide[name], units=4)
     assert bits(again["plain"].values) == bits(nodes["plain"].values)
 
@@ -129,12 +129,12 @@ def SHAPES_OF(node: QuantizedWeight):
 
 
 def test_zeros_and_nothing():
-    node = quantized(draw(0, (8, 6)), _KINDS["int4"], (4, 1), 1, 1)
+    node = quantized(draw(0, (8, 6)), QUANTIZATIONS["int4"], (4, 1), 1, 1)
     zeros = jnp.asarray(np.random.default_rng(1).integers(-8, 9, node.scales.shape), jnp.int8)
     node = QuantizedWeight(node.values, node.scales, zeros, node.block, 1, 1)
     assert_close(node.dequantized(), by_hand(node), units=1)
     for mode in BLOCKS:
-        nothing = quantized(jnp.zeros((8, 6)), _KINDS[mode], BLOCKS[mode], 1, 1)
+        nothing = quantized(jnp.zeros((8, 6)), QUANTIZATIONS[mode], BLOCKS[mode], 1, 1)
         assert not np.any(nothing.dequantized()) and np.isfinite(nothing.scales).all()
 
 
@@ -142,7 +142,7 @@ def test_bits_are_those_of_xlas_dtypes():
     """All of them; NaN, too. E8M0's least is no normal number, and devices may count it as 0."""
     for dtype, bits in ((jnp.float8_e4m3fn, jnp.uint8), (jnp.float4_e2m1fn, jnp.uint4)):
         every = np.arange(2 ** jnp.iinfo(bits).bits, dtype=np.uint8)
-        got = jax.jit(lambda x: decoded(x, jnp.float32))(jnp.asarray(every.astype(bits)))
+        got = jax.jit(lambda x: _decoded(x, jnp.float32))(jnp.asarray(every.astype(bits)))
         want = every.view(dtype).astype(np.float32)
         assert np.array_equal(got, want, equal_nan=True) and np.array_equal(np.signbit(got), np.signbit(want))
     every = np.arange(1, 256, dtype=np.uint8)
@@ -168,8 +168,10 @@ def test_products_are_those_of_the_array(kind):
     """And their gradients, plain and flattened, in f32 and bf16, for every kind of scales."""
     pattern, left, right, inner, outer = PRODUCTS[kind]
     x, w = draw(0, left), draw(1, right)
-    nodes = {mode: quantized(w, _KINDS[mode], BLOCKS[mode], inner, outer) for mode in ("int8", "int4", "fp8_block")}
-    nodes["divided"] = quantized(w, _KINDS["fp8_block"], (4, 4), inner, outer)
+    nodes = {
+        mode: quantized(w, QUANTIZATIONS[mode], BLOCKS[mode], inner, outer) for mode in ("int8", "int4", "fp8_block")
+    }
+    nodes["divided"] = quantized(w, QUANTIZATIONS["fp8_block"], (4, 4), inner, outer)
     zeros = jnp.asarray(np.random.default_rng(2).integers(-8, 9, nodes["int4"].scales.shape), jnp.int8)
     nodes["zeros"] = QuantizedWeight(nodes["int4"].values, nodes["int4"].scales, zeros, *SHAPES_OF(nodes["int4"]))
 
@@ -197,7 +199,7 @@ def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     """The loop of a CPU: few rows of the weight at a time, whole groups of them."""
     monkeypatch.setattr(quantized_weight, "_WIDENED", 60)
     kind = "int4" if mode == "zeros" else mode
-    node = quantized(draw(0, (24, 10)), _KINDS[kind], BLOCKS[kind], 1, 1)
+    node = quantized(draw(0, (24, 10)), QUANTIZATIONS[kind], BLOCKS[kind], 1, 1)
     if mode == "zeros":
         node = QuantizedWeight(node.values, node.scales, jnp.ones(node.scales.shape, jnp.int8), *SHAPES_OF(node))
     steps = {"int8": 6, "int4": 4, "fp8": 12, "fp8_block": 24, "zeros": 4}  # five rows do not divide 24
@@ -212,7 +214,7 @@ def test_grouped_products_are_those_of_the_arrays(mode):
     """Of sorted rows with experts, in both forms, with gradients of the rows; also below a low-rank pair."""
     counts, rows = jnp.asarray((9, 0, 4, 3)), 24
     x, w, g = draw(0, (rows, 12)), draw(1, (4, 12, 6)), draw(2, (rows, 6))
-    node = quantized(w, _KINDS[mode], BLOCKS[mode], 1, 1)
+    node = quantized(w, QUANTIZATIONS[mode], BLOCKS[mode], 1, 1)
     pair = LowRank(base=node, lora_a=draw(3, (4, 12, 2)), lora_b=draw(4, (4, 2, 6)), scale=0.5)
 
     @jax.jit

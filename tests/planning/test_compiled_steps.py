@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.low_precision import Rounded
+from eqx_decoders.numerics.rounded_weight import Rounded
 from eqx_decoders.planning.collectives import collectives
 from eqx_decoders.planning.hlo import parse
 from eqx_decoders.planning.traced_memory import abstract_batch
@@ -81,7 +81,7 @@ def test_products_in_8_bits_send_weights_as_bytes_and_sums_in_16_bits(topology, 
 
     def loss(weights, x):
         def layer(x, weights):
-            up, down = (Rounded(array=each, seed=None, config=config) for each in weights)
+            up, down = (Rounded(each, seed=None, config=config) for each in weights)
             y = einsum("batch length embed, embed mlp -> batch length mlp", x, up, layout=layout)
             y = layout.constrain(y, "batch length mlp")
             y = einsum("batch length mlp, mlp embed -> batch length embed", y, down, layout=layout)

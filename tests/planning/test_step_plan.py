@@ -13,8 +13,8 @@ from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import CHIPS, chip_of
 from eqx_decoders.layers.attention.kernels.registry import attend
 from eqx_decoders.layers.mask import Causal
-from eqx_decoders.layers.moe.megablox import kernel_product
 from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.numerics.megablox import kernel_product
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.device_memory import DeviceMemory, needed_bytes

@@ -18,7 +18,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.weight_table import describe
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
 from eqx_decoders.sharding.axes import axes, matching, named_leaves, product_axes, replaced
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
@@ -111,14 +111,14 @@ def test_merged_is_the_update_written_out():
         want = base + 0.5 * np.einsum(UPDATES[kind], a, b)
         for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2**-8)):
             node = LowRank(base=jnp.asarray(base, dtype), lora_a=jnp.asarray(a), lora_b=jnp.asarray(b), scale=0.5)
-            assert node.merged().dtype == dtype
-            np.testing.assert_allclose(np.asarray(node.merged(), np.float64), want, rtol=tolerance, atol=2 * tolerance)
+            assert node.array().dtype == dtype
+            np.testing.assert_allclose(np.asarray(node.array(), np.float64), want, rtol=tolerance, atol=2 * tolerance)
 
 
 def test_merging_is_done_in_f32():
     a = jnp.full((1, 1), 1 + 2**-10)  # 1 in bfloat16
     node = LowRank(base=-jnp.ones((1, 1), jnp.bfloat16), lora_a=a, lora_b=jnp.ones((1, 1)), scale=1.0)
-    assert node.merged().item() == 2**-10
+    assert node.array().item() == 2**-10
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -398,4 +398,4 @@ def test_what_is_a_matrix():
     for words in ("vocab embed", "embed vocab", "layers norm", "layers heads head_dim", "layers embed"):
         assert product_axes(tuple(words.split())) is None
     with pytest.raises(ConfigError, match="axes 'vocab embed' is no matrix"):
-        LowRank.part_axes(("vocab", "embed"))
+        pair_axes(("vocab", "embed"))

@@ -30,10 +30,8 @@ from eqx_decoders.layers.cache.paged import PagedCachedKV
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
-from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.einsum import AbstractWeight, add_bias, as_weight
 from eqx_decoders.numerics.initializers import fan_in
-from eqx_decoders.numerics.low_precision import unrounded
-from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.remat import save
 
 
@@ -305,8 +303,7 @@ class LatentAttention(eqx.Module):
         """
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
-        kv_up = unrounded(self.kv_up, 0)  # it is not contracted as in the expanded form, but the same numbers
-        query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
+        query = self._padded(_into_latents(nope, self.kv_up, ctx), rope, ctx)
         present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
         if choice is not None and choice.slots is not None and isinstance(past, StackedCachedKV | PagedCachedKV):
             earlier = self._attend_slots(query, past, choice.slots, ctx)
@@ -314,7 +311,7 @@ class LatentAttention(eqx.Module):
             whole = past.whole() if isinstance(past, StackedCachedKV) else past
             earlier = self._attend_past(query, whole, None if choice is None else choice.past, ctx)
         mixed, _ = merge([present, earlier])
-        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx)
+        return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx)
 
     def _attend_externally(
         self, query: Array, latent: Array, past: ExternalCachedKV, ctx: Context
@@ -322,10 +319,9 @@ class LatentAttention(eqx.Module):
         """Attend by an external engine, which stores the latents first: keys that are also values, of one head."""
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
-        kv_up = unrounded(self.kv_up, 0)
-        query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
+        query = self._padded(_into_latents(nope, self.kv_up, ctx), rope, ctx)
         mixed, written = past.attend(query, latent, None, mask=config.mask)
-        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx), written
+        return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx), written
 
     def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
         """Join latent and rotary part, padded to the width of the cache; also for queries in the absorbed form."""
@@ -393,34 +389,35 @@ def _present_inputs(
     return AttentionInputs(query, key, value, positions, selected)
 
 
-# The two halves of `kv_up`, used head by head. Of a weight in parts the second factor has the heads: it comes first on
-# the way into the latents, where the weight is transposed, and last on the way out of them.
+# The two halves of `kv_up`, used head by head. They are not contracted as in the expanded form, but have its numbers.
+# Of a low-rank pair the second factor has the heads: it comes first on the way into the latents, where the weight is
+# transposed, and last on the way out of them.
 
 
-def _into_latents(query: Array, kv_up: Array | LowRank, ctx: Context) -> Float[Array, "batch length heads kv_rank"]:
+def _into_latents(
+    query: Array, kv_up: Array | AbstractWeight, ctx: Context
+) -> Float[Array, "batch length heads kv_rank"]:
     """Compute `W_k^T q`."""
-    pattern = "batch length heads nope, kv_rank heads nope -> batch length heads kv_rank"
-    keys = slice(query.shape[-1])
-    if not isinstance(kv_up, LowRank):
-        return ctx.einsum(pattern, query, kv_up[..., keys])
+    pattern, keys = "batch length heads nope, kv_rank heads nope -> batch length heads kv_rank", slice(query.shape[-1])
+    base, pair = as_weight(kv_up).base_and_pair()
+    out = ctx.einsum(pattern, query, as_weight(base).array(0)[..., keys])
+    if pair is None:
+        return out
     down = "batch length heads nope, rank heads nope -> batch length heads rank"
-    low = kv_up.scale * ctx.einsum(down, query, kv_up.lora_b[..., keys])
-    pair = ctx.einsum("batch length heads rank, kv_rank rank -> batch length heads kv_rank", low, kv_up.lora_a)
-    base: Any = kv_up.base
-    return ctx.einsum(pattern, query, jax.lax.stop_gradient(base[..., keys])) + pair
+    low = pair.scale * ctx.einsum(down, query, pair.lora_b[..., keys])
+    return out + ctx.einsum("batch length heads rank, kv_rank rank -> batch length heads kv_rank", low, pair.lora_a)
 
 
 def _into_values(
-    mixed: Array, kv_up: Array | LowRank, nope_dim: int, ctx: Context
+    mixed: Array, kv_up: Array | AbstractWeight, nope_dim: int, ctx: Context
 ) -> Float[Array, "batch length heads value_dim"]:
     """Compute `W_v c`."""
     pattern = "batch length heads kv_rank, kv_rank heads value_dim -> batch length heads value_dim"
-    values = slice(nope_dim, None)
-    if not isinstance(kv_up, LowRank):
-        return ctx.einsum(pattern, mixed, kv_up[..., values])
+    base, pair = as_weight(kv_up).base_and_pair()
+    out = ctx.einsum(pattern, mixed, as_weight(base).array(0)[..., nope_dim:])
+    if pair is None:
+        return out
     down = "batch length heads kv_rank, kv_rank rank -> batch length heads rank"
-    low = kv_up.scale * ctx.einsum(down, mixed, kv_up.lora_a)
+    low = pair.scale * ctx.einsum(down, mixed, pair.lora_a)
     up = "batch length heads rank, rank heads value_dim -> batch length heads value_dim"
-    pair = ctx.einsum(up, low, kv_up.lora_b[..., values])
-    base: Any = kv_up.base
-    return ctx.einsum(pattern, mixed, jax.lax.stop_gradient(base[..., values])) + pair
+    return out + ctx.einsum(up, low, pair.lora_b[..., nope_dim:])

@@ -13,8 +13,8 @@ from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.numerics.einsum import AbstractWeight, as_weight
 from eqx_decoders.numerics.initializers import fan_in, normal
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight
 
 
 class TokenEmbedding(eqx.Module):
@@ -117,7 +117,7 @@ def build_head(embed_dim: int, vocab_size: int, *, key: PRNGKeyArray) -> Head:
 
 def logits(
     x: Float[Array, "batch length embed"],
-    kernel: Array | QuantizedWeight,
+    kernel: Array | AbstractWeight,
     ctx: Context,
     *,
     tied: bool,
@@ -126,7 +126,7 @@ def logits(
     """Compute `kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the table, `vocab embed`."""
     right = "vocab embed" if tied else "embed vocab"
     # the table as its lookup has it: XLA's partitioner (jax 0.12) may abort where one weight is split in two ways
-    kernel = kernel if not tied or isinstance(kernel, QuantizedWeight) else ctx.constrain(kernel, right)
+    kernel = ctx.constrain(as_weight(kernel).array(1), right) if tied else kernel
     y = ctx.einsum(f"batch length embed, {right} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
     y = ctx.constrain(y, "batch length vocab")
     return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.moe.sorted_rows import combine, dispatch, rows_at, scale_rows, sort_by_expert
 from eqx_decoders.numerics.matmul import cast_in_loop
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight, is_quantized
+from eqx_decoders.numerics.quantized_weight import is_quantized
 from eqx_decoders.remat import get_remat
 from eqx_decoders.sharding.axes import axes, names_of, path_name
 
@@ -61,14 +61,15 @@ def run_on_mesh(
 
     def spec(path: Any, leaf: Any) -> Any:
         name = path_name(path)
-        if isinstance(leaf, QuantizedWeight):
+        if is_quantized(leaf):
             return leaf.specs(layout.weight_spec(words[f"{name}.values"], leaf.shape, f"{name} of experts"))
         return layout.weight_spec(words[name], leaf.shape, f"{name} of experts")
 
     def ready(path: Any, leaf: Any) -> Any:
         name = path_name(path)
-        if isinstance(leaf, QuantizedWeight):
-            return _gather_quantized(leaf, layout.weight_spec(words[f"{name}.values"]), plan.split_axes)
+        if is_quantized(leaf):
+            gather = partial(_gather_weight, split_axes=plan.split_axes)
+            return leaf.gathered(layout.weight_spec(words[f"{name}.values"]), gather)
         leaf = _gather_weight(leaf, layout.weight_spec(words[name]), plan.split_axes, x.dtype)
         # a bias of results counts once among those who add up their parts of a result
         return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] in RESULTS else leaf
@@ -195,19 +196,10 @@ def sends_rows(execution: Execution, slots: int, parts: int, ragged: bool) -> bo
     return chosen == "all_to_all" or (chosen == "auto" and ragged and 2 * slots <= parts)
 
 
-def _gather_quantized(weight: QuantizedWeight, spec: PartitionSpec, split_axes: tuple[str, ...]) -> QuantizedWeight:
-    """Gather a quantized weight as `_gather_weight` does; its bits travel as they are."""
-    weight, scale_spec = weight.with_own_scales(spec)
-
-    def whole(x: Array | None, spec: PartitionSpec) -> Array | None:
-        return None if x is None else _gather_weight(x, spec, split_axes, None)
-
-    parts = dict(scales=whole(weight.scales, scale_spec), zeros=whole(weight.zeros, scale_spec))
-    return dataclasses.replace(weight, values=whole(weight.values, spec), **parts)
-
-
-def _gather_weight(leaf: Array, spec: PartitionSpec, split_axes: tuple[str, ...], dtype: np.dtype | None) -> Array:
-    """Gather a weight along all of its dimensions but the axes in `split`; it is cast first, unless to None."""
+def _gather_weight(
+    leaf: Array, spec: PartitionSpec, split_axes: tuple[str, ...], dtype: np.dtype | None = None
+) -> Array:
+    """Gather a weight along all of its dimensions but the axes in `split_axes`; it is cast first, unless to None."""
     for dimension, names in enumerate(map(names_of, spec)):
         missing = tuple(name for name in names if name not in split_axes)
         if missing:

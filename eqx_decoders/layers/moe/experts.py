@@ -20,13 +20,12 @@ from eqx_decoders.layers.base import BranchInputs, BranchResult
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
 from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
 from eqx_decoders.layers.moe.dispatch import run_on_mesh
-from eqx_decoders.layers.moe.grouped_matmul import block_rows, grouped_products
 from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
 from eqx_decoders.layers.moe.sorted_rows import assign_places, combine, dispatch, scale_rows, sort_by_expert
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.numerics.einsum import as_weight, grouped_products
+from eqx_decoders.numerics.grouped_matmul import block_rows
 from eqx_decoders.numerics.initializers import fan_in
-from eqx_decoders.numerics.low_precision import Rounded
-from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import is_quantized
 from eqx_decoders.remat import save
 
@@ -229,7 +228,7 @@ class Experts(eqx.Module):
         """Choose a form of computation: a function from parts of the batch to outputs and counts of dropped choices."""
         chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
         if chosen == "auto":
-            few = ctx.execution.layout.backend.few_token_experts and tokens <= FEW_TOKENS and not self._in_parts()
+            few = ctx.execution.layout.backend.few_token_experts and tokens <= FEW_TOKENS and self._plain_products()
             chosen = "capacity" if limited else "few" if few else "dropless"
         check(limited or chosen != "capacity", "Execution.experts='capacity' needs ExpertsConfig.capacity_factor.")
         if chosen == "dropless":
@@ -237,9 +236,10 @@ class Experts(eqx.Module):
         form = {"dense": self._dense, "few": self._few, "capacity": self._capacity}[chosen]
         return lambda parts, ctx: [form(*part, ctx) for part in parts]
 
-    def _in_parts(self) -> bool:
-        """Return whether a weight consists of several arrays, or is rounded for each expert."""
-        return any(isinstance(weight, LowRank | Rounded) for weight in (self.gate, self.up, self.down))
+    def _plain_products(self) -> bool:
+        """Return whether no weight has a low-rank pair, or is rounded for each expert."""
+        weights = (self.gate, self.up, self.down)
+        return all(as_weight(weight).plain_product for weight in weights if weight is not None)
 
     def _shared(self, mlp: MLP, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Array:
         out = mlp(x, ctx, key=key)

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32
 
+from eqx_decoders.core.chips import LANES
 from eqx_decoders.layers.recurrent.chunked_scan import FORGOTTEN
-from eqx_decoders.layers.tpu import LANES
 
 
 CHUNK = 128  # tokens: half as many states are stored as with 64, and products fill the units

@@ -23,7 +23,7 @@ from eqx_decoders.layers.moe.router import RoutingStats
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp import same_document, shift_left
-from eqx_decoders.numerics.quantized_weight import dequantized
+from eqx_decoders.numerics.einsum import as_weight
 from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.step.balance import expert_configs, has_routing_loss, routing_loss
 from eqx_decoders.training.step.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
@@ -133,7 +133,7 @@ def _head_loss(
     if fused:
         loss, sums = linear_cross_entropy(
             model.head_input(hidden, key=key, depth=depth),
-            dequantized(model.head_kernel),
+            _head_array(model),
             targets,
             weights,
             soft_cap=model.config.logit_soft_cap,
@@ -145,6 +145,10 @@ def _head_loss(
     nll = jnp.sum(weights * cross_entropy(logits, targets))
     loss = jnp.sum(weights * cross_entropy(logits, targets, z_loss=z_loss))
     return loss, nll, jnp.sum(weights * (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32))
+
+
+def _head_array(model: Decoder) -> Array:
+    return as_weight(model.head_kernel).array(1 if model.head is None else 0)
 
 
 def _head_options(model: Decoder) -> dict[str, Any]:
@@ -269,4 +273,4 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
 
 def _argmax_tokens(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
     """Return the likeliest token at each position; a cap on logits does not change it."""
-    return linear_argmax(model.head_input(hidden, depth=depth), dequantized(model.head_kernel), **_head_options(model))
+    return linear_argmax(model.head_input(hidden, depth=depth), _head_array(model), **_head_options(model))

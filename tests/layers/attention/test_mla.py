@@ -20,7 +20,7 @@ from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.weight_table import describe
-from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
@@ -185,11 +185,11 @@ def in_parts(layer, seed: int = 7):
     for name, base in named_leaves(layer).items():
         if name in WORDS:
             sizes = dict(zip(words[name], base.shape, strict=True)) | {"rank": 2}
-            parts = LowRank.part_axes(words[name])
+            parts = pair_axes(words[name])
             shapes = ([sizes[word] for word in parts[field]] for field in ("lora_a", "lora_b"))
             first, second = (jnp.asarray(generator.normal(0, 0.5, shape), jnp.float32) for shape in shapes)
             pairs[name] = LowRank(base=base, lora_a=first, lora_b=second, scale=0.3)
-    return replaced(layer, pairs), replaced(layer, {name: pair.merged() for name, pair in pairs.items()})
+    return replaced(layer, pairs), replaced(layer, {name: pair.array() for name, pair in pairs.items()})
 
 
 def past_of(entries, count: int, extra: int) -> CachedKV:

@@ -19,11 +19,11 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
-from eqx_decoders.layers.moe.grouped_matmul import block_rows
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.moe.sorted_rows import sort_by_expert
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.numerics.grouped_matmul import block_rows
 from eqx_decoders.numerics.low_rank import LowRank
 from tests.compare import assert_close
 from tests.models import VOCAB, filled, packed

@@ -266,7 +266,7 @@ def test_low_rank_pairs_of_experts_are_their_merged_weights(form):
         return LowRank(base=weight, lora_a=jnp.asarray(a), lora_b=jnp.asarray(b.swapaxes(1, 2)), scale=0.5)
 
     parts = eqx.tree_at(lambda m: (m.gate, m.down), layer, (pair(layer.gate), pair(layer.down)))
-    whole = eqx.tree_at(lambda m: (m.gate, m.down), layer, (parts.gate.merged(), parts.down.merged()))
+    whole = eqx.tree_at(lambda m: (m.gate, m.down), layer, (parts.gate.array(), parts.down.array()))
     ctx = ed.Context(positions=jnp.asarray(positions), execution=ed.Execution(experts=form))
     assert_close(*(eqx.filter_jit(layer)(jnp.asarray(x), ctx)[0] for layer in (parts, whole)), units=256)
     assert set(axes(parts)) >= {"gate.base", "gate.lora_a", "gate.lora_b"}

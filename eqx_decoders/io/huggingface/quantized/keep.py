@@ -21,8 +21,9 @@ from eqx_decoders.families.weight_rows import Section, WeightMapping
 from eqx_decoders.io.huggingface.directory import StoredTensor
 from eqx_decoders.io.huggingface.quantized.unpack import STORAGE_DTYPES, ScaledTensor, storage_view
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.numerics.affine_weight import QuantizedWeight
 from eqx_decoders.numerics.low_precision import fits
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight, matrix_axes
+from eqx_decoders.numerics.quantized_weight import matrix_axes
 from eqx_decoders.sharding.axes import Axes, axes, named_leaves, product_axes, replaced
 
 

@@ -19,7 +19,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.huggingface.quantized.keep import PARTS, part_mappings, part_name
 from eqx_decoders.io.huggingface.quantized.unpack import GROUP
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight
+from eqx_decoders.numerics.quantized_weight import AbstractQuantizedWeight
 from eqx_decoders.sharding.axes import Axes
 
 
@@ -31,7 +31,7 @@ Maker = Callable[[], np.ndarray | None]
 
 
 def all_part_mappings(
-    nodes: Mapping[str, QuantizedWeight], words: Mapping[str, Axes], mappings: Mapping[str, WeightMapping]
+    nodes: Mapping[str, AbstractQuantizedWeight], words: Mapping[str, Axes], mappings: Mapping[str, WeightMapping]
 ) -> dict[str, WeightMapping]:
     """Return the mappings of the arrays of weights in few bits, by their paths. Raises ConversionError."""
     result: dict[str, WeightMapping] = {}
@@ -49,7 +49,7 @@ def all_part_mappings(
 
 
 def quantization_config(
-    family: Family, nodes: Mapping[str, QuantizedWeight], mappings: Mapping[str, WeightMapping]
+    family: Family, nodes: Mapping[str, AbstractQuantizedWeight], mappings: Mapping[str, WeightMapping]
 ) -> dict[str, Any]:
     """Return the `quantization_config` of a model with weights in few bits. Raises ConversionError."""
     if all(_is_gpt_oss(node, mappings[path]) for path, node in nodes.items()):
@@ -78,18 +78,18 @@ def quantization_config(
     }
 
 
-def _is_gpt_oss(node: QuantizedWeight, mapping: WeightMapping) -> bool:
+def _is_gpt_oss(node: AbstractQuantizedWeight, mapping: WeightMapping) -> bool:
     """Return whether this is MXFP4 of all experts, which GPT-OSS stores in one tensor."""
-    return bool(node.values.dtype == jnp.uint4) and len(mapping.groups) == 3 and _has_powers(node)
+    return node.format == "uint4" and len(mapping.groups) == 3 and _has_powers(node)
 
 
-def _has_powers(node: QuantizedWeight) -> bool:
+def _has_powers(node: AbstractQuantizedWeight) -> bool:
     return bool(node.scales.dtype == jnp.uint8) and node.block == (GROUP, 1) and node.rows % GROUP == 0
 
 
-def _scheme(path: str, node: QuantizedWeight, mapping: WeightMapping) -> dict[str, Any]:
+def _scheme(path: str, node: AbstractQuantizedWeight, mapping: WeightMapping) -> dict[str, Any]:
     """Describe a weight as in `config_groups` of compressed-tensors. Raises ConversionError."""
-    name, dtype, (rows, columns) = mapping.names[0], node.values.dtype.name, node.block
+    name, dtype, (rows, columns) = mapping.names[0], node.format, node.block
     linear = (
         name.endswith(_WEIGHT) and len(mapping.groups) == 2 and set(mapping.groups[1]) == _contracted(node, mapping)
     )
@@ -116,13 +116,17 @@ def _scheme(path: str, node: QuantizedWeight, mapping: WeightMapping) -> dict[st
     return {"weights": weights, "input_activations": None, "output_activations": None, "format": form}
 
 
-def _contracted(node: QuantizedWeight, mapping: WeightMapping) -> set[str]:
+def _contracted(node: AbstractQuantizedWeight, mapping: WeightMapping) -> set[str]:
     lead = len(mapping.words) - node.inner - node.outer
     return set(mapping.words[lead : lead + node.inner])
 
 
 def _modules(
-    family: Family, mappings: Mapping[str, WeightMapping], nodes: Mapping[str, QuantizedWeight], *, quantized: bool
+    family: Family,
+    mappings: Mapping[str, WeightMapping],
+    nodes: Mapping[str, AbstractQuantizedWeight],
+    *,
+    quantized: bool,
 ) -> set[str]:
     """Return the modules with a matrix: either with weights in few bits, or all others but the table."""
     names = {
@@ -146,7 +150,7 @@ def _names(modules: Iterable[str], others: set[str]) -> list[str]:
 
 
 def stored_parts(
-    nodes: Mapping[str, QuantizedWeight], mappings: Mapping[str, WeightMapping], makers: Mapping[str, Maker]
+    nodes: Mapping[str, AbstractQuantizedWeight], mappings: Mapping[str, WeightMapping], makers: Mapping[str, Maker]
 ) -> dict[str, tuple[Maker, int]]:
     """Return the tensors of a checkpoint for weights in few bits: by name a function that makes each, and its bytes.
 
@@ -164,9 +168,9 @@ def stored_parts(
 
 
 def _linear(
-    name: str, parts: Mapping[str, Maker], node: QuantizedWeight, mapping: WeightMapping
+    name: str, parts: Mapping[str, Maker], node: AbstractQuantizedWeight, mapping: WeightMapping
 ) -> dict[str, tuple[Maker, int]]:
-    dtype, bits = node.values.dtype.name, _BITS[node.values.dtype.name]
+    dtype, bits = node.format, _BITS[node.format]
     rows, columns = mapping.shape
     size = rows * columns * bits // 8
     scales = _then(parts["scales"], _plain), rows * max(1, columns // node.block[0]) * 4

@@ -16,10 +16,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Int
 
+from eqx_decoders.core.chips import LANES
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, Mask, SlidingWindow
-from eqx_decoders.layers.tpu import LANES
 
 
 BLOCK = 512  # of queries and keys: within XLA's own limit of the vector memory on every TPU

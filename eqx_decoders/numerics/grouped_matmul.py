@@ -5,7 +5,6 @@ every weight and drops most of it, so there a loop runs over blocks of rows of o
 not with the number of groups.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,54 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from eqx_decoders.layers.moe.megablox import has_kernel, kernel_product
-from eqx_decoders.numerics.low_precision import LowPrecision, Rounded, quantize_array, seeds_of
-from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.matmul import cast_in_loop, cast_weight, matmul, row_major_transpose
-from eqx_decoders.numerics.quantized_weight import QuantizedWeight
+from eqx_decoders.numerics.megablox import has_kernel, kernel_product
 
 
-def grouped_products(
-    x: Float[Array, "rows inner"],
-    weights: tuple[Array | LowRank | Rounded | QuantizedWeight, ...],
-    counts: Int[Array, "groups"],
-    *,
-    block: int | None,
-) -> tuple[Float[Array, "rows outer"], ...]:
-    """Compute `x[r] @ weight[g]` for every row r of every group g, with each of some weights `groups inner outer`.
-
-    Rows are sorted by group; `counts` has the number of rows of each. Rows beyond their sum may hold anything, and
-    results and gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32
-    (at least).
-
-    `block` is the number of rows multiplied at a time, and the last `block` rows must belong to no group. None is
-    `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows. Each column of a
-    group has a scale of its own if the weight is rounded; gradients have one for a column of all groups. A quantized
-    weight is widened group by group.
-    """
-    bases = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
-    plain = tuple(w for w in bases if not isinstance(w, Rounded | QuantizedWeight))
-    floats = iter((_ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)) if plain else ())
-    outs: tuple[Any, ...] = tuple(_in_bits(block, x, w, counts, floats) for w in bases)
-    return tuple(
-        out + _low_rank_update(x, w, counts, block) if isinstance(w, LowRank) else out
-        for out, w in zip(outs, weights, strict=True)
-    )
-
-
-def _in_bits(block: int | None, x: Array, weight: Any, counts: Array, floats: Iterator[Array]) -> Array:
-    """Multiply by a rounded or quantized weight; for another one return the next of `floats`."""
-    if isinstance(weight, Rounded):
-        return _rounded(block, weight.config, x, weight.array, weight.seed, counts)
-    if not isinstance(weight, QuantizedWeight):
-        return next(floats)
-    if block is None:
-        return _ragged(x, (weight.dequantized(x.dtype),), counts)[0]
-    return _quantized(block, x, lax.stop_gradient(weight), counts)
+def grouped_arrays(x: Array, weights: tuple[Array, ...], counts: Array, block: int | None) -> tuple[Array, ...]:
+    """Multiply sorted rows by several arrays `groups inner outer` at once (`grouped_products`)."""
+    return _ragged(x, weights, counts) if block is None else _blocked(block, x, weights, counts)
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -73,15 +34,9 @@ def block_rows(rows: int, groups: int) -> int:
     return max(8, -(-usual // (8 * parts)) * 8)
 
 
-def _low_rank_update(x: Array, weight: LowRank, counts: Array, block: int | None) -> Array:
-    """Compute `scale (x lora_a) lora_b`."""
-    (low,) = grouped_products(x, (weight.lora_a,), counts, block=block)
-    return grouped_products(weight.scale * low, (weight.lora_b,), counts, block=block)[0]
-
-
 def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array, ...]:
     # on TPU rows beyond the groups may come out as anything, NaN too; masked on both sides they stay out of gradients
-    inside = _inside(x, counts)
+    inside = in_groups(x, counts)
     x, sizes, zero = jnp.where(inside, x, jnp.zeros((), x.dtype)), counts.astype(jnp.int32), jnp.zeros((), x.dtype)
     # products of 16-bit numbers are exact, and TPU's kernel refuses "highest", which a user may have set for all of JAX
     precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
@@ -95,7 +50,7 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
     return tuple(jnp.where(inside, out, zero) for out in outs)
 
 
-def _inside(x: Array, counts: Array) -> Bool[Array, "rows 1"]:
+def in_groups(x: Array, counts: Array) -> Bool[Array, "rows 1"]:
     """Return which rows belong to a group."""
     return (jnp.arange(x.shape[0]) < jnp.sum(counts))[:, None]
 
@@ -149,18 +104,20 @@ def _blocked_forward(block, x, weights, counts):
 def _multiply_blocks(
     block: int,
     x: Array,
-    weights: tuple[Array | QuantizedWeight, ...],
+    weights: tuple[Any, ...],
     counts: Array,
     dtype: DTypeLike,
     transposed: bool = False,
+    frozen: bool = False,
 ) -> tuple[Array, ...]:
-    """Multiply each row by its group's weight, or by its transpose."""
+    """Multiply each row by its group's weight, or by its transpose; weights are arrays, or `frozen` ones."""
     blocks, inner, outer = _split_blocks(counts, block, x.shape[0]), *((1, 1) if transposed else (0, 2))
 
     def step(index, outs):
         begin, group = blocks.begin[index], blocks.group[index]
         piece = lax.dynamic_slice_in_dim(x, begin, block)
-        news = (matmul(piece, _group_weight(w, group, x.dtype), (1, inner), dtype) for w in weights)
+        of_group = (w.widened_at(group, x.dtype) if frozen else _at(w, group) for w in weights)
+        news = (matmul(piece, weight, (1, inner), dtype) for weight in of_group)
         # what a block writes beyond its group, the next one overwrites
         return tuple(lax.dynamic_update_slice_in_dim(o, new, begin, 0) for o, new in zip(outs, news, strict=True))
 
@@ -178,7 +135,7 @@ def _blocked_backward(block, saved, gradients):
         inside = (jnp.arange(block, dtype=jnp.int32) < blocks.size[index])[:, None]
         pieces = [lax.dynamic_slice_in_dim(g, begin, block) for g in gradients]
         pieces = [jnp.where(inside, g, jnp.zeros((), g.dtype)) for g in pieces]
-        parts = [matmul(g, _group_weight(w, group, x.dtype), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
+        parts = [matmul(g, _at(w, group), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
         to_x = lax.dynamic_update_slice_in_dim(to_x, sum(parts[1:], parts[0]).astype(x.dtype), begin, 0)
         # a group's sum stays separate until its last block: nothing is read back from the large array
         columns = row_major_transpose(lax.dynamic_slice_in_dim(x, begin, block))
@@ -197,67 +154,32 @@ def _blocked_backward(block, saved, gradients):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-# --- quantized weights (see `quantized_weight`) ---
+# --- frozen weights, which are widened group by group ---
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized(block: int, x: Array, weight: QuantizedWeight, counts: Array) -> Array:
-    return _multiply_blocks(block, x, (weight,), counts, x.dtype)[0]
+def grouped_frozen(block: int, x: Array, weight: Any, counts: Array) -> Array:
+    """Multiply sorted rows by a weight without a gradient, of which `widened_at` gives one group as an array."""
+    return _multiply_blocks(block, x, (weight,), counts, x.dtype, frozen=True)[0]
 
 
-def _quantized_backward(block, saved, g):
+def _frozen_backward(block, saved, g):
     weight, counts = saved
-    g = jnp.where(_inside(g, counts), g, jnp.zeros((), g.dtype))
-    return _multiply_blocks(block, g, (weight,), counts, g.dtype, transposed=True)[0], None, None
+    g = jnp.where(in_groups(g, counts), g, jnp.zeros((), g.dtype))
+    return _multiply_blocks(block, g, (weight,), counts, g.dtype, transposed=True, frozen=True)[0], None, None
 
 
-def _quantized_forward(block, x, weight, counts):
-    return _quantized(block, x, weight, counts), (weight, counts)
+def _frozen_forward(block, x, weight, counts):
+    return grouped_frozen(block, x, weight, counts), (weight, counts)
 
 
-_quantized.defvjp(_quantized_forward, _quantized_backward)
+grouped_frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
-# --- in 8 bits (see `low_precision`) ---
+# --- parts of products in 8 bits ---
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rounded(
-    block: int | None, config: LowPrecision, x: Array, weight: Array, seed: Array | None, counts: Array
-) -> Array:
-    return _rounded_forward(block, config, x, weight, seed, counts)[0]
-
-
-def _rounded_forward(block, config, x, weight, seed, counts):
-    x = jnp.where(_inside(x, counts), x, jnp.zeros((), x.dtype))
-    rounded, a = quantize_array(x, (1,), config.formats.activation)
-    kernel, b = (checkpoint_name(each, "quantization") for each in quantize_array(weight, (1,), config.formats.weight))
-    y = _rows_times_groups(block, rounded, kernel, counts, x.dtype) * a * _of_rows(b[:, 0], x, counts)
-    likes = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)
-    keeps = config.weight_gradient == "float"
-    return y.astype(x.dtype), ((x if keeps else rounded), a, kernel, b, seed, counts, likes)
-
-
-def _rounded_backward(block, config, saved, g):
-    x, a, kernel, b, seed, counts, (like_x, like_w) = saved
-    form, (first, second) = config.formats.gradient, seeds_of(seed)
-    g = jnp.where(_inside(g, counts), g, jnp.zeros((), g.dtype))
-    wide = g.astype(a.dtype)
-    rounded, c = quantize_array(wide * _of_rows(b[:, 0], g, counts), (1,), form, first)
-    to_x = _rows_times_groups(block, rounded, kernel.transpose(0, 2, 1), counts, like_x.dtype) * c
-    if config.weight_gradient == "float":
-        to_weight = _columns_times_rows(block, x, g, counts, x.dtype)
-    else:
-        rounded, c = quantize_array(wide * a, (0,), form, second)
-        to_weight = _columns_times_rows(block, x, rounded, counts, like_x.dtype) * c[None]
-    to_seed = None if seed is None else jnp.zeros_like(seed)
-    return to_x.astype(like_x.dtype), to_weight.astype(like_w.dtype), to_seed, None
-
-
-_rounded.defvjp(_rounded_forward, _rounded_backward)
-
-
-def _of_rows(table: Float[Array, "groups outer"], x: Array, counts: Array) -> Float[Array, "rows outer"]:
+def of_rows(table: Float[Array, "groups outer"], x: Array, counts: Array) -> Float[Array, "rows outer"]:
     """Return for each row the entry of a table for its group."""
     ends = jnp.cumsum(counts)
     owners = jnp.sum((ends[None] <= jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]), axis=1, dtype=jnp.int32)
@@ -269,17 +191,17 @@ def _sums(x: Array) -> np.dtype:
     return np.dtype(np.int32 if x.dtype == np.int8 else np.promote_types(x.dtype, np.float32))
 
 
-def _rows_times_groups(block: int | None, x: Array, weight: Array, counts: Array, dtype: DTypeLike) -> Array:
+def rows_times_groups(block: int | None, x: Array, weight: Array, counts: Array, dtype: DTypeLike) -> Array:
     """Sum each row's products with its group's weight, in f32. Loops multiply 8-bit numbers as `dtype`, exactly."""
     if block is None:
         sizes, sums = counts.astype(jnp.int32), _sums(x)
         out = lax.ragged_dot(x, weight, sizes, preferred_element_type=sums, precision=lax.Precision.DEFAULT)
-        return jnp.where(_inside(x, counts), out, jnp.zeros((), sums)).astype(jnp.float32)
+        return jnp.where(in_groups(x, counts), out, jnp.zeros((), sums)).astype(jnp.float32)
     wide = np.promote_types(dtype, np.float32)
     return _multiply_blocks(block, x.astype(dtype), (weight.astype(dtype),), counts, wide)[0]
 
 
-def _columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dtype: DTypeLike) -> Array:
+def columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dtype: DTypeLike) -> Array:
     """Compute `x^T g` over the rows of each group, in f32; beyond the groups rows are zero."""
     if block is None:
         numbers = lax.RaggedDotDimensionNumbers(
@@ -306,11 +228,7 @@ def _columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dt
     return lax.fori_loop(0, blocks.number, step, start)[0]
 
 
-def _group_weight(
-    weights: Float[Array, "groups inner outer"] | QuantizedWeight, group: Int32[Array, ""], dtype: np.dtype
-) -> Float[Array, "inner outer"]:
-    if isinstance(weights, QuantizedWeight):
-        return weights.at(group).dequantized(dtype)
+def _at(weights: Float[Array, "groups inner outer"], group: Int32[Array, ""]) -> Float[Array, "inner outer"]:
     return lax.dynamic_index_in_dim(weights, group, keepdims=False)
 
 

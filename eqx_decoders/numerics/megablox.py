@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.layers.tpu import LANES, device_kind
+from eqx_decoders.core.chips import LANES, device_kind
 
 
 DENSE_BY_XLA = ("TPU v5 lite", "TPU v6 lite", "TPU7x")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from eqx_decoders.layers.moe import grouped_matmul, megablox
-from eqx_decoders.layers.moe.grouped_matmul import grouped_products
+from eqx_decoders.numerics import grouped_matmul, megablox
+from eqx_decoders.numerics.einsum import grouped_products
 from tests.compare import assert_close
-from tests.layers.moe import test_grouped_matmul
+from tests.numerics import test_grouped_matmul
 from tests.programs import tpu_devices
 
 
