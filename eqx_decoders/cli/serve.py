@@ -54,7 +54,8 @@ class ServeConfig(ModelSource):
     """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
     so at the start (fp8_block: by 128 x 128)."""
     group_size: int | None = None
-    """Rows that share a scale with --quantize int4; None: the largest of 128, 64 and 32 that divides a matrix."""
+    """Rows that share a scale with --quantize int4 and nf4; None: the largest of 128 (nf4: 64), 64 and 32 that divides
+    a matrix."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn"] = "auto"
     """Dtype of keys and values; auto: that of activations. Those of 4 and 8 bits have scales."""
     page_size: int | None = None

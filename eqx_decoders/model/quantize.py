@@ -21,6 +21,7 @@ from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.affine_weight import QuantizedWeight
 from eqx_decoders.numerics.low_precision import fits
+from eqx_decoders.numerics.nf4_weight import NF4
 from eqx_decoders.numerics.quantized_weight import (
     AbstractQuantizedWeight,
     Quantization,
@@ -31,7 +32,7 @@ from eqx_decoders.sharding.axes import Axes, axes, matching, named_leaves, path_
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
 
-QuantizationName = Literal["int8", "int4", "fp8", "fp8_block"]
+QuantizationName = Literal["int8", "int4", "fp8", "fp8_block", "nf4"]
 
 
 def _whole(dtype: DTypeLike) -> Callable[[Array], Array]:
@@ -47,6 +48,7 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "int4": Quantization(QuantizedWeight, 7.0, _whole(jnp.int4), groups=(128, 64, 32)),
     "fp8": Quantization(QuantizedWeight, 448.0, _e4m3),
     "fp8_block": Quantization(QuantizedWeight, 448.0, _e4m3, block=(128, 128)),
+    "nf4": NF4,
 }
 GROUPED = tuple(name for name, kind in QUANTIZATIONS.items() if kind.groups)
 
@@ -61,10 +63,11 @@ def quantize(
     - `model`: of arrays, on any layout, or of shapes.
     - `modes`: mode of all matrices, or by pattern of their paths (`*` stands for anything; the first that matches
         counts; None leaves them): `"int8"`: whole numbers up to 127 with a scale for each column (8 bits a weight);
-        `"int4"`: up to 7 with one for `group_size` rows of a column (4.25 bits with groups of 128); `"fp8"`: e4m3 with
-        one for each column; `"fp8_block"`: with one for 128 x 128 numbers.
-    - `group_size`: rows of a group of `"int4"`; they must divide the rows of a weight. None: 128, or 64
-        or 32 for the weights that these do not divide (see `group_sizes`).
+        `"int4"`: up to 7 with one for `group_size` rows of a column (4.25 bits with groups of 128); `"nf4"`: quantiles
+        of the normal distribution, so too (QLoRA); `"fp8"`: e4m3 with one for each column; `"fp8_block"`: with one for
+        128 x 128 numbers.
+    - `group_size`: rows of a group of `"int4"` and `"nf4"`; they must divide the rows of a weight. None: 128 (`"nf4"`:
+        64), or 64 or 32 for the weights that these do not divide (see `group_sizes`).
 
     All matrices inside of blocks are quantized, but tables, norms, routers, biases, decays and weights with one number
     a head. The output head and encoders are if a pattern begins with their name, as in `"head.kernel"`.

@@ -8,7 +8,7 @@ for whole columns multiplies the product instead, `(x numbers(values)) scale`.
 
 Values are arrays shaped like the weight: so they are sliced by scans, split by meshes and saved like any weight. Four
 bits take four bits on devices (the host's copies take eight). Scales of `uint8` are the bits of E8M0, powers of two.
-A kind of quantized weight says what numbers its values are, as in `affine_weight.py`.
+A kind of quantized weight says what numbers its values are: `affine_weight.py`, `nf4_weight.py`.
 """
 
 import dataclasses
