@@ -224,4 +224,4 @@ class Context(eqx.Module):
         are split over different mesh axes would cost communication.
         """
         layout = self.execution.layout
-        return einsum(pattern, x, weight, layout=layout, flatten=layout.single and layout.platform == "cpu", **options)
+        return einsum(pattern, x, weight, layout=layout, flatten=layout.backend.flat_products, **options)

@@ -200,7 +200,7 @@ def _product_sharding(
     """Return the placement of a product in 8 bits; `gathers` says that each device gets the whole weight."""
     if layout is None:
         return None
-    native = layout.platform != "cpu"
+    native = layout.backend.native_int8
     if not gathers:
         return ProductSharding(native)
     left, right, _ = words
