@@ -63,10 +63,11 @@ def pixtral(
 _VISION = vision_config(
     pixtral,
     *encoder_sizes(width=1024, heads=16, layers=24, mlp_dim=4096, size=16),
-    Integer("head_dim", "attention.head_dim", lambda values: values["embed_dim"] // values["heads"], name="_head_dim"),
+    Rule("_width", lambda fields, values: values["embed_dim"] // values["heads"]),
+    Integer("head_dim", "attention.head_dim", lambda values: values["_width"], name="_head_dim"),
     Check(
-        lambda values: values["_head_dim"] * values["heads"] == values["embed_dim"],
-        "head_dim={_head_dim} must be hidden_size / num_attention_heads.",
+        lambda values: values["_head_dim"] == values["_width"],
+        "head_dim={_head_dim} must be hidden_size / num_attention_heads={_width}.",
     ),
     activation("hidden_act", "mlp.activation", "gelu"),
     Rule("eps", lambda fields, values: values["text"].final_norm.eps),

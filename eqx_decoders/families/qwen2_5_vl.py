@@ -92,10 +92,10 @@ _VISION = vision_config(
     Integer(
         "window_size", lambda encoder: encoder.stem.window * encoder.stem.merge * encoder.stem.size, 112, name="_pixels"
     ),
+    Rule("_least", lambda fields, values: values["size"] * values["merge"]),
     Check(
-        lambda values: values["_pixels"] >= values["size"] * values["merge"],
-        "window_size={_pixels} must be at least spatial_merge_size={merge} x patch_size={size} pixels: those of one "
-        "token.",
+        lambda values: values["_pixels"] >= values["_least"],
+        "window_size={_pixels} must be at least {_least} pixels: those of one token.",
     ),
     Rule("window", lambda fields, values: values["_pixels"] // values["merge"] // values["size"]),
     activation("hidden_act", "mlp.activation", "silu"),
