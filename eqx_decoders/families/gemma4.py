@@ -148,7 +148,7 @@ def _read_rope_tables(fields: Fields, values: Values) -> dict[str, Rope]:
 
 def _has_own_keys(values: Values) -> bool:
     masks, shared = values["masks"], values["num_kv_shared_layers"]
-    return {type(mask) for mask in masks} == {type(mask) for mask in masks[: len(masks) - shared]}
+    return {type(mask) for mask in masks} == {type(mask) for mask in masks[: max(0, len(masks) - shared)]}
 
 
 def _read_heads(fields: Fields, values: Values) -> tuple[Heads, ...]:
