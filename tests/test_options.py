@@ -540,6 +540,8 @@ DATA = {
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
     "EncoderSizes", "ConformerSizes", "MultimodalFamily",
+    "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
+    "Check", "Rule", "Group", "Table", "RopesByLayer",
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",

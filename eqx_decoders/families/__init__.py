@@ -70,7 +70,7 @@ def _collect_families() -> dict[str, Family]:
     for module in _PUBLISHED:  # text families stand before those with encoders
         family = module.FAMILY
         if isinstance(family, MultimodalFamily):
-            family = family.with_text(families[family.text])
+            family = family.with_text(families[family.text_type])
         families[family.model_type] = family
     return families
 

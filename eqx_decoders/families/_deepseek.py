@@ -1,35 +1,39 @@
 """Blocks, settings and tensors of DeepSeek-V2, DeepSeek-V3 and Kimi K2: latent attention, and experts."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import (
-    ENDS,
-    GATED_MLP,
-    PRE_NORMS,
-    DecoderSizes,
-    gated_mlp,
-    map_blocks,
-    read_shape,
-    write_outer,
-)
+from eqx_decoders.families.common import ENDS, GATED_MLP, PRE_NORMS, DecoderSizes, decoder_sizes, gated_mlp, map_blocks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.settings_table import (
+    Check,
+    Flag,
+    Group,
+    Integer,
+    Number,
+    Only,
+    Path,
+    Rule,
+    Setting,
+    Unused,
+    Values,
+    value_at,
+)
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
-from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 
 
 def latent_attention(
-    shape: DecoderSizes, *, rope: Rope | None, q_rank: int | None, kv_rank: int = 512, nope_dim: int = 128,
+    shape: DecoderSizes, *, rope: Rope | None = None, q_rank: int | None, kv_rank: int = 512, nope_dim: int = 128,
     value_dim: int = 128,
 ) -> LatentAttentionConfig:  # fmt: skip
     """Return latent attention with `shape.head_dim` features in queries and keys, `nope_dim` of them not rotated."""
@@ -69,68 +73,85 @@ def deepseek(
         shared=MLPConfig(mlp_dim=expert_dim * num_shared, activation=shape.activation, bias=mlp_bias),
     )
     dense, sparse = shape.block(mixer, shape.mlp(bias=mlp_bias)), shape.block(mixer, experts)
-    return shape.decoder(dense if index < num_dense_layers else sparse for index in range(shape.num_layers))
+    blocks = (dense if index < num_dense_layers else sparse for index in range(shape.num_layers))
+    return moe.need_experts(shape.decoder(blocks))
 
 
-def read_deepseek(
-    fields: Fields, router: RouterConfig, *, num_experts: int, num_shared: int, expert_dim: int, num_dense_layers: int,
-    interleaved: bool, **options: Any,
-) -> DecoderConfig:  # fmt: skip
-    """Read the configuration with this router; the four numbers are transformers' defaults."""
-    for key in ("head_dim", "qk_head_dim"):  # they follow from the sizes with and without rotation
-        fields.content.pop(key, None)
-    fields.content.pop("auto_map", None)  # names code in the same directory, which is neither run nor exported
-    fields.allow_only("moe_layer_freq", 1)
-    fields.allow_only("ep_size", 1)
-    nope_dim = fields.integer("qk_nope_head_dim", 128)
-    shape = read_shape(fields, head_dim=nope_dim + fields.integer("qk_rope_head_dim", 64))
-    if shape.num_kv_heads != shape.num_heads:
-        raise fields.error("num_key_value_heads must be num_attention_heads: latent attention has as many of both.")
-    mixer = latent_attention(
-        shape,
-        rope=read_rope(fields, pairing="interleaved" if interleaved else "half"),
-        q_rank=fields.integer("q_lora_rank", 1536, null=None),
-        kv_rank=fields.integer("kv_lora_rank", 512),
-        nope_dim=nope_dim,
-        value_dim=fields.integer("v_head_dim", 128),
+LATENT_PATHS: dict[str, Path] = {
+    "num_attention_heads": "latent.num_heads",
+    "num_key_value_heads": "latent.num_heads",
+    "attention_bias": "latent.bias",
+}
+SAME_HEADS = Check(
+    lambda values: values["shape"].num_kv_heads == values["shape"].num_heads,
+    "num_key_value_heads must be num_attention_heads: latent attention has as many of both.",
+)
+
+
+def latent_sizes(*, keys: Mapping[str, str | None] = {}, **options: Any) -> tuple[Setting, ...]:
+    """Return the rows of sizes, some of whose features are rotated; the options are those of `decoder_sizes`."""
+    return (
+        Unused("head_dim qk_head_dim", "they follow from the sizes with and without rotation"),
+        Unused("auto_map", "it names code in the same directory, which is neither run nor exported"),
+        Integer("qk_nope_head_dim", "latent.nope_dim", 128, name="_nope_dim"),
+        Integer("qk_rope_head_dim", "latent.rope_dim", 64, name="_rope_dim"),
+        decoder_sizes(
+            head_dim=lambda values: values["_nope_dim"] + values["_rope_dim"],
+            keys={"head_dim": None, **keys},
+            paths=LATENT_PATHS,
+            **options,
+        ),
+        SAME_HEADS,
     )
-    config = deepseek(
-        shape,
-        mixer,
-        router=router,
-        num_experts=fields.integer("n_routed_experts", num_experts),
-        num_experts_per_token=fields.integer("num_experts_per_tok", 8),
-        num_shared=fields.integer("n_shared_experts", num_shared),
-        expert_dim=fields.integer("moe_intermediate_size", expert_dim),
-        num_dense_layers=fields.integer("first_k_dense_replace", num_dense_layers, least=0),
-        **options,
+
+
+def latent_ranks(q_rank: int | None) -> tuple[Setting, ...]:
+    """Return the rows of latent attention besides its sizes; `q_rank` is transformers' default."""
+    return (
+        Integer("q_lora_rank", "latent.q_rank", q_rank, null=None),
+        Integer("kv_lora_rank", "latent.kv_rank", 512),
+        Integer("v_head_dim", "latent.value_dim", 128),
     )
-    return moe.need_experts(fields, config)
 
 
-def write_deepseek(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_deepseek` reads, and those of the router."""
-    mixer, experts = config.blocks[0].mixer, moe.experts_of(config)
-    if not isinstance(mixer, LatentAttentionConfig) or experts.shared is None:
-        raise ConversionError("DecoderConfig.blocks must have latent attention, and shared experts.")
-    settings = {
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_heads,
-        "q_lora_rank": mixer.q_rank,
-        "kv_lora_rank": mixer.kv_rank,
-        "qk_nope_head_dim": mixer.nope_dim,
-        "qk_rope_head_dim": mixer.rope_dim,
-        "v_head_dim": mixer.value_dim,
-        "attention_bias": mixer.bias,
-        "intermediate_size": moe.dense_dim(config, default=experts.mlp_dim),
-        "n_shared_experts": max(1, experts.shared.mlp_dim // experts.mlp_dim),
-        "first_k_dense_replace": moe.sparse_layers(config)[0],
-        "routed_scaling_factor": experts.router.scaling_factor,
-        "n_group": experts.router.num_groups,
-        "topk_group": experts.router.groups_per_token,
-    }
-    sizes = write_outer(config) | moe.write_experts(config, count="n_routed_experts", width="moe_intermediate_size")
-    return sizes | settings | write_rope(config)
+def _num_shared(config: DecoderConfig) -> int:
+    experts = value_at(config, "experts")
+    return max(1, value_at(experts, "shared.mlp_dim") // experts.mlp_dim)
+
+
+def num_shared(default: int, *, twin: str = "") -> Integer:
+    """Return the row of the number of shared experts."""
+    return Integer("n_shared_experts", _num_shared, default, name="num_shared", twin=twin)
+
+
+def router_settings(make: Callable[..., RouterConfig], *more: Setting, scale: float, groups: int, chosen: int) -> Group:
+    """Return the rows of a router with groups; the numbers are transformers' defaults."""
+    rows = (
+        Integer("n_group", "experts.router.num_groups", groups, name="groups"),
+        Integer("topk_group", "experts.router.groups_per_token", chosen, name="groups_per_token"),
+        Number("routed_scaling_factor", "experts.router.scaling_factor", scale),
+    )
+    return Group("router", make, (*more, *rows))
+
+
+def deepseek_settings(
+    rope: Rule, *, num_experts: int, shared: int, expert_dim: int, num_dense_layers: int
+) -> tuple[Setting, ...]:
+    """Return the rows that all DeepSeeks have; `rope` is that of `_rope`, the numbers are transformers' defaults."""
+    return (
+        Only("moe_layer_freq", 1),
+        Only("ep_size", 1),
+        *latent_sizes(),
+        rope,
+        Group("mixer", latent_attention, latent_ranks(1536), uses=("shape", "_rope", "_nope_dim")),
+        *moe.expert_counts("n_routed_experts", num=num_experts, chosen=8),
+        num_shared(shared),
+        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim, name="expert_dim"),
+        Integer(
+            "first_k_dense_replace", lambda config: moe.sparse_layers(config)[0], num_dense_layers, least=0,
+            name="num_dense_layers",
+        ),
+    )  # fmt: skip
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -158,7 +179,9 @@ WEIGHTS = (
 # --- V3 ---
 
 
-def v3_router(*, groups: int, groups_per_token: int, scaling_factor: float, renormalize: bool = True) -> RouterConfig:
+def v3_router(
+    *, groups: int = 1, groups_per_token: int = 1, scaling_factor: float, renormalize: bool = True
+) -> RouterConfig:
     """Return a router with sigmoid scores and selection biases; a group's score is the sum of its two best."""
     return RouterConfig(
         score="sigmoid",
@@ -182,35 +205,39 @@ def with_indexer(config: DecoderConfig, indexer: IndexerConfig | None) -> Decode
     return dataclasses.replace(map_blocks(config, changed), mtp=mtp)
 
 
-def read_v3(fields: Fields) -> DecoderConfig:
-    """Read the configuration of DeepSeek-V3."""
-    fields.allow_only("topk_method", "noaux_tc")
-    fields.allow_only("scoring_func", "sigmoid")
-    router = v3_router(
-        groups=fields.integer("n_group", 8),
-        groups_per_token=fields.integer("topk_group", 4),
-        scaling_factor=fields.number("routed_scaling_factor", 2.5),
-        renormalize=fields.flag("norm_topk_prob", True),
-    )
-    defaults: dict[str, Any] = dict(num_experts=256, num_shared=1, expert_dim=2048, num_dense_layers=3)
-    config = read_deepseek(fields, router, **defaults, interleaved=fields.flag("rope_interleave", True))
-    depths = fields.integer("num_nextn_predict_layers", 0, least=0)
+def _read_v3_rope(fields: Fields, values: Values) -> Rope:
+    return read_rope(fields, pairing="interleaved" if fields.flag("rope_interleave", True) else "half")
+
+
+def _write_v3_rope(config: DecoderConfig) -> dict[str, Any]:
+    rope = value_at(config, "latent").rope
+    return {"rope_interleave": rope is not None and rope.pairing == "interleaved", **write_rope(config)}
+
+
+V3_SETTINGS = (
+    Only("topk_method", "noaux_tc"),
+    Only("scoring_func", "sigmoid"),
+    router_settings(
+        v3_router, Flag("norm_topk_prob", "experts.router.renormalize", True), scale=2.5, groups=8, chosen=4
+    ),
+    *deepseek_settings(
+        Rule("_rope", _read_v3_rope, _write_v3_rope), num_experts=256, shared=1, expert_dim=2048, num_dense_layers=3
+    ),
+    Integer(
+        "num_nextn_predict_layers", lambda config: config.mtp.num_depths if config.mtp else 0, 0, least=0, name="depths"
+    ),
+)
+
+
+def deepseek_v3(*, depths: int = 0, **options: Any) -> DecoderConfig:
+    """Return a decoder of DeepSeek blocks with multi-token prediction; the options are those of `deepseek`."""
+    config = deepseek(**options)
     if depths == 0:
         return config
+    assert config.final_norm is not None
     # the stream is read after the final norm, as vLLM and SGLang run these weights
-    norm = RMSNormConfig(eps=fields.number("rms_norm_eps", 1e-6))
-    mtp = MTPConfig(num_depths=depths, block=config.blocks[-1], norm=norm, normed_stream=True)
+    mtp = MTPConfig(num_depths=depths, block=config.blocks[-1], norm=config.final_norm, normed_stream=True)
     return dataclasses.replace(config, mtp=mtp)
-
-
-def write_v3(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_v3` reads."""
-    mixer = config.blocks[0].mixer
-    return write_deepseek(config) | {
-        "norm_topk_prob": moe.experts_of(config).router.renormalize,
-        "rope_interleave": getattr(getattr(mixer, "rope", None), "pairing", None) == "interleaved",
-        "num_nextn_predict_layers": 0 if config.mtp is None else config.mtp.num_depths,
-    }
 
 
 _LAYER = "model.layers.{layer}."

@@ -4,14 +4,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, attentions, read_shape, write_masks, write_shape
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes
+from eqx_decoders.families.settings_table import Group, Integer
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-ACTIVATION_KEY = {"hidden_act": "hidden_activation"}
 IGNORED_ACTIVATION_KEY = {"hidden_act": "transformers reads hidden_activation"}
 
 
@@ -22,24 +21,29 @@ def gemma_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_
     return shape.decoder(blocks, norm, embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
 
 
-def read_gemma_shape(fields: Fields) -> DecoderSizes:
-    """Read the sizes of Gemma 2 and 3."""
-    return read_shape(
-        fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=ACTIVATION_KEY
+def _query_scalar(config: DecoderConfig) -> int:
+    mixer = attentions(config)[0]
+    return round((mixer.head_dim**-0.5 if mixer.query_scale is None else mixer.query_scale) ** -2)
+
+
+def gemma_sizes(**options: Any) -> Group:
+    """Return the rows of the sizes of Gemma 2, 3 and 4."""
+    activation = "gelu_pytorch_tanh"
+    return decoder_sizes(
+        num_kv_heads=4,
+        head_dim=256,
+        tied=True,
+        activation=activation,
+        keys={"hidden_act": "hidden_activation"},
+        **options,
     )
 
 
-def write_gemma(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that Gemma 2 and 3 share."""
-    mixer = attentions(config)[0]
-    scale = mixer.head_dim**-0.5 if mixer.query_scale is None else mixer.query_scale
-    settings = {
-        "query_pre_attn_scalar": round(scale**-2),
-        "attn_logit_softcapping": mixer.soft_cap,
-        "final_logit_softcapping": config.logit_soft_cap,
-    }
-    # transformers makes the mask of the window even if no layer has it
-    return write_shape(config, ACTIVATION_KEY) | settings | write_masks(config, default=4096)
+# of Gemma 2 and 3
+GEMMA_SETTINGS = (
+    gemma_sizes(),
+    Integer("query_pre_attn_scalar", _query_scalar, 256, name="query_scalar"),
+)
 
 
 def unused_kv_tensors(config: DecoderConfig, prefix: str = "model.") -> str:

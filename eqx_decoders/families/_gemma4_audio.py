@@ -5,16 +5,29 @@ Its attention is local, by content and distance; its matrices clip their inputs 
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, abbreviate, activation_name
-from eqx_decoders.families.multimodal import finish, linear
+from eqx_decoders.families.config_reader import Fields, abbreviate
+from eqx_decoders.families.multimodal import linear
+from eqx_decoders.families.settings_table import (
+    Check,
+    Flag,
+    Group,
+    Integer,
+    Layers,
+    Number,
+    Rule,
+    Table,
+    Values,
+    activation,
+    sized,
+    value_at,
+)
+from eqx_decoders.families.vision_fields import OUT_DIM
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
@@ -95,111 +108,67 @@ def gemma4_audio(sizes: ConformerSizes = ConformerSizes(), *, out_dim: int) -> E
 
 # --- config.json ---
 
-_KEYS = {
-    "hidden_size": "embed_dim",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "conv_kernel_size": "taps",
-    "residual_weight": "half",
-    "attention_chunk_size": "chunk",
-    "attention_context_left": "left",
-    "attention_context_right": "right",
-    "attention_logit_cap": "soft_cap",
-    "use_clipped_linears": "clipped",
-    "rms_norm_eps": "eps",
-    "gradient_clipping": "clip",
-    "output_proj_dims": "feature_dim",
-}
-_OTHER = "MediaConfig.audio must be an encoder that gemma4_audio makes: transformers' settings describe no other."
-
 
 def _bands(filters: Sequence[int]) -> int:
     """Return the bands of a frame: transformers' input projection expects `filters[0] // 4` behind the convolutions."""
     return 4 * (filters[0] // 4)
 
 
-def read_audio(fields: Fields, out_dim: int) -> EncoderConfig | None:
-    """Read the encoder of `audio_config`; None where there is none."""
-    table = fields.table("audio_config")
-    if table is None:
-        return None
-    embed, heads = table.integer("hidden_size", 1024), table.integer("num_attention_heads", 8)
-    if embed % heads:
-        raise table.error(f"hidden_size={embed} must be a multiple of num_attention_heads={heads}.")
-    left, right = table.integer("attention_context_left", 13), table.integer("attention_context_right", 0, least=0)
-    if left < 2:
-        raise table.error(f"attention_context_left={left} must be at least 2: tokens that see none have no meaning.")
-    invalid = table.take("attention_invalid_logits_value", -1e9)
+def _check_invalid_logits(fields: Fields, values: Values) -> None:
+    invalid = fields.take("attention_invalid_logits_value", -1e9)
     if not isinstance(invalid, int | float) or isinstance(invalid, bool) or not invalid <= -1e4:
         rule = "must be a number of at most -10000: what is not seen has no weight"
-        raise table.error(f"attention_invalid_logits_value={abbreviate(invalid)} {rule}.")
-    filters = _read_filters(table)
-    sizes = ConformerSizes(
-        embed_dim=embed,
-        layers=table.layers("num_hidden_layers", 12),
-        heads=heads,
-        mel_bands=_bands(filters),
-        filters=filters,
-        feature_dim=table.integer("output_proj_dims", 1536),
-        taps=table.integer("conv_kernel_size", 5),
-        half=table.number("residual_weight", 0.5),
-        chunk=table.integer("attention_chunk_size", 12),
-        left=left,
-        right=right,
-        soft_cap=table.number("attention_logit_cap", 50.0),
-        eps=table.number("rms_norm_eps", 1e-6),
-        clip=table.number("gradient_clipping", CLIP),
-        activation=table.word("hidden_act", ACTIVATIONS, "silu"),
-        clipped=table.flag("use_clipped_linears", True),
-    )
-    finish(fields, "audio_config", table, {"initializer_range": "of new weights"})
-    return gemma4_audio(sizes, out_dim=out_dim)
+        raise fields.error(f"attention_invalid_logits_value={abbreviate(invalid)} {rule}.")
 
 
-def _read_filters(table: Fields) -> tuple[int, int]:
-    filters = table.numbers("subsampling_conv_channels", [128, 32])
+def _read_filters(fields: Fields, values: Values) -> tuple[int, int]:
+    filters = fields.numbers("subsampling_conv_channels", [128, 32])
     if len(filters) != 2 or filters[0] < 4 or not 0 < filters[1] < 2**31 or filters[0] >= 2**31:
         rule = "must be two numbers above 0, the first one at least 4"
-        raise table.error(f"subsampling_conv_channels={abbreviate(filters)} {rule}.")
+        raise fields.error(f"subsampling_conv_channels={abbreviate(filters)} {rule}.")
     return filters[0], filters[1]
 
 
-def write_audio(audio: EncoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_audio` reads; ConversionError for another encoder."""
-    block, layers = audio.blocks[0], audio.projector.layers
-    stem: Any = audio.stem
-    mixer: Any = block.mixer
-    extra_layers: list[Any] = [branch.layer for branch in (*block.pre_layers, *block.post_layers)]
-    known = isinstance(stem, FrameStemConfig) and isinstance(mixer, LocalAttentionConfig) and len(block.pre_layers) == 1
-    if not known or [type(layer) for layer in extra_layers] != [MLPConfig, LightConvolutionConfig, MLPConfig]:
-        raise ConversionError(_OTHER)
-    mlp, convolution, _ = extra_layers
-    sizes: dict[str, Any] = dict(
-        embed_dim=audio.embed_dim,
-        layers=len(audio.blocks),
-        heads=mixer.num_heads,
-        activation=mlp.activation,
-        filters=stem.filters,
-        taps=convolution.taps,
-        half=block.pre_layers[0].scale,
-        chunk=mixer.chunk,
-        left=mixer.left,
-        right=mixer.right,
-        soft_cap=mixer.soft_cap,
-        clipped=audio.clipped,
-        eps=convolution.norm.eps,
-        clip=getattr(block.pre_mixer_norm, "clip", None) or CLIP,
-        feature_dim=layers[0].dim,
-    )
-    # config.json has no place for anything else
-    two = len(stem.filters) == 2 and stem.filters[0] >= 4
-    if not two:
-        raise ConversionError(_OTHER)
-    if gemma4_audio(ConformerSizes(**sizes, mel_bands=_bands(stem.filters)), out_dim=audio.out_dim) != audio:
-        raise ConversionError(_OTHER)
-    written = {key: sizes[name] for key, name in _KEYS.items()}
-    written |= {"hidden_act": activation_name(mlp.activation), "subsampling_conv_channels": list(stem.filters)}
-    return {"model_type": "gemma4_audio", **written, "attention_invalid_logits_value": -1e9}
+_BRANCH = "blocks.0.pre_layers.0."
+_MIXER = "blocks.0.mixer."
+_CONVOLUTION = "blocks.0.post_layers.0.layer."
+_AUDIO = (
+    OUT_DIM,
+    Integer("hidden_size", "embed_dim", 1024),
+    Integer("num_attention_heads", _MIXER + "num_heads", 8, name="heads"),
+    Check(
+        lambda values: values["embed_dim"] % values["heads"] == 0,
+        "hidden_size={embed_dim} must be a multiple of num_attention_heads={heads}.",
+    ),
+    Integer("attention_context_left", _MIXER + "left", 13),
+    Integer("attention_context_right", _MIXER + "right", 0, least=0),
+    Check(
+        lambda values: values["left"] >= 2,
+        "attention_context_left={left} must be at least 2: tokens that see none have no meaning.",
+    ),
+    Rule("", _check_invalid_logits, lambda audio: {"attention_invalid_logits_value": -1e9}),
+    Rule("filters", _read_filters, lambda audio: {"subsampling_conv_channels": list(value_at(audio, "stem.filters"))}),
+    Rule("mel_bands", lambda fields, values: _bands(values["filters"])),
+    Layers("num_hidden_layers", "blocks", 12, name="layers"),
+    Integer("output_proj_dims", "projector.layers.0.dim", 1536, name="feature_dim"),
+    Integer("conv_kernel_size", _CONVOLUTION + "taps", 5),
+    Number("residual_weight", _BRANCH + "scale", 0.5, name="half"),
+    Integer("attention_chunk_size", _MIXER + "chunk", 12),
+    Number("attention_logit_cap", _MIXER + "soft_cap", 50.0),
+    Number("rms_norm_eps", _CONVOLUTION + "norm.eps", 1e-6),
+    Number(
+        "gradient_clipping", lambda audio: value_at(audio, "blocks.0.pre_mixer_norm.clip") or CLIP, CLIP, name="clip"
+    ),
+    activation("hidden_act", _BRANCH + "layer.activation", "silu"),
+    Flag("use_clipped_linears", "clipped", True),
+)
+SETTINGS = Table(
+    "audio_config",
+    (Group("audio", sized(ConformerSizes, gemma4_audio), _AUDIO, path="media.audio"),),
+    model_type="gemma4_audio",
+    what="",
+    ignored={"initializer_range": "of new weights"},
+)
 
 
 # --- tensors ---

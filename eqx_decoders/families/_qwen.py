@@ -1,21 +1,23 @@
 """Blocks and settings that several Qwen families share."""
 
+import dataclasses
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import DecoderSizes, read_masks, read_shape, write_masks
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, find_window, read_masks, write_masks
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.rope_config import read_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Defaults, Integer, Only, Renamed, Rule, Setting, Unused, Values
 from eqx_decoders.layers.attention.attention import QKNorm
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 VL_SECTIONS = (24, 20, 20)
-VL_ROPE = Rope(theta=5e6, sections=VL_SECTIONS)
 IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}
+IGNORED_QWEN2_KEYS = IGNORED_WINDOW_KEYS | dict.fromkeys(("attention_bias", "qkv_bias"), "the biases are always there")
 
 
 def qwen2(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
@@ -50,53 +52,68 @@ def qwen3_moe(
     )
     mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm))
     sparse, dense = shape.block(mixer, experts), shape.block(mixer)
-    return shape.decoder(dense if index in dense_layers else sparse for index in range(shape.num_layers))
+    blocks = (dense if index in dense_layers else sparse for index in range(shape.num_layers))
+    return moe.need_experts(shape.decoder(blocks))
 
 
-def read_late_windows(fields: Fields, layers: int) -> tuple[Mask, ...]:
-    """Read the masks: windows from layer `max_window_layers` on, or as `layer_types` says."""
+def _read_late_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
     on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
     first = fields.integer("max_window_layers", 28, least=0)
     window = size if on else None
-    return read_masks(fields, window, [window is not None and index >= first for index in range(layers)])
+    return read_masks(
+        fields, window, [window is not None and index >= first for index in range(values["shape"].num_layers)]
+    )
 
 
-def write_late_windows(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_late_windows` reads."""
+def _write_late_windows(config: DecoderConfig) -> dict[str, Any]:
     masks = write_masks(config)
     if masks["sliding_window"] is None:
         return masks | {"use_sliding_window": False}
     return masks | {"use_sliding_window": True, "max_window_layers": masks["layer_types"].index("sliding_attention")}
 
 
-def read_sparse_text(
-    fields: Fields,
-    *,
-    num_kv_heads: int,
-    mlp_dim: int,
-    expert_dim: int,
-    num_experts: int,
-    num_experts_per_token: int,
-    theta: float,
-    renormalize: bool = True,
-) -> DecoderConfig:
-    """Read Qwen3's layers with experts, and positions of three dimensions; the arguments are the keys' defaults."""
-    fields.rename("num_experts", "num_local_experts")
-    fields.content.setdefault("intermediate_size", mlp_dim)
-    shape = read_shape(fields, num_kv_heads=num_kv_heads)
-    step, only = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers")
-    for key in ("sliding_window", "use_sliding_window", "max_window_layers"):
-        fields.take(key, None)  # transformers reads none of them: all layers have full attention
-    fields.allow_only("use_qk_norm", True)
-    fields.allow_only("qkv_bias", False)
-    fields.allow_only("shared_expert_intermediate_size", 0)
-    config = qwen3_moe(
-        shape,
-        num_experts=fields.integer("num_local_experts", num_experts),
-        num_experts_per_token=fields.integer("num_experts_per_tok", num_experts_per_token),
-        expert_dim=fields.integer("moe_intermediate_size", expert_dim),
-        renormalize=renormalize,
-        dense_layers=frozenset(index for index in range(shape.num_layers) if index in only or (index + 1) % step),
-        rope=read_rope(fields, theta=theta, sections=VL_SECTIONS),
+# windows from layer `max_window_layers` on, or as `layer_types` says
+LATE_WINDOWS = Rule("masks", _read_late_windows, _write_late_windows)
+
+
+def _read_window(fields: Fields, values: Values) -> Mask:
+    on, window = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
+    return SlidingWindow(window) if on and window is not None else Causal()
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    window = find_window(config)
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
+WINDOW = Rule("mask", _read_window, _write_window)
+
+
+def sparse_settings(
+    *, num_kv_heads: int, mlp_dim: int, expert_dim: int, num_experts: int, num_experts_per_token: int
+) -> tuple[Setting, ...]:
+    """Return the rows of Qwen3's sizes and experts; the arguments are transformers' defaults."""
+    return (
+        Defaults({"intermediate_size": mlp_dim}),
+        decoder_sizes(num_kv_heads=num_kv_heads),
+        moe.sparse_steps(),
+        # the next three stand in Qwen3-Coder's files, and transformers does not read them
+        Only("use_qk_norm", True),
+        Only("qkv_bias", False),
+        Only("shared_expert_intermediate_size", 0),
+        Renamed({"num_local_experts": "num_experts"}),
+        *moe.expert_counts("num_experts", num=num_experts, chosen=num_experts_per_token),
+        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim, name="expert_dim"),
     )
-    return moe.need_experts(fields, config)
+
+
+def sparse_text_settings(*, theta: float, **defaults: int) -> tuple[Setting, ...]:
+    """Return the rows of Qwen3 with experts, as a decoder with positions of three dimensions."""
+    unwindowed = ("sliding_window", "use_sliding_window", "max_window_layers")
+    return (
+        # transformers reads none of them: all layers have full attention
+        Unused(" ".join(unwindowed), "all layers have full attention"),
+        dataclasses.replace(WINDOW, reads=lambda fields, values: Causal()),
+        *sparse_settings(**defaults),
+        rope_settings(theta=theta, sections=VL_SECTIONS),
+    )

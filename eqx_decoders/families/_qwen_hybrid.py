@@ -5,19 +5,9 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import (
-    NO_BIAS,
-    PRE_NORMS,
-    DecoderSizes,
-    first_mixer,
-    gated_mlp,
-    read_hybrid_layers,
-    self_attention,
-    write_hybrid_layers,
-    write_sizes,
-)
-from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.common import PRE_NORMS, DecoderSizes, gated_mlp, hybrid_layers, self_attention
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import ABSENT, Check, Group, Integer, Only, Setting
 from eqx_decoders.families.weight_rows import Weight, mtp_rows, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import MLPConfig
@@ -40,15 +30,20 @@ def qwen3_next(
     full: tuple[bool, ...],
     mlps: tuple[MLPConfig | ExpertsConfig, ...],
     rope: Rope = ROPE,
+    depths: int = 0,
 ) -> DecoderConfig:
-    """Return a decoder of Qwen3-Next blocks with `mlps`, and attention in the layers where `full` is True."""
+    """Return a decoder of Qwen3-Next blocks with `mlps`, and attention in the layers where `full` is True.
+
+    `depths` is the number of layers of multi-token prediction, 0 or 1.
+    """
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     attention = shape.attention(rope=rope, qk_norm=QKNorm(norm=norm), output_gate=True)
 
     def block(has_attention: bool, mlp: MLPConfig | ExpertsConfig) -> BlockConfig:
         return shape.block(attention if has_attention else delta, mlp, norm)
 
-    return shape.decoder(map(block, full, mlps), norm)
+    config = shape.decoder(map(block, full, mlps), norm)
+    return with_depth(config) if depths else config
 
 
 def every_fourth(layers: int) -> tuple[bool, ...]:
@@ -56,30 +51,16 @@ def every_fourth(layers: int) -> tuple[bool, ...]:
     return tuple((index + 1) % 4 == 0 for index in range(layers))
 
 
-def qwen_experts(
-    shape: DecoderSizes, *, dim: int, shared_dim: int, renormalize: bool = True, **options: Any
-) -> ExpertsConfig:
-    """Return experts of width `dim`, and a shared one of `shared_dim` with a gate for each token."""
-    return shape.experts(
-        mlp_dim=dim,
-        shared=MLPConfig(mlp_dim=shared_dim, activation=shape.activation),
-        shared_gate=True,
-        router=RouterConfig(order="score_first", renormalize=renormalize),
-        **options,
-    )
+def qwen_experts(shape: DecoderSizes, *, renormalize: bool = True, **options: Any) -> ExpertsConfig:
+    """Return experts, and a shared one with a gate for each token."""
+    router = RouterConfig(order="score_first", renormalize=renormalize)
+    return shape.experts(shared_gate=True, router=router, **options)
 
 
-def delta_net(shape: DecoderSizes, *, key_heads: int = 16, heads: int = 32, key_dim: int = 128, value_dim: int = 128,
-              taps: int = 4) -> GatedDeltaNetConfig:  # fmt: skip
-    """Return the gated delta net of a Qwen."""
-    return GatedDeltaNetConfig(
-        num_key_heads=key_heads,
-        num_heads=heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        taps=taps,
-        norm=RMSNormConfig(eps=shape.eps),
-    )
+def delta_net(shape: DecoderSizes, **sizes: int) -> GatedDeltaNetConfig:
+    """Return the gated delta net of a Qwen, of the published sizes where `sizes` have no others."""
+    published = dict(num_key_heads=16, num_heads=32, key_dim=128, value_dim=128)
+    return GatedDeltaNetConfig(norm=RMSNormConfig(eps=shape.eps), **{**published, **sizes})
 
 
 def with_depth(config: DecoderConfig) -> DecoderConfig:
@@ -90,69 +71,44 @@ def with_depth(config: DecoderConfig) -> DecoderConfig:
     return dataclasses.replace(config, mtp=mtp)
 
 
-def read_depth(fields: Fields, key: str, config: DecoderConfig) -> DecoderConfig:
-    """Return the decoder with multi-token prediction if the number under `key` is 1."""
-    depths = fields.integer(key, 0, least=0)
-    if depths > 1:
-        raise fields.error(f"{key}={depths} is not known here: one layer is.")
-    return with_depth(config) if depths else config
+def depth_settings(key: str, *, always: bool = True) -> tuple[Setting, ...]:
+    """Return the rows of the number of layers of multi-token prediction: `always` writes 0."""
 
+    def depths(config: DecoderConfig) -> Any:
+        return config.mtp.num_depths if config.mtp else 0 if always else ABSENT
 
-def write_depth(config: DecoderConfig, key: str) -> dict[str, Any]:
-    """Return the key that `read_depth` reads."""
-    return {key: 0 if config.mtp is None else config.mtp.num_depths}
-
-
-def read_hybrid(fields: Fields, shape: DecoderSizes) -> tuple[GatedDeltaNetConfig, tuple[bool, ...]]:
-    """Read the gated delta net, and flags for the layers that have attention in its place."""
-    fields.allow_only("attention_bias", False)
-    fields.allow_only("hidden_act", "silu")
-    delta = delta_net(
-        shape,
-        key_heads=fields.integer("linear_num_key_heads", 16),
-        heads=fields.integer("linear_num_value_heads", 32),
-        key_dim=fields.integer("linear_key_head_dim", 128),
-        value_dim=fields.integer("linear_value_head_dim", 128),
-        taps=fields.integer("linear_conv_kernel_dim", 4),
-    )
-    full = read_hybrid_layers(fields, shape.num_layers, fields.integer("full_attention_interval", 4))
-    if all(full):
-        raise fields.error("all layers have attention: check layer_types.")
-    return delta, full
-
-
-def write_hybrid(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_hybrid` reads, the sizes of all layers, and the rotary embedding."""
-    delta = first_mixer(config, GatedDeltaNetConfig)
-    sizes = {
-        "linear_num_key_heads": delta.num_key_heads,
-        "linear_num_value_heads": delta.num_heads,
-        "linear_key_head_dim": delta.key_dim,
-        "linear_value_head_dim": delta.value_dim,
-        "linear_conv_kernel_dim": delta.taps,
-        "attention_bias": False,
-    }
-    layers = write_hybrid_layers(config, AttentionConfig)
-    return write_sizes(config, NO_BIAS) | sizes | layers | write_rope(config, partial=True)
-
-
-def read_experts(fields: Fields, shape: DecoderSizes, *, renormalize: bool, num: int, per_token: int) -> ExpertsConfig:
-    """Read the experts; the last two arguments are transformers' defaults."""
-    return qwen_experts(
-        shape,
-        num_experts=fields.integer("num_experts", num),
-        num_experts_per_token=fields.integer("num_experts_per_tok", per_token),
-        dim=fields.integer("moe_intermediate_size", 512),
-        shared_dim=fields.integer("shared_expert_intermediate_size", 512),
-        renormalize=renormalize,
+    sentence = f"{key}={{depths}} is not known here: one layer is."
+    return (
+        Integer(key, depths, 0, least=0, name="depths"),
+        Check(lambda values: values["depths"] <= 1, sentence),
     )
 
 
-def write_experts(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_experts` reads."""
-    shared = moe.experts_of(config).shared
-    sizes = moe.write_experts(config, count="num_experts", width="moe_intermediate_size")
-    return sizes | {"shared_expert_intermediate_size": shared.mlp_dim if shared else 0}
+_DELTA = (
+    Integer("linear_num_key_heads", "delta.num_key_heads", 16),
+    Integer("linear_num_value_heads", "delta.num_heads", 32),
+    Integer("linear_key_head_dim", "delta.key_dim", 128),
+    Integer("linear_value_head_dim", "delta.value_dim", 128),
+    Integer("linear_conv_kernel_dim", "delta.taps", 4),
+)
+# of Qwen3-Next and Qwen3.5: the gated delta net, and the layers that have attention in its place
+HYBRID_SETTINGS = (
+    Only("attention_bias", False, written=True),
+    Only("hidden_act", "silu"),
+    Group("delta", delta_net, _DELTA, uses=("shape",)),
+    Integer("full_attention_interval", None, 4, name="_interval"),
+    hybrid_layers(AttentionConfig),
+    Check(lambda values: not all(values["full"]), "all layers have attention: check layer_types."),
+)
+
+
+def expert_settings(*, num: int, chosen: int) -> tuple[Setting, ...]:
+    """Return the rows of the experts; the arguments are transformers' defaults."""
+    return (
+        *moe.expert_counts("num_experts", num=num, chosen=chosen),
+        Integer("moe_intermediate_size", "experts.mlp_dim", 512),
+        Integer("shared_expert_intermediate_size", "experts.shared.mlp_dim", 512, name="shared_dim"),
+    )
 
 
 LAYER = "model.layers.{layer}."
@@ -203,7 +159,6 @@ DEPTH = (
 # --- Qwen3.5 ---
 
 _SECTIONS = (11, 11, 10)
-_DEPTH_KEY = "mtp_num_hidden_layers"
 IGNORED_STATE_KEYS = {"mamba_ssm_dtype": "states are in float32"}
 
 
@@ -214,25 +169,22 @@ def qwen3_5(
     mlp: MLPConfig | ExpertsConfig,
     full: tuple[bool, ...] = (),
     rope: Rope = Rope(theta=ROPE.theta, fraction=ROPE.fraction, sections=_SECTIONS),
+    depths: int = 0,
 ) -> DecoderConfig:
     """Return a decoder of Qwen3.5 blocks, with attention where `full` is True, or in every fourth layer."""
     full = full or every_fourth(shape.num_layers)
-    return qwen3_next(shape, delta=delta, full=full, mlps=(mlp,) * shape.num_layers, rope=rope)
+    return qwen3_next(shape, delta=delta, full=full, mlps=(mlp,) * shape.num_layers, rope=rope, depths=depths)
 
 
-def read_qwen3_5(fields: Fields, shape: DecoderSizes, mlp: MLPConfig | ExpertsConfig) -> DecoderConfig:
-    """Read the configuration with this MLP."""
-    fields.allow_only("attn_output_gate", True)
-    fields.allow_only("output_gate_type", "swish")
-    fields.allow_only("mtp_use_dedicated_embeddings", False)
-    delta, full = read_hybrid(fields, shape)
-    rope = read_rope(fields, fraction=0.25, sections=_SECTIONS)
-    return read_depth(fields, _DEPTH_KEY, qwen3_5(shape, delta=delta, mlp=mlp, full=full, rope=rope))
-
-
-def write_qwen3_5(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_qwen3_5` reads."""
-    return write_hybrid(config) | write_depth(config, _DEPTH_KEY)
+# besides sizes and experts
+QWEN3_5_SETTINGS = (
+    Only("attn_output_gate", True),
+    Only("output_gate_type", "swish"),
+    Only("mtp_use_dedicated_embeddings", False),
+    *HYBRID_SETTINGS,
+    rope_settings(fraction=0.25, sections=_SECTIONS),
+    *depth_settings("mtp_num_hidden_layers"),
+)
 
 
 # queries, keys and values of all heads one after the other, and tensors for the rest

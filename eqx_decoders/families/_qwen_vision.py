@@ -2,22 +2,33 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.blocks.block import ExtraLayerConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
-from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, finish, linear, norm, plain_mlp
-from eqx_decoders.families.vision_fields import EncoderSizes, vision_fields
+from eqx_decoders.families._qwen import VL_SECTIONS
+from eqx_decoders.families.common import norm, plain_mlp
+from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, linear, token, with_rope
+from eqx_decoders.families.settings_table import (
+    Check,
+    Integer,
+    Numbers,
+    Only,
+    Rule,
+    Setting,
+    Table,
+    activation,
+    value_at,
+)
+from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, vision_config
 from eqx_decoders.families.weight_rows import Weight, sharing
-from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
-from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -66,57 +77,38 @@ def with_media(config: DecoderConfig, media: MediaConfig) -> DecoderConfig:
     return dataclasses.replace(config, blocks=blocks, media=media)
 
 
-def read_vision(fields: Fields, out_dim: int, *, deepstack: tuple[int, ...] = ()) -> EncoderConfig:
-    """Read the encoder of `vision_config`; `deepstack` is the default of its levels."""
-    table = vision_fields(fields)
-    positions = table.integer("num_position_embeddings", 2304)
-    side = round(positions**0.5)
-    if side * side != positions:
-        raise table.error(f"num_position_embeddings={positions} must be a square: positions are a grid.")
-    output_dim = table.integer("out_hidden_size", out_dim)
-    if output_dim != out_dim:
-        raise table.error(f"out_hidden_size={output_dim} must be the decoder's hidden_size={out_dim}.")
-    embed, heads = read_heads(table, 1152)
-    sizes = EncoderSizes(
-        embed_dim=embed,
-        layers=table.layers("depth", 27),
-        heads=heads,
-        mlp_dim=table.integer("intermediate_size", 4304),
-        out_dim=out_dim,
-        size=table.integer("patch_size", 16),
-        merge=table.integer("spatial_merge_size", 2),
-        channels=table.integer("in_channels", 3),
-        activation=table.word("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
-    )
-    encoder = qwen_vision(
-        sizes,
-        deepstack=tuple(table.numbers("deepstack_visual_indexes", list(deepstack))),
-        frames=table.integer("temporal_patch_size", 2),
-        side=side,
-        theta=read_axial_theta(table),
-    )
-    table.allow_only("apply_vit_abs_pos_embed", True)
-    finish(fields, "vision_config", table, IGNORED_VISION_KEYS)
-    return encoder
+QWEN_KEYS = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth", "num_channels": "in_channels"}
+SAME_OUT_DIM = Check(
+    lambda values: values["_out_dim"] == values["out_dim"],
+    "out_hidden_size={_out_dim} must be the decoder's hidden_size={out_dim}.",
+)
 
 
-def read_heads(table: Fields, default: int) -> tuple[int, int]:
-    """Return the features and the heads of an encoder of images."""
-    embed, heads = table.integer("hidden_size", default), table.integer("num_heads", 16)
-    if embed % heads:
-        raise table.error(f"hidden_size={embed} must be a multiple of num_heads={heads}.")
-    return embed, heads
-
-
-def read_axial_theta(table: Fields) -> float:
-    """Return the base of an encoder's rotary embedding."""
-    rope = table.table("rope_parameters")
-    if rope is None:
-        return 10_000.0
-    theta = rope.number("rope_theta", 10_000.0)
-    rope.allow_only("rope_type", "axial", "default")
-    rope.finish()
-    return theta
+def qwen_vision_config(model_type: str, *, deepstack: tuple[int, ...] = ()) -> Table:
+    """Return the rows of `vision_config`; `deepstack` is the default of its levels."""
+    return vision_config(
+        qwen_vision,
+        Integer(
+            "num_position_embeddings", lambda encoder: value_at(encoder, "stem.positions.side") ** 2, 2304,
+            name="_positions",
+        ),
+        Check(
+            lambda values: math.isqrt(values["_positions"]) ** 2 == values["_positions"],
+            "num_position_embeddings={_positions} must be a square: positions are a grid.",
+        ),
+        Rule("side", lambda fields, values: math.isqrt(values["_positions"])),
+        Integer("out_hidden_size", "projector.out_dim", lambda values: values["out_dim"], name="_out_dim"),
+        SAME_OUT_DIM,
+        *encoder_sizes(width=1152, heads=16, layers=27, mlp_dim=4304, size=16, keys=QWEN_KEYS),
+        Integer("spatial_merge_size", "stem.merge", 2),
+        activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
+        Numbers("deepstack_visual_indexes", "deepstack", deepstack),
+        Integer("temporal_patch_size", "stem.frames", 2),
+        axial_theta("axial", "default", key=""),
+        Only("apply_vit_abs_pos_embed", True),
+        model_type=model_type,
+        ignored=IGNORED_VISION_KEYS,
+    )  # fmt: skip
 
 
 IGNORED_VISION_KEYS = {
@@ -129,66 +121,9 @@ IGNORED_VISION_KEYS = {
 }
 
 
-def write_vision(encoder: EncoderConfig | None, model_type: str) -> dict[str, Any]:
-    """Return the keys that `read_vision` reads."""
-    if encoder is None or not isinstance(encoder.stem, PatchStemConfig):
-        raise ConversionError("MediaConfig.vision=None: there must be an encoder of images.")
-    stem, block = encoder.stem, encoder.blocks[0]
-    mixer, mlp, grid = block.mixer, block.mlp, stem.positions
-    if not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig) or not isinstance(grid, LearnedGrid):
-        raise ConversionError("MediaConfig.vision must have attention, an MLP and a LearnedGrid.")
-    if mixer.rope is None:
-        raise ConversionError("MediaConfig.vision must have a rotary embedding.")
-    return {
-        "model_type": model_type,
-        "hidden_size": encoder.embed_dim,
-        "depth": len(encoder.blocks),
-        "num_heads": mixer.num_heads,
-        "intermediate_size": mlp.mlp_dim,
-        "out_hidden_size": encoder.projector.out_dim,
-        "patch_size": stem.size,
-        "temporal_patch_size": stem.frames,
-        "spatial_merge_size": stem.merge,
-        "num_position_embeddings": grid.side**2,
-        "in_channels": stem.channels,
-        "hidden_act": activation_name(mlp.activation),
-        "rope_parameters": {"rope_type": "axial", "rope_theta": mixer.rope.theta},
-        "deepstack_visual_indexes": list(encoder.deepstack),
-    }
-
-
-TOKENS = {"image_token": "image_token_id", "video_token": "video_token_id"}
-
-
-def read_media(
-    fields: Fields, config: DecoderConfig, *, image: int, video: int, deepstack: tuple[int, ...] = ()
-) -> DecoderConfig:
-    """Return the configuration with the encoder of `vision_config`."""
-    media = MediaConfig(
-        vision=read_vision(fields, config.embed_dim, deepstack=deepstack),
-        image_token=fields.integer("image_token_id", image, least=0),
-        video_token=fields.integer("video_token_id", video, least=0),
-        positions=GridPositions(),
-    )
-    return with_media(config, media)
-
-
-def media_of(config: DecoderConfig) -> MediaConfig:
-    """Return the encoders; ConversionError where there are none."""
-    if config.media is None:
-        raise ConversionError("DecoderConfig.media=None: there must be encoders.")
-    return config.media
-
-
-def write_media(model_type: str) -> Callable[[DecoderConfig], dict[str, Any]]:
-    """Return a function that writes the keys that `read_media` reads; `model_type` is that of the encoder."""
-
-    def write(config: DecoderConfig) -> dict[str, Any]:
-        media = media_of(config)
-        written = {name: getattr(media, field) for field, name in TOKENS.items()}
-        return {**written, "vision_config": write_vision(media.vision, model_type)}
-
-    return write
+def media_tokens(image: int, video: int) -> tuple[Setting, ...]:
+    """Return the rows of the placeholders of images and videos, with these defaults."""
+    return token("image_token_id", "image_token", image), token("video_token_id", "video_token", video)
 
 
 _AROUND = ("vision_start_token_id", "vision_end_token_id", "vision_token_id")
@@ -216,7 +151,7 @@ def vision_weights(
         *_joint(layer + "attn.qkv.bias", "_bias", "({heads} head_dim) -> {heads} head_dim"),
         Weight(layer + "attn.proj.weight", "vision.mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         Weight(layer + "attn.proj.bias", "vision.mixer.out_bias", "embed -> embed"),
-        *plain_mlp(layer + "mlp.", "linear_fc1", "linear_fc2"),
+        *plain_mlp(layer + "mlp.", "vision.mlp.", "linear_fc1", "linear_fc2"),
     ]
     levels = [(merger, "vision.projector")]
     levels += [(f"{deepstack}{level}.", f"vision.deepstack.{level}") for level in range(MOST_DEEPSTACK)]
@@ -247,10 +182,37 @@ LARGE = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, mlp
 LARGE_DEEPSTACK = (8, 16, 24)
 
 
-def qwen3_vl(text: DecoderConfig, vision: EncoderConfig) -> DecoderConfig:
-    """Return a decoder with this encoder, and the published placeholders."""
-    media = MediaConfig(vision=vision, image_token=IMAGE, video_token=VIDEO, positions=GridPositions())
+def qwen3_vl(
+    text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE, video_token: int = VIDEO
+) -> DecoderConfig:
+    """Return a decoder with this encoder."""
+    media = MediaConfig(vision=vision, image_token=image_token, video_token=video_token, positions=GridPositions())
     return with_media(text, media)
+
+
+def with_vl_vision(
+    text: DecoderConfig,
+    sizes: functools.partial[EncoderSizes] = LARGE,
+    deepstack: tuple[int, ...] = LARGE_DEEPSTACK,
+) -> DecoderConfig:
+    """Return a Qwen3 with an encoder of these sizes, and positions of three dimensions."""
+    vision = qwen_vision(sizes(out_dim=text.embed_dim), deepstack=deepstack)
+    return qwen3_vl(with_rope(text, theta=5e6, sections=VL_SECTIONS), vision)
+
+
+def qwen3_vl_family(text: str, changes: Mapping[str, Any], *, kind: str, **options: Any) -> MultimodalFamily:
+    """Return the family with encoders of a text family of Qwen3; `kind` is the `model_type` of the encoder."""
+    return MultimodalFamily(
+        text_type=text,
+        changes=changes,
+        reads_as_text=True,
+        settings=(*media_tokens(IMAGE, VIDEO), qwen_vision_config(kind, deepstack=LARGE_DEEPSTACK)),
+        build=qwen3_vl,
+        weights=VL_WEIGHTS,
+        text_names=VL_NAMES,
+        ignored_keys=IGNORED_KEYS,
+        **options,
+    )
 
 
 # --- Qwen3.5 ---
@@ -261,21 +223,20 @@ _IMAGE, _VIDEO = 248_056, 248_057
 def qwen3_5_family(text: str, *, model_type: str, architecture: str) -> MultimodalFamily:
     """Return the family with encoders of a text family of Qwen3.5."""
     return MultimodalFamily(
-        text=text,
+        text_type=text,
         model_type=model_type,
         architecture=architecture,
-        read=functools.partial(read_media, image=_IMAGE, video=_VIDEO),
-        write=write_media(f"{model_type}_vision"),
+        settings=(*media_tokens(_IMAGE, _VIDEO), qwen_vision_config(f"{model_type}_vision")),
+        build=qwen3_vl,
         weights=VL_WEIGHTS,
-        names=VL_NAMES | {"mtp.": "mtp."},  # layers of multi-token prediction stand outside of the decoder
+        text_names=VL_NAMES | {"mtp.": "mtp."},  # layers of multi-token prediction stand outside of the decoder
         ignored_keys=IGNORED_KEYS,
     )
 
 
 def qwen3_5_vision(text: DecoderConfig, vision: EncoderConfig) -> DecoderConfig:
     """Return a decoder with this encoder, and the published placeholders."""
-    media = MediaConfig(vision=vision, image_token=_IMAGE, video_token=_VIDEO, positions=GridPositions())
-    return with_media(text, media)
+    return qwen3_vl(text, vision, image_token=_IMAGE, video_token=_VIDEO)
 
 
 def with_large_vision(text: DecoderConfig) -> DecoderConfig:

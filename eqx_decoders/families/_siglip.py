@@ -3,8 +3,10 @@
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
-from eqx_decoders.families.multimodal import encoder_layer
-from eqx_decoders.families.vision_fields import EncoderSizes
+from eqx_decoders.families.common import norm, plain_mlp
+from eqx_decoders.families.multimodal import attention, encoder_layer
+from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 
 
@@ -22,4 +24,20 @@ def siglip(sizes: EncoderSizes, *, side: int, eps: float = 1e-6) -> EncoderConfi
             norm=RMSNormConfig(eps=eps, offset=1.0),
             layers=(ProjectionConfig(dim=sizes.out_dim),),
         ),
+    )
+
+
+def siglip_weights(prefix: str) -> tuple[Weight, ...]:
+    """Return the rows of the encoder, without its projector."""
+    layer, embeddings = prefix + "encoder.layers.{layer}.", prefix + "embeddings."
+    positions = "positions embed -> positions embed"
+    return (
+        Weight(embeddings + "patch_embedding.weight", "vision.stem.kernel", KERNEL),
+        Weight(embeddings + "patch_embedding.bias", "vision.stem.bias", "embed -> embed"),
+        Weight(embeddings + "position_embedding.weight", "vision.stem.positions.table", positions),
+        *norm(layer + "layer_norm1", "vision.pre_mixer_norm"),
+        *norm(layer + "layer_norm2", "vision.pre_mlp_norm"),
+        *attention(layer, out="out_proj"),
+        *plain_mlp(layer + "mlp.", "vision.mlp.", "fc1", "fc2"),
+        *norm(prefix + "post_layernorm", "vision.post_norm"),
     )

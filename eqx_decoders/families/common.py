@@ -1,12 +1,14 @@
 """Sizes, settings and tensors that most families share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from eqx_decoders.blocks.block import BlockConfig, MixerConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
@@ -57,9 +59,13 @@ class DecoderSizes:
         """Return an MLP of these sizes."""
         return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
 
-    def experts(self, **options: Any) -> ExpertsConfig:
-        """Return experts of these sizes, unless the options have an `mlp_dim`."""
-        return ExpertsConfig(**{"mlp_dim": self.mlp_dim, "activation": self.activation, **options})
+    def experts(self, *, shared_dim: int | None = None, **options: Any) -> ExpertsConfig:
+        """Return experts of these sizes, unless the options have an `mlp_dim`, with a shared one of `shared_dim`."""
+        sizes = {"mlp_dim": self.mlp_dim, "activation": self.activation, **options}
+        if shared_dim is not None:
+            shared = MLPConfig(mlp_dim=shared_dim, activation=self.activation, gated=sizes.get("gated", True))
+            sizes["shared"] = shared
+        return ExpertsConfig(**sizes)
 
     def cycle_masks(self, size: int, period: int, kind: LocalMask = SlidingWindow) -> tuple[Mask, ...]:
         """Return the mask of each layer: causal in every `period`-th, and a window of `size` in the others."""
@@ -102,104 +108,76 @@ class DecoderSizes:
         )
 
 
-def read_shape(
-    fields: Fields,
+def decoder_sizes(
     *,
     num_kv_heads: int | None = None,
-    head_dim: int | None = None,
+    head_dim: Any = None,
     eps: float = 1e-6,
     tied: bool = False,
     activation: str = "silu",
     attention_bias: bool = False,
     keys: Mapping[str, str | None] = {},
-) -> DecoderSizes:
-    """Read the sizes of a `config.json`; the arguments are transformers' defaults.
+    paths: Mapping[str, Path] = {},
+    words: Mapping[str, str] = ACTIVATIONS,
+) -> Group:
+    """Return the rows of `DecoderSizes`, called `shape`; the arguments are transformers' defaults.
 
     `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. `keys` maps
-    Llama's keys to the family's; None where it has no such key.
+    Llama's keys to the family's; None where it has no such key. `paths` has paths of Llama's keys where they
+    differ, and `words` the names of activations.
     """
 
-    def ask(read: Callable[..., T], key: str, *default: Any, **options: Any) -> T:
-        family_key = keys.get(key, key)
-        return default[0] if family_key is None else read(family_key, *default, **options)
+    def heads(values: Any) -> Any:
+        return values["num_heads"]
 
-    heads, embed = ask(fields.integer, "num_attention_heads"), ask(fields.integer, "hidden_size")
-    kv_heads = ask(fields.integer, "num_key_value_heads", num_kv_heads or heads, null=heads)
-    width = ask(fields.integer, "head_dim", head_dim)
-    if width is None:
-        if embed % heads:
-            names = keys.get("hidden_size", "hidden_size"), keys.get("num_attention_heads", "num_attention_heads")
-            more = ", or head_dim given" if "head_dim" not in keys else ""
-            raise fields.error(f"{names[0]}={embed} must be a multiple of {names[1]}={heads}{more}.")
-        width = embed // heads
-    return DecoderSizes(
-        vocab_size=ask(fields.integer, "vocab_size"),
-        embed_dim=embed,
-        num_layers=ask(fields.layers, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=width,
-        mlp_dim=ask(fields.integer, "intermediate_size"),
-        eps=ask(fields.number, "rms_norm_eps", eps),
-        tied=ask(fields.flag, "tie_word_embeddings", tied),
-        activation=fields.word(keys.get("hidden_act") or "hidden_act", ACTIVATIONS, activation),
-        init_std=ask(fields.number, "initializer_range", 0.02),
-        attention_bias=ask(fields.flag, "attention_bias", attention_bias),
+    rows = (
+        Integer("num_attention_heads", "attention.num_heads", name="num_heads"),
+        Integer("hidden_size", "embed_dim"),
+        Integer(
+            "num_key_value_heads", "attention.num_kv_heads", num_kv_heads or heads, null=heads, name="num_kv_heads"
+        ),
+        _HeadDim("head_dim", "attention.head_dim", head_dim, keys=keys),
+        Integer("vocab_size", "vocab_size"),
+        Layers("num_hidden_layers", "blocks", name="num_layers"),
+        Integer("intermediate_size", "mlp.mlp_dim"),
+        Number("rms_norm_eps", "final_norm.eps", eps),
+        Flag("tie_word_embeddings", "tied", tied),
+        Word("hidden_act", "mlp.activation", activation, known=words),
+        Number("initializer_range", "init_std", 0.02),
+        Flag("attention_bias", "attention.qkv_bias", attention_bias, name="attention_bias"),
     )
+    named = (
+        dataclasses.replace(
+            row, key=keys.get(row.key, row.key) or "", path=paths.get(row.key, row.path), name=row.keyword
+        )
+        for row in rows
+    )
+    return Group("shape", DecoderSizes, tuple(named))
 
 
-def write_shape(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> dict[str, Any]:
-    """Return the keys that `read_shape` reads with these `keys`."""
-    mlp = config.blocks[0].mlp
-    if not isinstance(mlp, MLPConfig):
-        raise ConversionError(f"DecoderConfig.blocks[0].mlp={mlp!r} must be an MLPConfig.")
-    written = {"intermediate_size": mlp.mlp_dim, "hidden_act": activation_name(mlp.activation)}
-    return write_sizes(config, keys) | _translated(written, keys)
+@dataclasses.dataclass(frozen=True)
+class _HeadDim(Integer):
+    """Features of a head, by default `hidden_size / num_attention_heads`; `keys` has the family's names of the two."""
 
+    _: dataclasses.KW_ONLY
+    keys: Mapping[str, str | None]
 
-def write_sizes(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> dict[str, Any]:
-    """Return the keys that `read_shape` reads with these `keys`, without those of the MLP."""
-    mixer = first_mixer(config, AttentionConfig)
-    heads = {
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        "attention_bias": mixer.qkv_bias,
-    }
-    return _translated(write_outer(config) | heads, keys)
-
-
-def _translated(settings: Mapping[str, Any], keys: Mapping[str, str | None]) -> dict[str, Any]:
-    named = ((keys.get(key, key), value) for key, value in settings.items())
-    return {key: value for key, value in named if key is not None}
-
-
-def write_outer(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys that are about no layer."""
-    if config.final_norm is None:
-        raise ConversionError("DecoderConfig.final_norm=None: there must be a final norm.")
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "num_hidden_layers": len(config.blocks),
-        "rms_norm_eps": config.final_norm.eps,
-        "tie_word_embeddings": config.tied,
-        "initializer_range": config.init_std,
-    }
+    def read(self, fields: Fields, values: Any) -> None:
+        super().read(fields, values)
+        if values["head_dim"] is not None:
+            return
+        embed, heads = values["embed_dim"], values["num_heads"]
+        if embed % heads:
+            size, count = (self.keys.get(key, key) for key in ("hidden_size", "num_attention_heads"))
+            more = ", or head_dim given" if self.key else ""
+            raise fields.error(f"{size}={embed} must be a multiple of {count}={heads}{more}.")
+        values["head_dim"] = embed // heads
 
 
 def map_blocks(config: DecoderConfig, change: Callable[[BlockConfig], BlockConfig]) -> DecoderConfig:
     """Return the configuration with all blocks changed; equal blocks are changed once."""
     blocks = {block: change(block) for block in dict.fromkeys(config.blocks)}
     return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks))
-
-
-def first_mixer(config: DecoderConfig, kind: type[T]) -> T:
-    """Return the first mixer of this class; ConversionError where there is none."""
-    mixer = next((block.mixer for block in config.blocks if isinstance(block.mixer, kind)), None)
-    if mixer is None:
-        raise ConversionError(f"DecoderConfig.blocks: no layer has a mixer with an {kind.__name__}.")
-    return mixer
 
 
 def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
@@ -214,10 +192,19 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
 LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chunked: "chunked_attention"}
 
 
-def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 4096) -> tuple[Mask, ...]:
-    """Read the masks of `DecoderSizes.cycle_masks`, unless `layer_types` differs; `window` is the default size."""
-    size = fields.integer("sliding_window", window, null=None)
-    return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
+def cycle_masks(period: int | None = None, *, window: int = 4096, default: int | None = None) -> Rule:
+    """Return the row of the masks of `DecoderSizes.cycle_masks`, unless `layer_types` differs.
+
+    `window` is transformers' default for their size, and `default` what is written where no layer has one. Without a
+    `period` it is the value `_period`.
+    """
+
+    def read(fields: Fields, values: Values) -> tuple[Mask, ...]:
+        layers, cycle = values["shape"].num_layers, period or values["_period"]
+        size = fields.integer("sliding_window", window, null=None)
+        return read_masks(fields, size, [(index + 1) % cycle != 0 for index in range(layers)])
+
+    return Rule("masks", read, functools.partial(write_masks, default=default))
 
 
 def read_masks(
@@ -236,32 +223,38 @@ def read_masks(
     return tuple(mask if flag else Causal() for flag in local)
 
 
-HYBRID_TYPES = ("linear_attention", "full_attention")
-
-
-def read_hybrid_layers(fields: Fields, layers: int, interval: int | None) -> tuple[bool, ...]:
-    """Return True for layers with attention, not recurrence, by `layer_types` or every `interval`-th."""
-    legacy = {"mamba": HYBRID_TYPES[0], "attention": HYBRID_TYPES[1]}
-    types = fields.words("layer_types", (*HYBRID_TYPES, *legacy), layers)
-    if types is None:
-        types = [HYBRID_TYPES[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
-    full = tuple(legacy.get(kind, kind) == HYBRID_TYPES[1] for kind in types)
-    if not any(full):
-        raise fields.error("no layer has attention: check layer_types.")
-    return full
-
-
-def write_hybrid_layers(config: DecoderConfig, *attention: type) -> dict[str, Any]:
-    """Return `layer_types`; the classes are those of attention."""
-    return {"layer_types": [HYBRID_TYPES[isinstance(block.mixer, attention)] for block in config.blocks]}
-
-
 def write_masks(
     config: DecoderConfig, kind: LocalMask = SlidingWindow, key: str = "sliding_window", *, default: int | None = None
 ) -> dict[str, Any]:
     """Return `layer_types`, and the one size that local masks share; `default` where there is none."""
     types = [LAYER_TYPES[type(mixer.mask)] for mixer in attentions(config)]
     return {"layer_types": types, key: find_window(config, kind) or default}
+
+
+HYBRID_TYPES = ("linear_attention", "full_attention")
+
+
+def hybrid_layers(*attention: type) -> Rule:
+    """Return the row of flags for layers with attention, of these classes, not recurrence.
+
+    `layer_types` says it or, where there is none, the value `_interval`: every such layer has attention.
+    """
+    legacy = {"mamba": HYBRID_TYPES[0], "attention": HYBRID_TYPES[1]}
+
+    def read(fields: Fields, values: Values) -> tuple[bool, ...]:
+        layers, interval = values["shape"].num_layers, values.get("_interval")
+        types = fields.words("layer_types", (*HYBRID_TYPES, *legacy), layers)
+        if types is None:
+            types = [HYBRID_TYPES[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
+        full = tuple(legacy.get(kind, kind) == HYBRID_TYPES[1] for kind in types)
+        if not any(full):
+            raise fields.error("no layer has attention: check layer_types.")
+        return full
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {"layer_types": [HYBRID_TYPES[isinstance(block.mixer, attention)] for block in config.blocks]}
+
+    return Rule("full", read, write)
 
 
 def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int | None:
@@ -313,13 +306,27 @@ def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
 GATED_MLP = gated_mlp(_LAYER + "mlp.")
 
 
+def plain_mlp(prefix: str, path: str = "mlp.", up: str = "up_proj", down: str = "down_proj") -> tuple[Weight, ...]:
+    """Return the rows of an MLP without a gate."""
+    return (
+        Weight(f"{prefix}{up}.weight", path + "up", "mlp embed -> embed mlp"),
+        Weight(f"{prefix}{up}.bias", path + "up_bias", "mlp -> mlp"),
+        Weight(f"{prefix}{down}.weight", path + "down", "embed mlp -> mlp embed"),
+        Weight(f"{prefix}{down}.bias", path + "down_bias", "embed -> embed"),
+    )
+
+
+def norm(name: str, path: str) -> tuple[Weight, ...]:
+    """Return the rows of a norm."""
+    return (
+        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm"),
+        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm"),
+    )
+
+
 def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
     """Return the rows of norms with these names: `pre_mixer_norm="input_layernorm"`."""
-    return tuple(
-        Weight(f"{prefix}{name}.{tensor}", f"{path}.{weight}", "norm -> norm")
-        for path, name in names.items()
-        for tensor, weight in (("weight", "scale"), ("bias", "bias"))
-    )
+    return tuple(row for path, name in names.items() for row in norm(prefix + name, path))
 
 
 PRE_NORMS = norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")

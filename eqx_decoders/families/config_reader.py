@@ -9,7 +9,7 @@ from eqx_decoders.errors import ConversionError
 
 
 T = TypeVar("T")
-_REQUIRED: Any = object()
+REQUIRED: Any = object()
 _LARGEST = 2**31 - 1
 MOST_LAYERS = 1024
 
@@ -100,13 +100,13 @@ class Fields:
         """Return True if `key` was read."""
         return key in self._read
 
-    def take(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> Any:
+    def take(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
         """Return the raw value of `key`."""
         self._read.add(key)
-        if key in self.content and self.content[key] is None and null is not _REQUIRED:
+        if key in self.content and self.content[key] is None and null is not REQUIRED:
             return null
         value = self.content.get(key)
-        if value is None and default is _REQUIRED:
+        if value is None and default is REQUIRED:
             raise self.error(f"{key} is missing, and the model's shape depends on it: add it.")
         return default if value is None else value
 
@@ -117,19 +117,19 @@ class Fields:
             raise self.error(f"{key}={abbreviate(value)} must be {rule}.")
         return value
 
-    def integer(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED, least: int = 1) -> Any:
+    def integer(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED, least: int = 1) -> Any:
         """Read an integer between `least` and 2^31 - 1."""
         rule = f"an integer of at least {least}, at most {_LARGEST}"
         return self._checked(key, default, null, lambda x: _is_integer(x) and least <= x <= _LARGEST, rule)
 
-    def layers(self, key: str, default: Any = _REQUIRED) -> int:
+    def layers(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED) -> int:
         """Read the number of layers: an integer with a bound, since each layer has a configuration of its own."""
-        count = self.integer(key, default)
+        count = self.integer(key, default, null=null)
         if count > MOST_LAYERS:
             raise self.error(f"{key}={count} must be at most {MOST_LAYERS}.")
         return count
 
-    def number(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED) -> Any:
+    def number(self, key: str, default: Any = REQUIRED, *, null: Any = REQUIRED) -> Any:
         """Read a finite number above 0, as a float."""
         rule = "a finite number above 0"
         value = self._checked(
@@ -137,16 +137,16 @@ class Fields:
         )
         return float(value) if _is_integer(value) else value
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool, *, null: Any = REQUIRED) -> bool:
         """Read true or false."""
-        return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, bool), "true or false")
+        return self._checked(key, default, null, lambda x: isinstance(x, bool), "true or false")
 
-    def numbers(self, key: str, default: Sequence[int] = ()) -> Sequence[int]:
+    def numbers(self, key: str, default: Sequence[int] = (), *, null: Any = REQUIRED) -> Sequence[int]:
         """Read a list of integers."""
         rule = "a list of whole numbers"
-        return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
+        return self._checked(key, default, null, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
 
-    def word(self, key: str, known: Mapping[str, T], default: str = _REQUIRED) -> T:
+    def word(self, key: str, known: Mapping[str, T], default: str = REQUIRED) -> T:
         """Return the value that `known` has for the word under `key`."""
         value = self.take(key, default)
         if not isinstance(value, str) or value not in known:
@@ -155,7 +155,7 @@ class Fields:
 
     def table(self, key: str) -> "Fields | None":
         """Read a nested object; None where there is none."""
-        value = self._checked(key, None, _REQUIRED, lambda x: isinstance(x, dict), "an object")
+        value = self._checked(key, None, REQUIRED, lambda x: isinstance(x, dict), "an object")
         return None if value is None else Fields(value, f"{self.where}: {key}")
 
     def carry(self, key: str, ignored: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Fields:
         """Read a list of `length` known words, of any length for None; None where there is no list."""
         rule = "a list of words"
         value = self._checked(
-            key, None, _REQUIRED, lambda x: isinstance(x, list) and all(isinstance(word, str) for word in x), rule
+            key, None, REQUIRED, lambda x: isinstance(x, list) and all(isinstance(word, str) for word in x), rule
         )
         if value is None:
             return None

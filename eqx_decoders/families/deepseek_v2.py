@@ -3,41 +3,40 @@
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, WEIGHTS, deepseek, latent_attention, read_deepseek, write_deepseek
+from eqx_decoders.families._deepseek import MLP, WEIGHTS, deepseek, deepseek_settings, latent_attention, router_settings
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag, Only, Word, value_at
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import YarnRope
-from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    grouped = fields.word("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
-    groups, groups_per_token = fields.integer("n_group", 1), fields.integer("topk_group", 1)
-    fields.allow_only("scoring_func", "softmax")
-    router = RouterConfig(
+def _router(*, grouped: bool, groups: int, groups_per_token: int, scaling_factor: float) -> RouterConfig:
+    return RouterConfig(
         order="score_first",
         num_groups=groups if grouped else 1,
         groups_per_token=groups_per_token if grouped else 1,
-        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        scaling_factor=scaling_factor,
     )
-    defaults: dict[str, Any] = dict(num_experts=64, num_shared=2, expert_dim=1407, num_dense_layers=0)
-    return read_deepseek(fields, router, **defaults, interleaved=True, mlp_bias=fields.flag("mlp_bias", False))
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    experts = moe.experts_of(config)
-    method = "group_limited_greedy" if experts.router.num_groups > 1 else "greedy"
-    bias = experts.shared is not None and experts.shared.bias
-    return write_deepseek(config) | {"topk_method": method, "mlp_bias": bias}
-
-
+_METHOD = Word(
+    "topk_method", lambda config: value_at(config, "experts.router.num_groups") > 1, "greedy", name="grouped",
+    known={"greedy": False, "group_limited_greedy": True},
+)  # fmt: skip
 FAMILY = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        router_settings(_router, _METHOD, scale=1.0, groups=1, chosen=1),
+        Only("scoring_func", "softmax"),
+        *deepseek_settings(
+            rope_settings("_rope", pairing="interleaved"), num_experts=64, shared=2, expert_dim=1407, num_dense_layers=0
+        ),
+        Flag("mlp_bias", "experts.shared.bias", False, name="mlp_bias"),
+    ),
+    build=deepseek,
     weights=WEIGHTS,
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS

@@ -7,13 +7,13 @@ from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import (
     MLP,
     V3_COPIES,
+    V3_SETTINGS,
     V3_WEIGHTS,
     V3_YARN,
-    read_v3,
+    deepseek_v3,
     v3_671b,
     v3_model,
     v3_router,
-    write_v3,
 )
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.layers.rope import YarnRope
@@ -22,8 +22,8 @@ from eqx_decoders.layers.rope import YarnRope
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    read=read_v3,
-    write=write_v3,
+    settings=V3_SETTINGS,
+    build=deepseek_v3,
     weights=V3_WEIGHTS,
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,

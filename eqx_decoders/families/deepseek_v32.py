@@ -3,50 +3,49 @@
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_COPIES, V3_WEIGHTS, read_v3, v3_671b, with_indexer, write_v3
+from eqx_decoders.families._deepseek import MLP, V3_COPIES, V3_SETTINGS, V3_WEIGHTS, deepseek_v3, v3_671b, with_indexer
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Group, Integer, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.indexer import IndexerConfig
-from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    indexer = IndexerConfig(
-        num_heads=fields.integer("index_n_heads", 64),
-        head_dim=fields.integer("index_head_dim", 128),
-        top_k=fields.integer("index_topk", 2048),
-    )
-    layers = fields.layers("num_hidden_layers", 61)
-    dense = min(fields.integer("first_k_dense_replace", 3, least=0), layers)
-    fields.allow_only("layer_types", ["indexed_attention"] * layers)
-    fields.allow_only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
-    fields.allow_only("rope_interleave", True)
-    return with_indexer(read_v3(fields), indexer)
+def _layer_types(layers: int, dense: int) -> dict[str, list[str]]:
+    dense = min(dense, layers)
+    kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+    return {"layer_types": ["indexed_attention"] * layers, "mlp_layer_types": kinds}
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.blocks[0].mixer
-    if not isinstance(mixer, LatentAttentionConfig) or mixer.indexer is None:
-        return {}
-    settings = write_v3(config)
-    dense, layers = settings["first_k_dense_replace"], len(config.blocks)
-    return settings | {
-        "index_n_heads": mixer.indexer.num_heads,
-        "index_head_dim": mixer.indexer.head_dim,
-        "index_topk": mixer.indexer.top_k,
-        "layer_types": ["indexed_attention"] * layers,
-        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
-    }
+def _check_layer_types(fields: Fields, values: Values) -> None:
+    for key, types in _layer_types(values["shape"].num_layers, values["num_dense_layers"]).items():
+        fields.allow_only(key, types)
+
+
+def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
+    return _layer_types(len(config.blocks), moe.sparse_layers(config)[0])
+
+
+def _deepseek_v32(*, indexer: IndexerConfig, **options: Any) -> DecoderConfig:
+    return with_indexer(deepseek_v3(**options), indexer)
 
 
 _INDEXER = "model.layers.{layer}.self_attn.indexer."
 FAMILY = Family(
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Group("indexer", IndexerConfig, (
+            Integer("index_n_heads", "num_heads", 64),
+            Integer("index_head_dim", "head_dim", 128),
+            Integer("index_topk", "top_k", 2048),
+        ), path="latent.indexer"),
+        Only("rope_interleave", True),
+        *V3_SETTINGS,
+        Rule("", _check_layer_types, _write_layer_types),
+    ),
+    build=_deepseek_v32,
     weights=(
         *V3_WEIGHTS,
         Weight(_INDEXER + "wq_b.weight", "mixer.indexer.query", "(heads head_dim) q_rank -> q_rank heads head_dim"),
@@ -58,6 +57,6 @@ FAMILY = Family(
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "transformers' MLP of this model never has one"},
     copies=V3_COPIES,
-)
+)  # fmt: skip
 
 MODELS = {"deepseek32-671b": lambda: with_indexer(v3_671b(), IndexerConfig())}

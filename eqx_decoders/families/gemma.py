@@ -2,10 +2,11 @@
 
 import functools
 
-from eqx_decoders.families.common import DecoderSizes, llama_weights, read_shape, write_shape
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Rule, Values
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -18,19 +19,21 @@ def gemma(shape: DecoderSizes, *, rope: Rope = Rope()) -> DecoderConfig:
     return shape.decoder(block, norm, embedding_scale=shape.embed_dim**0.5)
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    # the first files say "gelu" and mean its tanh approximation; transformers reads them so, and reads this key alone
+def _tanh(fields: Fields, values: Values) -> None:
+    """Read "gelu" as its tanh approximation, as transformers does: the first files mean it."""
     if fields.content.get("hidden_act") == "gelu":
         fields.content["hidden_act"] = "gelu_pytorch_tanh"
-    shape = read_shape(fields, num_kv_heads=16, head_dim=256, tied=True, activation="gelu_pytorch_tanh")
-    return gemma(shape, rope=read_rope(fields))
 
 
 FAMILY = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
-    read=_read,
-    write=lambda config: write_shape(config) | write_rope(config),
+    settings=(
+        Rule("", _tanh),
+        decoder_sizes(num_kv_heads=16, head_dim=256, tied=True, activation="gelu_pytorch_tanh"),
+        rope_settings(),
+    ),
+    build=gemma,
     weights=llama_weights(),
     ignored_keys={"hidden_activation": "transformers reads hidden_act"},
 )

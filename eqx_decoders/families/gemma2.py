@@ -3,15 +3,11 @@
 import functools
 from typing import Any
 
-from eqx_decoders.families._gemma import IGNORED_ACTIVATION_KEY, gemma_decoder, read_gemma_shape, write_gemma
-from eqx_decoders.families.common import (
-    DecoderSizes,
-    llama_weights,
-    read_cycle_masks,
-)
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families._gemma import GEMMA_SETTINGS, IGNORED_ACTIVATION_KEY, gemma_decoder
+from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Number
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -31,23 +27,17 @@ def gemma2(
     return gemma_decoder(shape, (shape.attention(mask=mask, **options) for mask in masks), logit_cap)
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_gemma_shape(fields)
-    return gemma2(
-        shape,
-        masks=read_cycle_masks(fields, shape.num_layers, 2),
-        query_scalar=fields.integer("query_pre_attn_scalar", 256),
-        rope=read_rope(fields),
-        attention_cap=fields.number("attn_logit_softcapping", 50.0, null=None),
-        logit_cap=fields.number("final_logit_softcapping", 30.0, null=None),
-    )
-
-
 FAMILY = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    read=_read,
-    write=lambda config: write_gemma(config) | write_rope(config),
+    settings=(
+        *GEMMA_SETTINGS,
+        cycle_masks(2, default=4096),
+        rope_settings(),
+        Number("attn_logit_softcapping", "attention.soft_cap", 50.0, null=None, name="attention_cap"),
+        Number("final_logit_softcapping", "logit_soft_cap", 30.0, null=None, name="logit_cap"),
+    ),
+    build=gemma2,
     weights=llama_weights(norms="sandwich"),
     ignored_keys=IGNORED_ACTIVATION_KEY,
 )

@@ -2,11 +2,11 @@
 
 import functools
 
-from eqx_decoders.families._gemma import IGNORED_ACTIVATION_KEY, gemma_decoder, read_gemma_shape, write_gemma
-from eqx_decoders.families.common import DecoderSizes, llama_weights, read_cycle_masks
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families._gemma import GEMMA_SETTINGS, IGNORED_ACTIVATION_KEY, gemma_decoder
+from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_ropes, write_ropes
+from eqx_decoders.families.rope_config import RopesByLayer
+from eqx_decoders.families.settings_table import Integer, Number, Only
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -33,25 +33,18 @@ def gemma3(
     return gemma_decoder(shape, map(mixer, masks), logit_cap)
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_gemma_shape(fields)
-    fields.allow_only("attn_logit_softcapping")  # transformers has the key and never applies it
-    ropes = read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq")
-    return gemma3(
-        shape,
-        masks=read_cycle_masks(fields, shape.num_layers, fields.integer("sliding_window_pattern", 6)),
-        query_scalar=fields.integer("query_pre_attn_scalar", 256),
-        rope=ropes["full_attention"],
-        local_rope=ropes["sliding_attention"],
-        logit_cap=fields.number("final_logit_softcapping", None),
-    )
-
-
 FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    read=_read,
-    write=lambda config: write_gemma(config) | write_ropes(config),
+    settings=(
+        *GEMMA_SETTINGS,
+        Only("attn_logit_softcapping", written=True),  # transformers has the key and never applies it
+        RopesByLayer(theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq"),
+        Integer("sliding_window_pattern", None, 6, name="_period"),
+        cycle_masks(default=4096),
+        Number("final_logit_softcapping", "logit_soft_cap", None, name="logit_cap"),
+    ),
+    build=gemma3,
     weights=llama_weights(norms="sandwich"),
     ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types says it"},
 )

@@ -5,22 +5,26 @@ The tokens of an image attend to all of it, in layers with a window and without.
 
 import dataclasses
 import math
-from typing import Any
 
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
-from eqx_decoders.families._siglip import siglip
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import (
-    ExtendedModel,
-    MultimodalFamily,
-    attention,
-    finish,
-    norm,
-    plain_mlp,
-    with_defaults,
-    with_spans,
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.families._siglip import siglip, siglip_weights
+from eqx_decoders.families.common import norm
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.multimodal import LANGUAGE_MODEL, ExtendedModel, MultimodalFamily, token, with_spans
+from eqx_decoders.families.settings_table import (
+    Check,
+    Defaults,
+    Flag,
+    Integer,
+    Number,
+    Renamed,
+    Rule,
+    Values,
+    activation,
+    value_at,
 )
-from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes, read_sizes, vision_fields, vision_of, write_sizes
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -46,74 +50,36 @@ _DEFAULTS = {
 }
 
 
-def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    if config.logit_soft_cap is not None:
-        cap = f"final_logit_softcapping={config.logit_soft_cap}"
-        raise fields.error(f"text_config: {cap} must be null: transformers ignores it in models with an encoder.")
-    for name in ("image_token", "boi_token", "eoi_token"):
-        fields.rename(f"{name}_id", f"{name}_index")
-    vision = _read_vision(fields, config.embed_dim)
-    return gemma3_vision(config, vision, image_token=fields.integer("image_token_index", IMAGE, least=0))
-
-
-def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
-    table = vision_fields(fields)
-    sizes = read_sizes(table, width=768, heads=12, layers=12, mlp_dim=3072, size=16)
-    pixels, size = table.integer("image_size", 224), sizes["size"]
-    if pixels % size:
-        raise table.error(f"image_size={pixels} must be a multiple of patch_size={size}.")
-    side, tokens = pixels // size, fields.integer("mm_tokens_per_image", 256)
+def _read_merge(fields: Fields, values: Values) -> int:
+    side, tokens = values["side"], values["_tokens"]
     if math.isqrt(tokens) ** 2 != tokens or side % math.isqrt(tokens):
         rule = f"must be a square whose root divides the {side} patches of a side"
-        raise fields.error(f"mm_tokens_per_image={tokens} {rule}: they are averages of equally many patches.")
-    table.flag("vision_use_head", True)  # nothing reads what it makes
-    encoder_sizes = EncoderSizes(
-        **sizes,
-        out_dim=out_dim,
-        merge=side // math.isqrt(tokens),
-        activation=table.word("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
-    )
-    encoder = siglip(encoder_sizes, side=side, eps=table.number("layer_norm_eps", 1e-6))
-    finish(fields, "vision_config", table, {"initializer_range": "of new weights"})
-    return encoder
+        raise ConfigError(f"mm_tokens_per_image={tokens} {rule}: they are averages of equally many patches.")
+    return side // math.isqrt(tokens)
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    media, vision = vision_of(config)
-    mlp: Any = vision.blocks[0].mlp
-    stem: Any = vision.stem
-    post_norm: Any = vision.post_norm
-    return {
-        "image_token_index": media.image_token,
-        "mm_tokens_per_image": (stem.positions.side // stem.merge) ** 2,
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            **write_sizes(vision),
-            "layer_norm_eps": post_norm.eps,
-            "hidden_act": activation_name(mlp.activation),
-            "vision_use_head": False,
-        },
-    }
+def _tokens(config: DecoderConfig) -> int:
+    stem = value_at(config, "media.vision.stem")
+    return (value_at(stem, "positions.side") // stem.merge) ** 2
 
 
-_LAYER = "vision_tower.encoder.layers.{layer}."
+_VISION = vision_config(
+    siglip,
+    *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=16),
+    *grid_side(224),
+    Check(
+        lambda values: values["_pixels"] % values["size"] == 0,
+        "image_size={_pixels} must be a multiple of patch_size={size}.",
+    ),
+    Rule("merge", _read_merge),
+    Flag("vision_use_head", lambda encoder: False, True, name="_head"),  # nothing reads what it makes
+    activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
+    Number("layer_norm_eps", "post_norm.eps", 1e-6),
+    model_type="siglip_vision_model",
+    ignored={"initializer_range": "of new weights"},
+)
 WEIGHTS = (
-    Weight(
-        "vision_tower.embeddings.patch_embedding.weight",
-        "vision.stem.kernel",
-        KERNEL,
-    ),
-    Weight("vision_tower.embeddings.patch_embedding.bias", "vision.stem.bias", "embed -> embed"),
-    Weight(
-        "vision_tower.embeddings.position_embedding.weight",
-        "vision.stem.positions.table",
-        "positions embed -> positions embed",
-    ),
-    *norm(_LAYER + "layer_norm1", "vision.pre_mixer_norm"),
-    *norm(_LAYER + "layer_norm2", "vision.pre_mlp_norm"),
-    *attention(_LAYER, out="out_proj"),
-    *plain_mlp(_LAYER + "mlp.", "fc1", "fc2"),
-    *norm("vision_tower.post_layernorm", "vision.post_norm"),
+    *siglip_weights("vision_tower."),
     *norm("multi_modal_projector.mm_soft_emb_norm", "vision.projector.norm"),
     Weight(
         "multi_modal_projector.mm_input_projection_weight",
@@ -127,26 +93,25 @@ IGNORED_KEYS = {
     "initializer_range": "of new weights",
 }
 FAMILY = MultimodalFamily(
-    text="gemma3_text",
-    adapt=lambda text: with_defaults(text, _DEFAULTS),
+    text_type="gemma3_text",
+    text_settings=(Defaults(_DEFAULTS),),
     model_type="gemma3",
     architecture="Gemma3ForConditionalGeneration",
-    read=_read,
-    write=_write,
+    settings=(
+        Check(
+            lambda values: values["text"].logit_soft_cap is None,
+            "text_config: final_logit_softcapping={text.logit_soft_cap} must be null: transformers ignores it in "
+            "models with an encoder.",
+        ),
+        Renamed({f"{name}_id": f"{name}_index" for name in ("image_token", "boi_token", "eoi_token")}),
+        Integer("mm_tokens_per_image", _tokens, 256, name="_tokens"),
+        _VISION,
+        token("image_token_index", "image_token", IMAGE),
+    ),
+    build=gemma3_vision,
     weights=WEIGHTS,
-    names={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     ignored_keys=IGNORED_KEYS,
-    renamed={
-        r"^model\.language_model\.": "language_model.model.",
-        r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
-        r"^vision_tower\.vision_model\.": "vision_tower.",
-        r"^lm_head\.": "language_model.lm_head.",
-    },
-    modules={
-        r"^language_model\.model\.": "model.language_model.",
-        r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
-        r"^language_model\.lm_head\.": "lm_head.",
-    },
+    **{**LANGUAGE_MODEL, "renamed": {**LANGUAGE_MODEL["renamed"], r"^vision_tower\.vision_model\.": "vision_tower."}},
     ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|vision_tower\.head\..*",
 )
 

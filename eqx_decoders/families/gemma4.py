@@ -11,7 +11,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families._gemma import ACTIVATION_KEY, IGNORED_ACTIVATION_KEY, unused_kv_tensors
+from eqx_decoders.families._gemma import IGNORED_ACTIVATION_KEY, gemma_sizes, unused_kv_tensors
 from eqx_decoders.families.common import (
     LAYER_TYPES,
     DecoderSizes,
@@ -20,14 +20,13 @@ from eqx_decoders.families.common import (
     llama_weights,
     norm_weights,
     read_masks,
-    read_shape,
     write_masks,
-    write_sizes,
 )
-from eqx_decoders.families.config_reader import Fields, activation_name
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
 from eqx_decoders.families.rope_config import read_ropes, write_ropes
+from eqx_decoders.families.settings_table import Check, Flag, Integer, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
@@ -136,35 +135,25 @@ def _block(
 # --- config.json ---
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    fields.allow_only("use_bidirectional_attention", "vision")  # it is about the tokens of images
-    shape = read_shape(
-        fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=ACTIVATION_KEY
-    )
-    local = [(index + 1) % 6 != 0 for index in range(shape.num_layers)]
-    masks = (*read_masks(fields, fields.integer("sliding_window", 512), local)[:-1], Causal())  # as transformers has it
-    shared_kv = fields.flag("attention_k_eq_v", False)
-    shared_layers = fields.integer("num_kv_shared_layers", 0, least=0)
-    missing = {type(mask) for mask in masks} - {type(mask) for mask in masks[: shape.num_layers - shared_layers]}
-    if missing:
-        raise fields.error(f"num_kv_shared_layers={shared_layers} leaves no layer of each type with keys of its own.")
-    has_ropes = fields.content.get("rope_parameters") is not None
-    return gemma4(
-        shape,
-        masks=masks,
-        heads=_read_heads(fields, shape, masks, shared_kv),
-        ropes=read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key=None) if has_ropes else ROPES,
-        shared_kv=shared_kv,
-        num_kv_shared_layers=shared_layers,
-        double_wide=fields.flag("use_double_wide_mlp", False),
-        experts=_read_experts(fields),
-        per_layer=_read_per_layer(fields, shape),
-        logit_cap=fields.number("final_logit_softcapping", None),
-    )
+def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
+    local = [(index + 1) % 6 != 0 for index in range(values["shape"].num_layers)]
+    return (*read_masks(fields, fields.integer("sliding_window", 512), local)[:-1], Causal())  # as transformers has it
 
 
-def _read_heads(fields: Fields, shape: DecoderSizes, masks: tuple[Mask, ...], shared_kv: bool) -> tuple[Heads, ...]:
+def _read_rope_tables(fields: Fields, values: Values) -> dict[str, Rope]:
+    if fields.content.get("rope_parameters") is None:
+        return ROPES
+    return read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key=None)
+
+
+def _has_own_keys(values: Values) -> bool:
+    masks, shared = values["masks"], values["num_kv_shared_layers"]
+    return {type(mask) for mask in masks} == {type(mask) for mask in masks[: max(0, len(masks) - shared)]}
+
+
+def _read_heads(fields: Fields, values: Values) -> tuple[Heads, ...]:
     """Read the heads from `per_layer_config`, or from `global_…` keys in older files."""
+    shape, masks, shared_kv = values["shape"], values["masks"], values["shared_kv"]
     head_dim = fields.integer("global_head_dim", 512)
     kv_heads = fields.integer("num_global_key_value_heads", None)
     default = (shape.num_kv_heads, shape.head_dim)
@@ -187,54 +176,51 @@ def _read_heads(fields: Fields, shape: DecoderSizes, masks: tuple[Mask, ...], sh
     return tuple(heads)
 
 
-def _read_experts(fields: Fields) -> dict[str, int] | None:
-    keys = {
-        "num_experts": "num_experts",
-        "top_k_experts": "num_experts_per_token",
-        "moe_intermediate_size": "mlp_dim",
-    }
+_EXPERT_KEYS = {
+    "num_experts": "num_experts",
+    "top_k_experts": "num_experts_per_token",
+    "moe_intermediate_size": "mlp_dim",
+}
+
+
+def _read_experts(fields: Fields, values: Values) -> dict[str, int] | None:
     if not fields.flag("enable_moe_block", False):
-        for key in keys:  # without effect
+        for key in _EXPERT_KEYS:  # without effect
             fields.take(key, None)
         return None
-    return {name: fields.integer(key) for key, name in keys.items()}
+    return {name: fields.integer(key) for key, name in _EXPERT_KEYS.items()}
 
 
-def _read_per_layer(fields: Fields, shape: DecoderSizes) -> PerLayerEmbeddingConfig | None:
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    experts = first_layer(config, "experts")
+    sizes = {key: None if experts is None else getattr(experts, name) for key, name in _EXPERT_KEYS.items()}
+    return {"enable_moe_block": experts is not None, **sizes}
+
+
+def _read_per_layer(fields: Fields, values: Values) -> PerLayerEmbeddingConfig | None:
     features = fields.integer("hidden_size_per_layer_input", 256, null=0, least=0)
     vocab_size = fields.integer("vocab_size_per_layer_input", 262_144, least=1 if features else 0)
-    return _per_layer(shape, features, vocab_size) if features else None
+    return _per_layer(values["shape"], features, vocab_size) if features else None
+
+
+def _write_per_layer(config: DecoderConfig) -> dict[str, Any]:
+    per_layer = config.per_layer_embedding
+    return {
+        "hidden_size_per_layer_input": 0 if per_layer is None else per_layer.features,
+        "vocab_size_per_layer_input": config.vocab_size if per_layer is None else per_layer.vocab_size,
+    }
 
 
 def _per_layer(shape: DecoderSizes, features: int = 256, vocab_size: int = 262_144) -> PerLayerEmbeddingConfig:
     return PerLayerEmbeddingConfig(features=features, vocab_size=vocab_size, norm=shape.norm, init_std=shape.init_std)
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixers, per_layer = attentions(config), config.per_layer_embedding
-    experts = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
-    dense, wide = (_dense(config.blocks[index]) for index in (0, -1))
-    shared_layers = sum(mixer.kv_shared_from is not None for mixer in mixers)
-    return (
-        write_sizes(config, ACTIVATION_KEY)
-        | write_masks(config, default=512)
-        | write_ropes(config)
-        | {
-            "intermediate_size": dense.mlp_dim,
-            "hidden_activation": activation_name(dense.activation),
-            "final_logit_softcapping": config.logit_soft_cap,
-            "per_layer_config": _write_heads(mixers),
-            "attention_k_eq_v": any(mixer.shared_kv for mixer in mixers),
-            "num_kv_shared_layers": shared_layers,
-            "use_double_wide_mlp": shared_layers > 0 and wide.mlp_dim != dense.mlp_dim,
-            "enable_moe_block": experts is not None,
-            "num_experts": None if experts is None else experts.num_experts,
-            "top_k_experts": None if experts is None else experts.num_experts_per_token,
-            "moe_intermediate_size": None if experts is None else experts.mlp_dim,
-            "hidden_size_per_layer_input": 0 if per_layer is None else per_layer.features,
-            "vocab_size_per_layer_input": config.vocab_size if per_layer is None else per_layer.vocab_size,
-        }
-    )
+def _num_shared(config: DecoderConfig) -> int:
+    return sum(mixer.kv_shared_from is not None for mixer in attentions(config))
+
+
+def _is_double_wide(config: DecoderConfig) -> bool:
+    return _num_shared(config) > 0 and _dense(config.blocks[-1]).mlp_dim != _dense(config.blocks[0]).mlp_dim
 
 
 def _dense(block: BlockConfig) -> MLPConfig:
@@ -245,23 +231,44 @@ def _dense(block: BlockConfig) -> MLPConfig:
     return mlp
 
 
-def _write_heads(mixers: tuple[AttentionConfig, ...]) -> dict[str, dict[str, int]]:
+def _write_heads(config: DecoderConfig) -> dict[str, Any]:
     """Return the sizes in which layers differ from the first."""
-    sizes_by_layer: dict[str, dict[str, int]] = {}
-    for index, mixer in enumerate(mixers):
-        sizes = {"head_dim": mixer.head_dim, "num_key_value_heads": mixer.num_kv_heads}
-        first = {"head_dim": mixers[0].head_dim, "num_key_value_heads": mixers[0].num_kv_heads}
-        other = {key: size for key, size in sizes.items() if size != first[key]}
-        sizes_by_layer |= {str(index): other} if other else {}
-    return sizes_by_layer
+    keys = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    mixers = attentions(config)
+    layers = (
+        {key: getattr(mixer, name) for key, name in keys.items() if getattr(mixer, name) != getattr(mixers[0], name)}
+        for mixer in mixers
+    )
+    return {"per_layer_config": {str(index): sizes for index, sizes in enumerate(layers) if sizes}}
 
 
 _LAYER = "model.layers.{layer}."
 FAMILY = Family(
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Only("use_bidirectional_attention", "vision"),  # it is about the tokens of images
+        gemma_sizes(
+            paths={
+                "intermediate_size": lambda config: _dense(config.blocks[0]).mlp_dim,
+                "hidden_act": lambda config: _dense(config.blocks[0]).activation,
+            }
+        ),
+        Rule("masks", _read_masks, functools.partial(write_masks, default=512)),
+        Flag("attention_k_eq_v", lambda config: any(x.shared_kv for x in attentions(config)), False, name="shared_kv"),
+        Integer("num_kv_shared_layers", _num_shared, 0, least=0, name="num_kv_shared_layers"),
+        Check(
+            _has_own_keys,
+            "num_kv_shared_layers={num_kv_shared_layers} leaves no layer of each type with keys of its own.",
+        ),
+        Rule("heads", _read_heads, _write_heads),
+        Rule("ropes", _read_rope_tables, write_ropes),
+        Flag("use_double_wide_mlp", _is_double_wide, False, name="double_wide"),
+        Rule("experts", _read_experts, _write_experts),
+        Rule("per_layer", _read_per_layer, _write_per_layer),
+        Number("final_logit_softcapping", "logit_soft_cap", None, name="logit_cap"),
+    ),
+    build=gemma4,
     weights=(
         *llama_weights(norms="sandwich"),
         *gated_mlp(_LAYER + "mlp.", "mlp.shared."),

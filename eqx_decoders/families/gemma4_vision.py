@@ -14,23 +14,27 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedAxes
-from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import _gemma4_audio
 from eqx_decoders.families._gemma import unused_kv_tensors
 from eqx_decoders.families._gemma4_audio import gemma4_audio, maybe_clipped
 from eqx_decoders.families.common import gated_mlp, norm_weights
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.multimodal import (
-    ExtendedModel,
-    MultimodalFamily,
-    attention,
-    finish,
-    linear,
-    with_defaults,
-    with_spans,
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, attention, linear, token, with_spans
+from eqx_decoders.families.settings_table import (
+    ABSENT,
+    Check,
+    Defaults,
+    Flag,
+    Integer,
+    Layers,
+    Number,
+    Only,
+    Rule,
+    Values,
+    activation,
+    value_at,
 )
-from eqx_decoders.families.vision_fields import EncoderSizes
+from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, vision_config
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
@@ -134,109 +138,25 @@ _DEFAULTS = {
 }
 
 
-def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    text = fields.table("text_config")
-    assert text is not None  # it has been read
-    vision, audio = _read_vision(fields, config.embed_dim), _gemma4_audio.read_audio(fields, config.embed_dim)
-    if vision is None and audio is None:
-        raise fields.error("vision_config is missing: it describes the encoder. Without one: text_only=True.")
-    return gemma4_vision(
-        config,
-        vision,
-        whole=text.take("use_bidirectional_attention", None) == "vision",
-        audio=audio,
-        image_token=fields.integer("image_token_id", IMAGE, least=0),
-        video_token=fields.integer("video_token_id", VIDEO, least=0),
-        audio_token=fields.integer("audio_token_id", AUDIO, least=0),
-        lookup_token=text.integer("pad_token_id", 0, least=0),
-    )
+def _has_encoder(values: Values) -> bool:
+    return values["vision"] is not None or values["audio"] is not None
 
 
-def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig | None:
-    table = fields.table("vision_config")
-    if table is None:
-        return None
-    table.allow_only("attention_bias", False)  # transformers has the key and never applies it
-    heads, rope, theta = table.integer("num_attention_heads", 12), table.table("rope_parameters"), 100.0
-    if rope is not None:
-        theta = rope.number("rope_theta", theta)
-        rope.allow_only("rope_type", "axial", "default")  # the same here
-        rope.finish()
-    sizes = EncoderSizes(
-        embed_dim=table.integer("hidden_size", 768),
-        layers=table.layers("num_hidden_layers", 16),
-        heads=heads,
-        mlp_dim=table.integer("intermediate_size", 3072),
-        out_dim=out_dim,
-        size=table.integer("patch_size", 16),
-        merge=table.integer("pooling_kernel_size", 3),
-        activation=table.word("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
-    )
-    encoder = gemma4_encoder(
-        sizes,
-        kv_heads=table.integer("num_key_value_heads", 12),
-        head_dim=table.integer("head_dim", 64),
-        positions=table.integer("position_embedding_size", 10_240),
-        theta=theta,
-        eps=table.number("rms_norm_eps", 1e-6),
-        standardize=table.flag("standardize", False),
-        clipped=table.flag("use_clipped_linears", False),
-    )
-    finish(fields, "vision_config", table, _IGNORED_VISION_KEYS)
-    return encoder
+def _lookup_token(fields: Fields, values: Values) -> int:
+    return Fields(fields.content["text_config"], f"{fields.where}: text_config").integer("pad_token_id", 0, least=0)
 
 
-def _media(config: DecoderConfig) -> MediaConfig:
-    """Return the encoders; ConversionError where there are none."""
-    media = config.media
-    if media is None or (media.vision is None and media.audio is None):
-        raise ConversionError("DecoderConfig.media must have an encoder of images or of audio.")
-    return media
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    media = _media(config)
-    return {
-        "image_token_id": media.image_token,
-        "video_token_id": media.video_token,
-        **({} if media.audio is None else {"audio_token_id": media.audio_token}),
-        "audio_config": None if media.audio is None else _gemma4_audio.write_audio(media.audio),
-        "vision_config": None if media.vision is None else _write_vision(media.vision),
-    }
-
-
-def _write_vision(vision: EncoderConfig) -> dict[str, Any]:
-    mixer: Any = vision.blocks[0].mixer
-    mlp: Any = vision.blocks[0].mlp
-    stem: Any = vision.stem
-    return {
-        "model_type": "gemma4_vision",
-        "hidden_size": vision.embed_dim,
-        "num_hidden_layers": len(vision.blocks),
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        "intermediate_size": mlp.mlp_dim,
-        "hidden_activation": activation_name(mlp.activation),
-        "rms_norm_eps": mixer.value_norm.eps,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": mixer.rope.theta},
-        "patch_size": stem.size,
-        "pooling_kernel_size": stem.merge,
-        "position_embedding_size": stem.positions.size,
-        "standardize": vision.projector.standardize,
-        "use_clipped_linears": vision.clipped,
-    }
-
-
-def _adapt(text: Family) -> Family:
-    """Add the settings of the decoder that depend on its encoders."""
-
-    def write(config: DecoderConfig) -> dict[str, Any]:
-        media = _media(config)
-        settings = {"use_bidirectional_attention": "vision" if media.spans else None}
-        return text.write(config) | settings | {"pad_token_id": media.lookup_token}
-
-    return dataclasses.replace(with_defaults(text, _DEFAULTS), write=write)
+# the settings of the decoder that depend on its encoders
+_TEXT = (
+    Rule(
+        "",
+        lambda fields, values: None,
+        lambda config: {
+            "use_bidirectional_attention": "vision" if value_at(config, "media.spans") else None,
+            "pad_token_id": value_at(config, "media.lookup_token"),
+        },
+    ),
+)
 
 
 _IGNORED_VISION_KEYS = {
@@ -244,6 +164,34 @@ _IGNORED_VISION_KEYS = {
     "default_output_length": "how large processors make images",
     "global_head_dim": "no layer of an encoder has a window",
 }
+_VISION = vision_config(
+    gemma4_encoder,
+    Only("attention_bias", False),  # transformers has the key and never applies it
+    Integer("hidden_size", "embed_dim", 768),
+    Layers("num_hidden_layers", "blocks", 16, name="layers"),
+    Integer("num_attention_heads", "attention.num_heads", 12, name="heads"),
+    Integer("intermediate_size", "mlp.mlp_dim", 3072),
+    Integer("patch_size", "stem.size", 16),
+    Integer("pooling_kernel_size", "stem.merge", 3),
+    activation("hidden_activation", "mlp.activation", "gelu_pytorch_tanh"),
+    Integer("num_key_value_heads", "attention.num_kv_heads", 12, name="kv_heads"),
+    Integer("head_dim", "attention.head_dim", 64),
+    Integer("position_embedding_size", "stem.positions.size", 10_240, name="positions"),
+    axial_theta("axial", "default", default=100.0, key=""),  # the two are the same here
+    Number("rms_norm_eps", "attention.value_norm.eps", 1e-6),
+    Flag("standardize", "projector.standardize", False),
+    Flag("use_clipped_linears", "clipped", False),
+    model_type="gemma4_vision",
+    ignored=_IGNORED_VISION_KEYS,
+    what="",
+)
+
+
+def _audio_token(config: DecoderConfig) -> Any:
+    media = value_at(config, "media")
+    return ABSENT if media.audio is None else media.audio_token
+
+
 _BESIDE = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
 IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders") | {
     "audio_token_id": "of a model without an encoder of audio",
@@ -289,14 +237,23 @@ WEIGHTS = (
 )
 _NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
 FAMILY = MultimodalFamily(
-    text="gemma4_text",
-    adapt=_adapt,
+    text_type="gemma4_text",
+    text_settings=(Defaults(_DEFAULTS), *_TEXT),
     model_type="gemma4",
     architecture="Gemma4ForConditionalGeneration",
-    read=_read,
-    write=_write,
+    settings=(
+        _VISION,
+        _gemma4_audio.SETTINGS,
+        Check(_has_encoder, "vision_config is missing: it describes the encoder. Without one: text_only=True."),
+        Rule("whole", lambda fields, _: fields.content["text_config"].get("use_bidirectional_attention") == "vision"),
+        token("image_token_id", "image_token", IMAGE),
+        token("video_token_id", "video_token", VIDEO),
+        dataclasses.replace(token("audio_token_id", "audio_token", AUDIO), path=_audio_token, name="audio_token"),
+        Rule("lookup_token", _lookup_token),
+    ),
+    build=gemma4_vision,
     weights=WEIGHTS,
-    names=_NAMES,
+    text_names=_NAMES,
     ignored_keys=IGNORED_KEYS,
     ignored_tensors=lambda config: unused_kv_tensors(config, _NAMES["model."]),
 )

@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.common import DecoderSizes, attentions, norm_weights, read_shape, write_shape
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes, norm_weights
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Defaults, Flag, Integer, Renamed, Rule, Values
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -34,33 +34,13 @@ def gpt2(
     return shape.decoder(blocks, norm, positions=LearnedPositions(max_positions=max_positions))
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    for llama_key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"):
-        fields.rename(llama_key, str(_KEYS[llama_key]))  # which transformers takes as well
-    fields.content = _DEFAULTS | fields.content
+def _default_mlp(fields: Fields, values: Values) -> None:
     if fields.take("n_inner", None) is None:
         fields.content["n_inner"] = 4 * fields.integer("n_embd")
-    shape = read_shape(fields, eps=1e-5, tied=True, activation="gelu_new", keys=_KEYS)
-    return gpt2(
-        shape,
-        max_positions=fields.integer("n_positions"),
-        scaled=fields.flag("scale_attn_weights", True),
-        scaled_by_layer=fields.flag("scale_attn_by_inverse_layer_idx", False),
-    )
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    scales = [mixer.query_scale for mixer in attentions(config)]
-    if not isinstance(config.positions, LearnedPositions):
-        raise ConversionError("DecoderConfig.positions must be learned.")
-    settings = {
-        "n_positions": config.positions.max_positions,
-        "scale_attn_weights": scales[0] != 1.0,
-        "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
-    }
-    written = write_shape(config, _KEYS) | settings
-    tanh = written["activation_function"] == "gelu_pytorch_tanh"
-    return written | ({"activation_function": "gelu_new"} if tanh else {})  # the same, as GPT-2 calls it
+def _scales(config: DecoderConfig) -> list[float | None]:
+    return [mixer.query_scale for mixer in attentions(config)]
 
 
 _KEYS = {
@@ -73,14 +53,34 @@ _KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias")),
 }
-_DEFAULTS = dict(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024, n_inner=None)
 _SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 _LAYER = "transformer.h.{layer}."
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    read=_read,
-    write=_write,
+    settings=(
+        # which transformers takes as well
+        Renamed(
+            {
+                key: _KEYS[key]
+                for key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+            }
+        ),
+        Defaults(dict(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)),
+        Rule("", _default_mlp),
+        decoder_sizes(
+            eps=1e-5, tied=True, activation="gelu_new", keys=_KEYS, words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
+        ),
+        Integer("n_positions", "positions.max_positions"),
+        Flag("scale_attn_weights", lambda config: _scales(config)[0] != 1.0, True, name="scaled"),
+        Flag(
+            "scale_attn_by_inverse_layer_idx",
+            lambda config: len(set(_scales(config))) > 1,
+            False,
+            name="scaled_by_layer",
+        ),
+    ),
+    build=gpt2,
     weights=(
         Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
         Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),

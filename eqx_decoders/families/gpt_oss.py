@@ -1,21 +1,13 @@
 """GPT-OSS (OpenAI 2025): sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU."""
 
-import dataclasses
 import functools
-from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import (
-    DecoderSizes,
-    llama_weights,
-    read_cycle_masks,
-    read_shape,
-    write_masks,
-    write_sizes,
-)
+from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.settings_table import Number, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -48,26 +40,9 @@ def gpt_oss(
     return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, sinks=True), experts) for mask in masks)
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=8, head_dim=64, eps=1e-5, attention_bias=True)
-    fields.allow_only("hidden_act", "silu")
-    fields.allow_only("swiglu_alpha", 1.702)
-    fields.allow_only("experts_per_token", fields.content.get("num_experts_per_tok", 4))  # an older name of the same
+def _read_rope(fields: Fields, values: Values) -> Rope:
     scaled = any(fields.content.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
-    return gpt_oss(
-        dataclasses.replace(shape, activation="silu"),
-        masks=read_cycle_masks(fields, shape.num_layers, 2, window=128),
-        num_experts=fields.integer("num_local_experts", 128),
-        num_experts_per_token=fields.integer("num_experts_per_tok", 4),
-        rope=read_rope(fields, theta=150_000.0) if scaled else _ROPE,
-        limit=fields.number("swiglu_limit", 7.0),
-    )
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    settings = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": moe.experts_of(config).limit}
-    sizes = write_sizes(config) | moe.write_experts(config, count="num_local_experts", width="intermediate_size")
-    return sizes | settings | write_masks(config) | write_rope(config)
+    return read_rope(fields, theta=150_000.0) if scaled else _ROPE
 
 
 _LAYER = "model.layers.{layer}."
@@ -77,8 +52,20 @@ _BIAS = "experts mlp -> experts mlp"
 FAMILY = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        decoder_sizes(
+            num_kv_heads=8, head_dim=64, eps=1e-5, attention_bias=True, keys={"hidden_act": None},
+            paths=moe.EXPERT_PATHS,
+        ),
+        Only("hidden_act", "silu", written=True),
+        Only("swiglu_alpha", 1.702, written=True),
+        Number("swiglu_limit", "experts.limit", 7.0),
+        *moe.expert_counts("num_local_experts", num=128, chosen=4),
+        Only("experts_per_token", lambda values: values["num_experts_per_token"]),  # an older name of the same
+        cycle_masks(2, window=128),
+        Rule("rope", _read_rope, write_rope),
+    ),
+    build=gpt_oss,
     weights=(
         *llama_weights(mlp=_EXPERTS),
         Weight(_LAYER + "self_attn.sinks", "mixer.sink", "heads -> heads"),
@@ -92,7 +79,7 @@ FAMILY = Family(
         Weight(_MLP + "experts.down_proj_bias", "mlp.down_bias", "experts embed -> experts embed"),
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling says it"},
-)
+)  # fmt: skip
 
 _shape = functools.partial(
     DecoderSizes, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5,

@@ -2,27 +2,33 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Sequential
-from eqx_decoders.errors import ConversionError
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import moe
 from eqx_decoders.families._mamba import mamba_weights
-from eqx_decoders.families.common import (
-    ENDS,
-    PRE_NORMS,
-    DecoderSizes,
-    first_mixer,
-    read_hybrid_layers,
-    read_shape,
-    self_attention,
-    write_hybrid_layers,
-    write_sizes,
-)
-from eqx_decoders.families.config_reader import Fields, activation_name
+from eqx_decoders.families.common import ENDS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers, self_attention
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.settings_table import (
+    ABSENT,
+    Defaults,
+    Flag,
+    Group,
+    Integer,
+    Number,
+    Only,
+    Renamed,
+    Rule,
+    Unused,
+    Values,
+    first_layer,
+    value_at,
+)
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -55,70 +61,29 @@ def granite_hybrid(
     return shape.decoder(map(block, full), **scales)
 
 
-def granite_experts(shape: DecoderSizes, *, dim: int, shared_dim: int, **options: Any) -> ExpertsConfig:
-    """Return experts of width `dim`, a softmax over the chosen ones, and a shared one of `shared_dim`."""
-    return shape.experts(mlp_dim=dim, shared=MLPConfig(mlp_dim=shared_dim, activation=shape.activation), **options)
+def _mamba(
+    shape: DecoderSizes, *, num_heads: int, expand: int, value_dim: int | None, limits: tuple[float, float | None],
+    **options: Any,
+) -> Mamba2Config:  # fmt: skip
+    inner = expand * shape.embed_dim
+    value_dim = value_dim or inner // num_heads
+    if num_heads * value_dim != inner:
+        raise ConfigError(
+            f"mamba_n_heads={num_heads} x mamba_d_head={value_dim} must be mamba_expand x hidden_size={inner}."
+        )
+    low, high = limits
+    return Mamba2Config(num_heads=num_heads, value_dim=value_dim, dt_min=low, dt_max=high, eps=shape.eps, **options)
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    fields.rename("layers_block_type", "layer_types")
-    fields.content.pop("head_dim", None)  # it follows from the others
-    experts, shared_dim = (
-        fields.integer("num_local_experts", 8, least=0),
-        fields.integer("shared_intermediate_size", 1024),
-    )
-    chosen = fields.integer("num_experts_per_tok", 2, least=0)
-    fields.content.setdefault("intermediate_size", 11_008)
-    shape = read_shape(fields, tied=False)
-    full = read_hybrid_layers(fields, shape.num_layers, None)
-    mamba = _read_mamba(fields, shape)
-    mlp = dataclasses.replace(shape, mlp_dim=shared_dim).mlp()
-    if experts:
-        options = dict(num_experts=experts, num_experts_per_token=chosen)
-        mlp = granite_experts(shape, dim=shape.mlp_dim, shared_dim=shared_dim, **options)
-    positions = fields.word("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
-    rope = read_rope(fields)
-    return granite_hybrid(
-        shape,
-        mamba=None if all(full) else mamba,
-        full=full,
-        mlp=mlp,
-        query_scale=fields.number("attention_multiplier", 1.0),
-        embedding_scale=fields.number("embedding_multiplier", 1.0),
-        logit_divisor=fields.number("logits_scaling", 1.0),
-        residual_scale=fields.number("residual_multiplier", 1.0),
-        rope=rope if positions else None,
-    )
-
-
-def _read_mamba(fields: Fields, shape: DecoderSizes) -> Mamba2Config:
-    heads, inner = fields.integer("mamba_n_heads", 128), fields.integer("mamba_expand", 2) * shape.embed_dim
+def _without_auto(fields: Fields, values: Values) -> None:
     if fields.content.get("mamba_d_head") == "auto":
         fields.content["mamba_d_head"] = None
-    value_dim = fields.integer("mamba_d_head", None) or inner // heads
-    if heads * value_dim != inner:
-        raise fields.error(
-            f"mamba_n_heads={heads} x mamba_d_head={value_dim} must be mamba_expand x hidden_size={inner}."
-        )
-    fields.allow_only("mamba_proj_bias", False)
-    dt_min, dt_max = _read_limits(fields)
-    return Mamba2Config(
-        num_heads=heads,
-        value_dim=value_dim,
-        num_groups=fields.integer("mamba_n_groups", 1),
-        key_dim=fields.integer("mamba_d_state", 256),
-        taps=fields.integer("mamba_d_conv", 4),
-        taps_bias=fields.flag("mamba_conv_bias", True),
-        dt_min=dt_min,
-        dt_max=dt_max,
-        eps=shape.eps,
-    )
 
 
 _INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
-def _read_limits(fields: Fields) -> tuple[float, float | None]:
+def _read_limits(fields: Fields, values: Values) -> tuple[float, float | None]:
     """Read the bounds of a step: two numbers, the second None where it is infinite."""
     limits = fields.take("time_step_limit", [0.0, _INFINITE])
     low, high = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
@@ -129,48 +94,76 @@ def _read_limits(fields: Fields) -> tuple[float, float | None]:
     return least, None if infinite else greatest
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    mlp, attention, residual = config.blocks[0].mlp, first_mixer(config, AttentionConfig), config.blocks[0].residual
-    if not isinstance(mlp, MLPConfig | ExpertsConfig) or not isinstance(residual, Sequential):
-        raise ConversionError("DecoderConfig.blocks must be sequential, and have experts or an MLP.")
-    shared = mlp if isinstance(mlp, MLPConfig) else mlp.shared
-    settings = {
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "hidden_act": activation_name(mlp.activation),
-        "shared_intermediate_size": shared.mlp_dim if shared else 0,
-        "attention_multiplier": attention.query_scale,
-        "embedding_multiplier": config.embedding_scale,
-        "logits_scaling": config.logit_divisor,
-        "residual_multiplier": residual.residual_scale,
-        "position_embedding_type": None if attention.rope is None else "rope",
-    }
-    if isinstance(mlp, ExpertsConfig):
-        settings |= moe.write_experts(config, count="num_local_experts", width="intermediate_size")
-    mambas = [block.mixer for block in config.blocks if isinstance(block.mixer, Mamba2Config)]
+def _write_limits(config: DecoderConfig) -> dict[str, Any]:
+    mamba = first_layer(config, "mamba")
+    return {"time_step_limit": [mamba.dt_min, _INFINITE if mamba.dt_max is None else mamba.dt_max]}
+
+
+def _expand(config: DecoderConfig) -> int:
+    mamba = first_layer(config, "mamba")
+    return mamba.num_heads * mamba.value_dim // config.embed_dim
+
+
+_MAMBA = (
+    Integer("mamba_n_heads", "mamba.num_heads", 128),
+    Integer("mamba_expand", _expand, 2, name="expand"),
+    Rule("", _without_auto),
+    Integer("mamba_d_head", "mamba.value_dim", None),
+    Only("mamba_proj_bias", False, written=True),
+    Integer("mamba_n_groups", "mamba.num_groups", 1),
+    Integer("mamba_d_state", "mamba.key_dim", 256),
+    Integer("mamba_d_conv", "mamba.taps", 4),
+    Flag("mamba_conv_bias", "mamba.taps_bias", True),
+    Rule("limits", _read_limits, _write_limits),
+)
+
+
+def _write_no_mamba(config: DecoderConfig) -> dict[str, Any]:
+    """Return sizes that fit, which transformers wants even where no layer has them."""
+    return (
+        {}
+        if first_layer(config, "mamba")
+        else {"mamba_n_heads": config.embed_dim, "mamba_d_head": 2, "mamba_expand": 2}
+    )
+
+
+def _read_rope(fields: Fields, values: Values) -> Rope | None:
+    known = {"rope": True, "nope": False, "none": False}
+    positions, rope = fields.word("position_embedding_type", known, "none"), read_rope(fields)
+    return rope if positions else None
+
+
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    if value_at(config, "attention").rope is not None:
+        return {"position_embedding_type": "rope", **write_rope(config)}
     # transformers writes rope_parameters even where nothing is rotated
-    rope = write_rope(config) if attention.rope else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    sizes = {key: value for key, value in write_sizes(config).items() if key != "head_dim"}
-    layers = write_hybrid_layers(config, AttentionConfig)
-    return sizes | settings | layers | _write_mamba(config, mambas[0] if mambas else None) | rope
+    return {"position_embedding_type": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
-def _write_mamba(config: DecoderConfig, mamba: Mamba2Config | None) -> dict[str, Any]:
-    if mamba is None:  # transformers wants its sizes to fit nevertheless
-        return {"mamba_n_heads": config.embed_dim, "mamba_d_head": 2, "mamba_expand": 2}
-    return {
-        "mamba_n_heads": mamba.num_heads,
-        "mamba_d_head": mamba.value_dim,
-        "mamba_expand": mamba.num_heads * mamba.value_dim // config.embed_dim,
-        "mamba_n_groups": mamba.num_groups,
-        "mamba_d_state": mamba.key_dim,
-        "mamba_d_conv": mamba.taps,
-        "mamba_conv_bias": mamba.taps_bias,
-        "mamba_proj_bias": False,
-        "time_step_limit": [mamba.dt_min, _INFINITE if mamba.dt_max is None else mamba.dt_max],
-    }
+def _mlp(
+    shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, shared_dim: int
+) -> MLPConfig | ExpertsConfig:
+    if not num_experts:
+        return dataclasses.replace(shape, mlp_dim=shared_dim).mlp()
+    options = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    return shape.experts(shared_dim=shared_dim, **options)
 
 
+def _of_experts(field: str, otherwise: Any) -> Callable[[DecoderConfig], Any]:
+    return lambda config: getattr(first_layer(config, "experts"), field, otherwise)
+
+
+def _shared_dim(config: DecoderConfig) -> int:
+    mlp = config.blocks[0].mlp
+    shared = mlp.shared if isinstance(mlp, ExpertsConfig) else value_at(config, "mlp")
+    return shared.mlp_dim if shared else 0
+
+
+_EXPERTS = (
+    Integer("num_local_experts", _of_experts("num_experts", 0), 8, least=0, name="num_experts"),
+    Integer("num_experts_per_tok", _of_experts("num_experts_per_token", 0), 2, least=0, name="num_experts_per_token"),
+    Integer("shared_intermediate_size", _shared_dim, 1024, name="shared_dim"),
+)
 _LAYER = "model.layers.{layer}."
 _MOE = _LAYER + "block_sparse_moe."
 _INTO, _OUT = "mlp embed -> embed mlp", "embed mlp -> mlp embed"
@@ -178,8 +171,22 @@ _EACH_INTO = "experts mlp embed -> experts embed mlp"
 FAMILY = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Renamed({"layers_block_type": "layer_types"}),
+        Unused("head_dim", "it follows from the others"),
+        Defaults({"intermediate_size": 11_008}),
+        decoder_sizes(keys={"head_dim": None}, paths={"intermediate_size": _of_experts("mlp_dim", ABSENT)}),
+        Group("mlp", _mlp, _EXPERTS, uses=("shape",)),
+        hybrid_layers(AttentionConfig),
+        Group("mamba", _mamba, _MAMBA, uses=("shape",), layer="mamba"),
+        Rule("", lambda fields, values: None, _write_no_mamba),
+        Rule("rope", _read_rope, _write_rope),
+        Number("attention_multiplier", "attention.query_scale", 1.0),
+        Number("embedding_multiplier", "embedding_scale", 1.0),
+        Number("logits_scaling", "logit_divisor", 1.0),
+        Number("residual_multiplier", "blocks.0.residual.residual_scale", 1.0),
+    ),
+    build=granite_hybrid,
     weights=(
         *ENDS,
         *PRE_NORMS,
@@ -228,9 +235,9 @@ MODELS = {
     "granite4-h-micro": lambda: _model(_MICRO, 64, 8.0),
     "granite4-h-1b": lambda: _model(_1B, 48, 6.0),
     "granite4-h-tiny": lambda: _model(
-        _TINY, 48, 6.0, granite_experts(_TINY, dim=512, shared_dim=1024, num_experts=64, num_experts_per_token=6)
+        _TINY, 48, 6.0, _TINY.experts(shared_dim=1024, num_experts=64, num_experts_per_token=6)
     ),
     "granite4-h-small": lambda: _model(
-        _SMALL, 128, 16.0, granite_experts(_SMALL, dim=768, shared_dim=1536, num_experts=72, num_experts_per_token=10)
+        _SMALL, 128, 16.0, _SMALL.experts(shared_dim=1536, num_experts=72, num_experts_per_token=10)
     ),
 }

@@ -1,8 +1,9 @@
-"""Family of checkpoints: reading and writing of `config.json`, and a table of its weights.
+"""Family of checkpoints: a table of its settings in `config.json`, and one of its weights.
 
-Each row of the table maps a tensor of a checkpoint to a weight, with an einops pattern that views the tensor in the
-weight's order: to read it for import, and to fill it for export. `read` and `write` translate the configuration; an
-export is refused unless `read` returns the same configuration from what `write` wrote.
+Both are tables. A row of `weights` maps a tensor of a checkpoint to a weight, with an einops pattern that views the
+tensor in the weight's order: to read it for import, and to fill it for export. A row of `settings` maps keys of
+`config.json` to values of a configuration, in both directions; an export is refused unless reading returns the same
+configuration from what was written.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields, abbreviate
-from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping
+from eqx_decoders.families.settings_table import Setting, public, read_all, write_all
+from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping, are_transposed
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -40,9 +42,9 @@ class Family:
     **Arguments:**
 
     - `model_type`, `architecture`: its names in `config.json`.
-    - `read`: returns the configuration of a checkpoint's settings; `finish` is called after it.
-    - `write`: returns the settings of a configuration, from which `read` must return the configuration.
-    - `weights`: the table.
+    - `settings`: the table of settings.
+    - `build`: returns the configuration from the values of `settings`.
+    - `weights`: the table of weights.
     - `prefix`: prefix of the base model's tensors; files saved without a head may lack it.
     - `ignored_keys`: keys of `config.json` that have no effect here, besides `IGNORED_KEYS`, each with the reason.
     - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies; or a
@@ -57,16 +59,16 @@ class Family:
     - `text`: the text family of the decoder of a family with encoders.
     - `text_names`: prefixes of the tensors of `text`, and those that replace them.
     - `auto_class`: the class of transformers that opens such a directory.
-    - `own_settings`: returns the family's settings from those of a `config.json`, in the spelling of `read`: for files
-        that spell them otherwise, or describe more than this model.
-    - `stored_rows`: returns rows that replace some of `weights`, for tensors of these names and shapes.
+    - `own_settings`: returns the family's settings from those of a `config.json`, in the spelling of `settings`: for
+        files that spell them otherwise, or describe more than this model.
+    - `transposed`: rows that replace some of `weights` where experts are stored as matrices `[in, out]`.
     - `default_settings`: ignored keys that transformers needs, and that a new model lacks.
     """
 
     model_type: str
     architecture: str
-    read: Callable[[Fields], DecoderConfig]
-    write: Callable[[DecoderConfig], dict[str, Any]]
+    settings: tuple[Setting, ...]
+    build: Callable[..., DecoderConfig]
     weights: tuple[Weight, ...]
     prefix: str = "model."
     ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -81,7 +83,7 @@ class Family:
     text_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     auto_class: str = "AutoModelForCausalLM"
     own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    stored_rows: Callable[[Mapping[str, Any]], tuple[Weight, ...]] | None = None
+    transposed: tuple[Weight, ...] = ()
     default_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
@@ -116,11 +118,15 @@ class Family:
             raise fields.error(str(error)) from error
         return config, fields.ignored({**IGNORED_KEYS, **self.ignored_keys})
 
+    def read(self, fields: Fields) -> DecoderConfig:
+        """Return the configuration of a checkpoint's settings."""
+        return self.build(**public(read_all(self.settings, fields)))
+
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
         """Return the settings that describe `config`; ConversionError with the differences where none do."""
         config = for_inference(config)
         try:
-            written = self.named(self.write(config))
+            written = self.named(write_all(self.settings, config))
             decoded, _ = self.decode(written)
         except (AttributeError, TypeError, IndexError, ConversionError) as error:  # other classes than it expects
             raise ConversionError(f"This model is no {self.architecture}: {error}") from error
@@ -149,8 +155,9 @@ class Family:
 
         Where `names` have shapes, also with the rows for these shapes.
         """
-        if self.stored_rows is not None and isinstance(names, Mapping):
-            return dataclasses.replace(self, weights=self.weights + self.stored_rows(names), stored_rows=None)
+        if self.transposed and isinstance(names, Mapping):
+            rows = self.transposed if are_transposed(names) else ()
+            return dataclasses.replace(self, weights=self.weights + rows, transposed=())
         endings = {weight.name.rpartition(".")[2] for weight in self.fused if weight.part is not None}
         together = any(name.rpartition(".")[2] in endings for name in names)
         return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if together else self

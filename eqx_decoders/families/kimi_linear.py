@@ -6,24 +6,14 @@ Nothing is rotated: positions come from the recurrence alone.
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import WEIGHTS, latent_attention, v3_router
-from eqx_decoders.families.common import (
-    NO_BIAS,
-    DecoderSizes,
-    first_mixer,
-    gated_mlp,
-    read_hybrid_layers,
-    read_shape,
-    write_hybrid_layers,
-    write_outer,
-)
+from eqx_decoders.families._deepseek import WEIGHTS, latent_attention, latent_ranks, latent_sizes, num_shared, v3_router
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, gated_mlp, hybrid_layers
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Defaults, Flag, Group, Integer, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
@@ -37,84 +27,26 @@ def kimi_linear(
     full: tuple[bool, ...],
     experts: ExpertsConfig,
     dense: tuple[bool, ...],
-    kv_rank: int = 512,
-    nope_dim: int = 128,
-    value_dim: int = 128,
-    q_rank: int | None = None,
+    latent: LatentAttentionConfig,
 ) -> DecoderConfig:
-    """Return a decoder of Kimi Linear's blocks: latent attention where `full` is True, an MLP where `dense` is.
-
-    Heads of latent attention have `shape.head_dim` features in queries and keys: `nope_dim` from the latent, and the
-    others shared by all heads.
-    """
-    latent = latent_attention(shape, rope=None, q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope_dim, value_dim=value_dim)
+    """Return a decoder of Kimi Linear's blocks: latent attention where `full` is True, an MLP where `dense` is."""
 
     def block(has_latent: bool, is_dense: bool) -> BlockConfig:
         return shape.block(latent if has_latent or delta is None else delta, shape.mlp() if is_dense else experts)
 
-    return shape.decoder(map(block, full, dense))
+    return moe.need_experts(shape.decoder(map(block, full, dense)))
 
 
-def kimi_experts(shape: DecoderSizes, *, dim: int, num_shared: int, scaling_factor: float, groups: int = 1,
-                 groups_per_token: int = 1, renormalize: bool = True, **options: Any) -> ExpertsConfig:  # fmt: skip
-    """Return DeepSeek-V3's experts of width `dim`."""
-    return shape.experts(
-        mlp_dim=dim,
-        shared=MLPConfig(mlp_dim=dim * num_shared, activation=shape.activation),
-        router=v3_router(
-            groups=groups, groups_per_token=groups_per_token, scaling_factor=scaling_factor, renormalize=renormalize
-        ),
-        **options,
-    )
+def kimi_experts(shape: DecoderSizes, *, mlp_dim: int, num_shared: int, num_experts: int, num_experts_per_token: int,
+                 **router: Any) -> ExpertsConfig:  # fmt: skip
+    """Return DeepSeek-V3's experts of width `mlp_dim`; `router` are arguments of `v3_router`."""
+    counts = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    return shape.experts(mlp_dim=mlp_dim, shared_dim=mlp_dim * num_shared, router=v3_router(**router), **counts)
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    for old, new in _RENAMED.items():
-        fields.rename(old, new)
-    for key in ("head_dim", "qk_head_dim", "auto_map"):  # they follow from others, or name code that is not run
-        fields.content.pop(key, None)
-    fields.content = _DEFAULTS | fields.content
-    fields.allow_only("hidden_act", "silu")
-    fields.allow_only("moe_router_activation_func", "sigmoid")
-    fields.allow_only("moe_layer_freq", 1)
-    fields.allow_only("mla_use_nope", True)
-    fields.allow_only("attention_bias", False)
-    fields.allow_only("num_nextn_predict_layers", 0)
-    nope_dim = fields.integer("qk_nope_head_dim", 128)
-    shape = read_shape(fields, head_dim=nope_dim + fields.integer("qk_rope_head_dim", 64), eps=1e-5, keys=NO_BIAS)
-    if shape.num_kv_heads != shape.num_heads:
-        raise fields.error("num_key_value_heads must be num_attention_heads: latent attention has as many of both.")
-    full, delta = _read_delta(fields, shape)
-    experts = kimi_experts(
-        shape,
-        num_experts=fields.integer("num_local_experts", 256),
-        num_experts_per_token=fields.integer("num_experts_per_tok", 8),
-        dim=fields.integer("moe_intermediate_size", 1024),
-        num_shared=fields.integer("n_shared_experts", 1),
-        scaling_factor=fields.number("routed_scaling_factor", 2.446),
-        groups=fields.integer("n_group", 1),
-        groups_per_token=fields.integer("topk_group", 1),
-        renormalize=fields.flag("norm_topk_prob", True),
-    )
-    first = fields.integer("first_k_dense_replace", 1, least=0)
-    kinds = fields.words("mlp_layer_types", ("dense", "sparse"), shape.num_layers)
-    dense = [index < first for index in range(shape.num_layers)] if kinds is None else [x == "dense" for x in kinds]
-    config = kimi_linear(
-        shape,
-        delta=None if all(full) else delta,
-        full=full,
-        experts=experts,
-        dense=tuple(dense),
-        kv_rank=fields.integer("kv_lora_rank", 512),
-        nope_dim=nope_dim,
-        value_dim=fields.integer("v_head_dim", 128),
-        q_rank=fields.integer("q_lora_rank", None),
-    )
-    return moe.need_experts(fields, config)
-
-
-def _read_delta(fields: Fields, shape: DecoderSizes) -> tuple[tuple[bool, ...], KimiDeltaAttentionConfig]:
-    """Read the flags of latent attention, and delta attention; published files nest them, newer ones do not."""
+def _read_delta(fields: Fields, values: Values) -> KimiDeltaAttentionConfig:
+    """Read delta attention, and its layers as `layer_types`; published files nest them, newer ones do not."""
+    shape = values["shape"]
     table = fields.table("linear_attn_config") or Fields({}, fields.where)
 
     def size(nested: str, flat: str, default: int) -> int:
@@ -142,66 +74,53 @@ def _read_delta(fields: Fields, shape: DecoderSizes) -> tuple[tuple[bool, ...], 
         fields.content.setdefault("layer_types", types)
     elif "layer_types" not in fields.content:
         raise fields.error("layer_types is missing, and linear_attn_config does not tell the layers: add one of them.")
-    return read_hybrid_layers(fields, shape.num_layers, None), delta
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    latent, experts = first_mixer(config, LatentAttentionConfig), moe.experts_of(config)
-    if experts.shared is None:
-        raise ConversionError("DecoderConfig.blocks must have shared experts.")
-    sparse = moe.sparse_layers(config)
-    settings: dict[str, Any] = {
-        "num_attention_heads": latent.num_heads,
-        "num_key_value_heads": latent.num_heads,
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
-        "intermediate_size": moe.dense_dim(config, default=experts.mlp_dim),
-        "mlp_layer_types": ["sparse" if index in sparse else "dense" for index in range(len(config.blocks))],
-        "n_shared_experts": experts.shared.mlp_dim // experts.mlp_dim,
-        "routed_scaling_factor": experts.router.scaling_factor,
-        "n_group": experts.router.num_groups,
-        "topk_group": experts.router.groups_per_token,
-        "norm_topk_prob": experts.router.renormalize,
-        "moe_router_activation_func": "sigmoid",
-        "mla_use_nope": True,
-    }
-    sizes = moe.write_experts(config, count="num_local_experts", width="moe_intermediate_size")
-    written = write_outer(config) | sizes | settings | _write_delta(config) | {"attention_bias": False}
-    return written | {old: written[new] for old, new in _RENAMED.items()}
+    return delta
 
 
 def _write_delta(config: DecoderConfig) -> dict[str, Any]:
     """Return the layers of delta attention, and its sizes, in both spellings."""
-    layers = write_hybrid_layers(config, LatentAttentionConfig)
-    full = [index + 1 for index, kind in enumerate(layers["layer_types"]) if kind == "full_attention"]
-    nested: dict[str, Any] = {"full_attn_layers": full}
-    nested["kda_layers"] = [index + 1 for index in range(len(config.blocks)) if index + 1 not in full]
-    mixer = next((block.mixer for block in config.blocks if isinstance(block.mixer, KimiDeltaAttentionConfig)), None)
-    if mixer is None:
-        return layers
-    nested |= {"head_dim": mixer.head_dim, "num_heads": mixer.num_heads, "short_conv_kernel_size": mixer.taps}
-    flat = {
-        "linear_head_dim": mixer.head_dim,
-        "linear_num_heads": mixer.num_heads,
-        "linear_conv_kernel_dim": mixer.taps,
-    }
-    return layers | flat | {"linear_attn_config": nested}
+    delta = first_layer(config, "delta")
+    if delta is None:
+        return {}
+    numbers: dict[bool, list[int]] = {True: [], False: []}
+    for index, block in enumerate(config.blocks):
+        numbers[block.mixer == delta].append(index + 1)
+    nested: dict[str, Any] = {"full_attn_layers": numbers[False], "kda_layers": numbers[True]}
+    nested |= {key: getattr(delta, name) for key, name in _NESTED.items()}
+    return {"linear_attn_config": nested} | {key: getattr(delta, name) for key, name in _FLAT.items()}
 
 
+_NESTED = {"head_dim": "head_dim", "num_heads": "num_heads", "short_conv_kernel_size": "taps"}
+_FLAT = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "taps"}
+
+
+def _read_dense(fields: Fields, values: Values) -> tuple[bool, ...]:
+    first_sparse, layers = fields.integer("first_k_dense_replace", 1, least=0), values["shape"].num_layers
+    kinds = fields.words("mlp_layer_types", ("dense", "sparse"), layers)
+    if kinds is None:
+        return tuple(index < first_sparse for index in range(layers))
+    return tuple(kind == "dense" for kind in kinds)
+
+
+def _write_dense(config: DecoderConfig) -> dict[str, Any]:
+    sparse = moe.sparse_layers(config)
+    return {"mlp_layer_types": ["sparse" if index in sparse else "dense" for index in range(len(config.blocks))]}
+
+
+# `twin` is the name in published files; transformers writes the other one
+_EXPERTS = (
+    Integer("num_local_experts", "experts.num_experts", 256, twin="num_experts"),
+    Integer("num_experts_per_tok", "experts.num_experts_per_token", 8, twin="num_experts_per_token"),
+    Integer("moe_intermediate_size", "experts.mlp_dim", 1024),
+    num_shared(1, twin="num_shared_experts"),
+    Number("routed_scaling_factor", "experts.router.scaling_factor", 2.446),
+    Integer("n_group", "experts.router.num_groups", 1, name="groups", twin="num_expert_group"),
+    Integer("topk_group", "experts.router.groups_per_token", 1, name="groups_per_token"),
+    Flag("norm_topk_prob", "experts.router.renormalize", True, twin="moe_renormalize"),
+)
 _DEFAULTS = dict(
     vocab_size=163_840, hidden_size=2304, intermediate_size=9216, num_hidden_layers=27, num_attention_heads=32
 )
-# the names of published files, and those that transformers writes
-_RENAMED = {
-    "num_experts": "num_local_experts",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-    "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group",
-}
 _LAYER = "model.layers.{layer}."
 _OWN = _LAYER + "self_attn."
 _MOE = _LAYER + "block_sparse_moe."
@@ -233,8 +152,22 @@ _DELTA = (
 FAMILY = Family(
     model_type="kimi_linear",
     architecture="KimiLinearForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Defaults(_DEFAULTS),
+        Only("hidden_act", "silu"),
+        Only("moe_router_activation_func", "sigmoid", written=True),
+        Only("moe_layer_freq", 1),
+        Only("mla_use_nope", True, written=True),
+        Only("attention_bias", False, written=True),
+        Only("num_nextn_predict_layers", 0),
+        *latent_sizes(eps=1e-5, keys=NO_BIAS),
+        Rule("delta", _read_delta, _write_delta),
+        hybrid_layers(LatentAttentionConfig),
+        Group("experts", kimi_experts, _EXPERTS, uses=("shape",)),
+        Rule("dense", _read_dense, _write_dense),
+        Group("latent", latent_attention, latent_ranks(None), uses=("shape", "_nope_dim")),
+    ),
+    build=kimi_linear,
     weights=(
         *(row for row in WEIGHTS if ".mlp.experts." not in row.name and ".mlp.shared_experts." not in row.name),
         *_DELTA,
@@ -257,10 +190,12 @@ def _48b() -> DecoderConfig:
     )  # fmt: skip
     delta = KimiDeltaAttentionConfig(num_heads=32, head_dim=128, gate_rank=128, norm=RMSNormConfig(eps=shape.eps))
     experts = kimi_experts(
-        shape, num_experts=256, num_experts_per_token=8, dim=1024, num_shared=1, scaling_factor=2.446
+        shape, num_experts=256, num_experts_per_token=8, mlp_dim=1024, num_shared=1, scaling_factor=2.446
     )
     full = tuple((index + 1) % 4 == 0 or index == 26 for index in range(27))
-    return kimi_linear(shape, delta=delta, full=full, experts=experts, dense=tuple(index < 1 for index in range(27)))
+    latent = latent_attention(shape, rope=None, q_rank=None)
+    dense = tuple(index < 1 for index in range(27))
+    return kimi_linear(shape, delta=delta, full=full, experts=experts, dense=dense, latent=latent)
 
 
 MODELS = {"kimi-linear-48b-a3b": _48b}

@@ -4,12 +4,11 @@ RMSNorm before attention and gated MLP, rotary embedding, grouped-query attentio
 """
 
 import functools
-from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, llama_weights, read_shape, write_shape
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -22,20 +21,15 @@ def llama(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -
     return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    return llama(read_shape(fields), rope=read_rope(fields), mlp_bias=fields.flag("mlp_bias", False))
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    mlp_bias = {"mlp_bias": getattr(config.blocks[0].mlp, "bias", False)}
-    return write_shape(config) | mlp_bias | write_rope(config)
-
-
 FAMILY = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        decoder_sizes(),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        rope_settings(),
+    ),
+    build=llama,
     weights=llama_weights(),
     ignored_keys=dict.fromkeys(("use_sliding_window", "max_window_layers"), "nothing without sliding_window"),
 )

@@ -9,16 +9,16 @@ from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
     DecoderSizes,
     attentions,
+    decoder_sizes,
     gated_mlp,
     llama_weights,
     read_masks,
-    read_shape,
     write_masks,
-    write_sizes,
 )
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag, Integer, Only, Rule, Values
 from eqx_decoders.layers.attention.attention import QKNorm, QueryTemperature
 from eqx_decoders.layers.mask import Chunked, Mask
 from eqx_decoders.layers.mlp import MLPConfig
@@ -63,60 +63,74 @@ def llama4(
         mixer = shape.attention(mask=mask, **(with_rope if index in rotated else without))
         return shape.block(mixer, experts if index in sparse else dense)
 
-    return shape.decoder(map(block, range(shape.num_layers), masks))
+    return moe.need_experts(shape.decoder(map(block, range(shape.num_layers), masks)))
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=8, head_dim=128, eps=1e-5)
-    count = shape.num_layers
-    interval, step = fields.integer("no_rope_layer_interval", 4), fields.integer("interleave_moe_layer_step", 1)
-    rotated = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
-    if len(rotated) != count:
-        raise fields.error(f"no_rope_layers has {len(rotated)} entries, but there are {count} layers.")
+def _read_rotated(fields: Fields, values: Values) -> frozenset[int]:
+    count, interval = values["shape"].num_layers, fields.integer("no_rope_layer_interval", 4)
+    flags = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
+    if len(flags) != count:
+        raise fields.error(f"no_rope_layers has {len(flags)} entries, but there are {count} layers.")
+    return frozenset(index for index in range(count) if flags[index])
+
+
+def _write_rotated(config: DecoderConfig) -> dict[str, Any]:
+    return {"no_rope_layers": [int(mixer.rope is not None) for mixer in attentions(config)]}
+
+
+def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
+    count, step = values["shape"].num_layers, fields.integer("interleave_moe_layer_step", 1)
+    return frozenset(fields.numbers("moe_layers", range(step - 1, count, step)))
+
+
+def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
     chunk = fields.integer("attention_chunk_size", 8192, null=None)
+    local = [index in values["rotated"] for index in range(values["shape"].num_layers)]
+    return read_masks(fields, chunk, local, *_LOCAL)
+
+
+def _read_temperature(fields: Fields, values: Values) -> QueryTemperature | None:
     tuning = fields.content.get("attn_temperature_tuning")
     if isinstance(tuning, int):  # published as 4, and taken for true
         fields.content["attn_temperature_tuning"] = bool(tuning)
     temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), length=fields.integer("floor_scale", 8192))
-    fields.allow_only("for_llm_compressor", False)
-    config = llama4(
-        shape,
-        num_experts=fields.integer("num_local_experts", 16),
-        num_experts_per_token=fields.integer("num_experts_per_tok", 1),
-        dense_dim=fields.integer("intermediate_size_mlp", 16_384),
-        sparse=frozenset(fields.numbers("moe_layers", range(step - 1, count, step))),
-        rotated=frozenset(index for index in range(count) if rotated[index]),
-        masks=read_masks(fields, chunk, [flag != 0 for flag in rotated], *_LOCAL),
-        rope=read_rope(fields, theta=500_000.0, pairing="interleaved"),
-        qk_norm=fields.flag("use_qk_norm", True),
-        temperature=temperature if fields.flag("attn_temperature_tuning", True) else None,
-    )
-    return moe.need_experts(fields, config)
+    return temperature if fields.flag("attn_temperature_tuning", True) else None
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixers = attentions(config)
-    temperatures = [mixer.temperature for mixer in mixers if mixer.rope is None]
+def _write_temperature(config: DecoderConfig) -> dict[str, Any]:
+    temperatures = [mixer.temperature for mixer in attentions(config) if mixer.rope is None]
     temperature = next(iter(temperatures), None)
-    settings = {
-        "intermediate_size_mlp": moe.dense_dim(config, default=16_384),
-        "moe_layers": moe.sparse_layers(config),
-        "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],
-        "use_qk_norm": any(mixer.qk_norm is not None for mixer in mixers),
-        "attn_temperature_tuning": temperature is not None or not temperatures,
-    }
-    if temperature is not None:
-        settings |= {"attn_scale": temperature.scale, "floor_scale": temperature.length}
-    experts = moe.write_experts(config, count="num_local_experts", width="intermediate_size")
-    return write_sizes(config) | experts | settings | write_masks(config, *_LOCAL) | write_rope(config)
+    tuning = {"attn_temperature_tuning": temperature is not None or not temperatures}
+    if temperature is None:
+        return tuning
+    return tuning | {"attn_scale": temperature.scale, "floor_scale": temperature.length}
+
+
+def _dense_dim(config: DecoderConfig) -> int:
+    return next((block.mlp.mlp_dim for block in config.blocks if isinstance(block.mlp, MLPConfig)), 16_384)
+
+
+def _has_qk_norm(config: DecoderConfig) -> bool:
+    return any(mixer.qk_norm is not None for mixer in attentions(config))
 
 
 _MLP = "model.layers.{layer}.feed_forward."
 FAMILY = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5, paths=moe.EXPERT_PATHS),
+        Rule("rotated", _read_rotated, _write_rotated),
+        Rule("sparse", _read_sparse, lambda config: {"moe_layers": moe.sparse_layers(config)}),
+        Rule("masks", _read_masks, lambda config: write_masks(config, *_LOCAL)),
+        Rule("temperature", _read_temperature, _write_temperature),
+        *moe.expert_counts("num_local_experts", num=16, chosen=1),
+        Integer("intermediate_size_mlp", _dense_dim, 16_384, name="dense_dim"),
+        Flag("use_qk_norm", _has_qk_norm, True, name="qk_norm"),
+        rope_settings(theta=500_000.0, pairing="interleaved"),
+        Only("for_llm_compressor", False),
+    ),
+    build=llama4,
     weights=llama_weights(
         mlp=moe.fused_experts(_MLP, "router", gate_up="experts embed mlp", down="experts mlp embed")
         + gated_mlp(_MLP + "shared_expert.", "mlp.shared.")

@@ -1,31 +1,21 @@
 """Llama 4 with images, Scout and Maverick (Meta 2025): tiles of an image, with a class token behind their patches."""
 
-import dataclasses
-from typing import Any
-
-from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
+from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
+from eqx_decoders.families.common import norm, plain_mlp
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
     MultimodalFamily,
     attention,
     encoder_layer,
-    finish,
     linear,
-    norm,
-    plain_mlp,
+    token,
+    with_images,
 )
-from eqx_decoders.families.vision_fields import (
-    EncoderSizes,
-    read_side,
-    read_sizes,
-    read_theta,
-    vision_fields,
-    vision_of,
-    write_sizes,
-)
+from eqx_decoders.families.settings_table import Check, Integer, Only, Renamed, Rule, Setting, Values
+from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, grid_side, vision_config
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
@@ -57,76 +47,51 @@ def llama4_encoder(sizes: EncoderSizes, *, feature_dim: int, side: int, theta: f
     )
 
 
-def llama4_vision(text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE) -> DecoderConfig:
-    """Return a decoder with this encoder."""
-    return dataclasses.replace(text, media=MediaConfig(vision=vision, image_token=image_token))
-
-
 # --- config.json ---
 
 
-def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    for name in ("image_token", "boi_token", "eoi_token"):
-        fields.rename(f"{name}_id", f"{name}_index")
-    vision = _read_vision(fields, config.embed_dim)
-    return llama4_vision(config, vision, image_token=fields.integer("image_token_index", IMAGE, least=0))
-
-
-def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
-    table = vision_fields(fields)
-    sizes = read_sizes(table, width=768, heads=16, layers=34, mlp_dim=5632, size=14)
-    ratio = table.number("pixel_shuffle_ratio", 0.5)
+def _read_merge(fields: Fields, values: Values) -> int:
+    ratio = fields.number("pixel_shuffle_ratio", 0.5)
     merge = round(1 / ratio)
     if merge < 1 or abs(merge * ratio - 1) > 1e-6:
-        raise table.error(f"pixel_shuffle_ratio={ratio} must be one divided by a whole number.")
-    joined = sizes["embed_dim"] * merge**2
-    if sizes["mlp_dim"] != joined:
+        raise fields.error(f"pixel_shuffle_ratio={ratio} must be one divided by a whole number.")
+    joined = values["embed_dim"] * merge**2
+    if values["mlp_dim"] != joined:
         rule = f"must be {joined}, the features of {merge**2} patches: transformers takes one size for both"
-        raise table.error(f"intermediate_size={sizes['mlp_dim']} {rule}.")
-    features = table.integer("vision_output_dim", 7680)
-    for key in ("projector_input_dim", "projector_output_dim"):
-        if table.integer(key, 4096) != features:
-            raise table.error(f"{key}={table.take(key, 4096)} must be vision_output_dim={features}.")
-    table.allow_only("multi_modal_projector_bias", False)
-    table.allow_only("vision_feature_layer", -1)
-    encoder = llama4_encoder(
-        EncoderSizes(**sizes, out_dim=out_dim, merge=merge, activation="gelu"),
-        feature_dim=features,
-        side=read_side(table, sizes["size"], 448),
-        theta=read_theta(table, "default"),
+        raise fields.error(f"intermediate_size={values['mlp_dim']} {rule}.")
+    return merge
+
+
+def _same_width(key: str) -> tuple[Setting, ...]:
+    """Return the rows of a key that must be `vision_output_dim`."""
+    sentence = f"{key}={{_same}} must be vision_output_dim={{feature_dim}}."
+    return (
+        Integer(key, "projector.out_dim", 4096, name="_same"),
+        Check(lambda values: values["_same"] == values["feature_dim"], sentence),
     )
-    finish(fields, "vision_config", table, _IGNORED_OF_VISION)
-    return encoder
 
 
-_IGNORED_OF_VISION = {
-    "initializer_range": "of new weights",
-    "projector_dropout": "dropout happens in training only",
-    "hidden_act": "transformers has gelu, whatever it says",
-    "norm_eps": "transformers has 1e-5, whatever it says",
-    "vision_feature_select_strategy": "transformers does not read it",
-}
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    media, vision = vision_of(config)
-    stem: Any = vision.stem
-    mixer: Any = vision.blocks[0].mixer
-    features = vision.projector.out_dim
-    return {
-        "image_token_index": media.image_token,
-        "vision_config": {
-            "model_type": "llama4_vision_model",
-            **write_sizes(vision),
-            "pixel_shuffle_ratio": 1 / stem.merge,
-            "vision_output_dim": features,
-            "projector_input_dim": features,
-            "projector_output_dim": features,
-            "rope_parameters": {"rope_type": "default", "rope_theta": mixer.rope.theta},
-        },
-    }
-
-
+_VISION = vision_config(
+    llama4_encoder,
+    *encoder_sizes(width=768, heads=16, layers=34, mlp_dim=5632, size=14),
+    Rule("activation", lambda fields, values: "gelu"),
+    Rule("merge", _read_merge, lambda encoder: {"pixel_shuffle_ratio": 1 / encoder.stem.merge}),
+    Integer("vision_output_dim", "projector.out_dim", 7680, name="feature_dim"),
+    *_same_width("projector_input_dim"),
+    *_same_width("projector_output_dim"),
+    Only("multi_modal_projector_bias", False),
+    Only("vision_feature_layer", -1),
+    *grid_side(448),
+    axial_theta("default"),
+    model_type="llama4_vision_model",
+    ignored={
+        "initializer_range": "of new weights",
+        "projector_dropout": "dropout happens in training only",
+        "hidden_act": "transformers has gelu, whatever it says",
+        "norm_eps": "transformers has 1e-5, whatever it says",
+        "vision_feature_select_strategy": "transformers does not read it",
+    },
+)
 _LAYER = "vision_model.model.layers.{layer}."
 WEIGHTS = (
     Weight(
@@ -143,19 +108,23 @@ WEIGHTS = (
     *norm(_LAYER + "input_layernorm", "vision.pre_mixer_norm"),
     *norm(_LAYER + "post_attention_layernorm", "vision.pre_mlp_norm"),
     *attention(_LAYER),
-    *plain_mlp(_LAYER + "mlp.", "fc1", "fc2"),
+    *plain_mlp(_LAYER + "mlp.", "vision.mlp.", "fc1", "fc2"),
     *linear("vision_model.vision_adapter.mlp.fc1", "vision.projector.layers.0"),
     *linear("vision_model.vision_adapter.mlp.fc2", "vision.projector.layers.1"),
     *linear("multi_modal_projector.linear_1", "vision.into"),
 )
 FAMILY = MultimodalFamily(
-    text="llama4_text",
+    text_type="llama4_text",
     model_type="llama4",
     architecture="Llama4ForConditionalGeneration",
-    read=_read,
-    write=_write,
+    settings=(
+        Renamed({f"{name}_id": f"{name}_index" for name in ("image_token", "boi_token", "eoi_token")}),
+        _VISION,
+        token("image_token_index", "image_token", IMAGE),
+    ),
+    build=with_images,
     weights=WEIGHTS,
-    names={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    text_names={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     ignored_keys={
         "boi_token_index": "a token around placeholders: part of the prompt",
         "eoi_token_index": "a token around placeholders: part of the prompt",
@@ -167,7 +136,7 @@ def _with_vision(text: DecoderConfig) -> DecoderConfig:
     sizes = EncoderSizes(
         embed_dim=1408, layers=34, heads=16, mlp_dim=5632, out_dim=text.embed_dim, size=14, activation="gelu"
     )
-    return llama4_vision(text, llama4_encoder(sizes, feature_dim=4096, side=24))
+    return with_images(text, llama4_encoder(sizes, feature_dim=4096, side=24), image_token=IMAGE)
 
 
 MODELS = {

@@ -1,19 +1,10 @@
 """Mistral 7B (Jiang et al. 2023): Llama's block, with a sliding window in every layer in version 0.1."""
 
-from typing import Any
-
-from eqx_decoders.families.common import (
-    NO_BIAS,
-    DecoderSizes,
-    find_window,
-    llama_weights,
-    read_masks,
-    read_shape,
-    write_shape,
-)
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, find_window, llama_weights, read_masks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Rule, Values
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -24,24 +15,23 @@ def mistral(shape: DecoderSizes, *, rope: Rope, mask: Mask = Causal()) -> Decode
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask)))
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=8, keys=NO_BIAS)
+def _read_mask(fields: Fields, values: Values) -> Mask:
     window = fields.integer("sliding_window", 4096, null=None)
-    masks = read_masks(fields, window, [window is not None] * shape.num_layers)
+    masks = read_masks(fields, window, [window is not None] * values["shape"].num_layers)
     if len(set(masks)) > 1 or (window is not None and Causal() in masks):
         raise fields.error("layer_types must be the same for all layers of a Mistral, as sliding_window says.")
-    return mistral(shape, rope=read_rope(fields), mask=masks[0])
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_shape(config, NO_BIAS) | {"sliding_window": find_window(config)} | write_rope(config)
+    return masks[0]
 
 
 FAMILY = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        decoder_sizes(num_kv_heads=8, keys=NO_BIAS),
+        Rule("mask", _read_mask, lambda config: {"sliding_window": find_window(config)}),
+        rope_settings(),
+    ),
+    build=mistral,
     weights=llama_weights(),
     ignored_keys=dict.fromkeys(
         ("attention_bias", "mlp_bias", "use_sliding_window", "max_window_layers"),

@@ -1,13 +1,13 @@
 """Mixtral (Jiang et al. 2024): Mistral's attention, and eight experts, two for each token."""
 
 import functools
-from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, find_window, llama_weights, read_shape, write_sizes
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, find_window, llama_weights
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Rule, Values
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -26,27 +26,21 @@ def mixtral(
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), experts))
 
 
-def _read(fields: Fields) -> DecoderConfig:
+def _read_mask(fields: Fields, values: Values) -> Mask:
     window = fields.integer("sliding_window", None)
-    return mixtral(
-        read_shape(fields, num_kv_heads=8, eps=1e-5, keys=NO_BIAS),
-        num_experts=fields.integer("num_local_experts", 8),
-        num_experts_per_token=fields.integer("num_experts_per_tok", 2),
-        rope=read_rope(fields, theta=1e6),
-        mask=Causal() if window is None else SlidingWindow(window),
-    )
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    sizes = write_sizes(config, NO_BIAS) | {"sliding_window": find_window(config)}
-    return sizes | moe.write_experts(config, count="num_local_experts", width="intermediate_size") | write_rope(config)
+    return Causal() if window is None else SlidingWindow(window)
 
 
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Rule("mask", _read_mask, lambda config: {"sliding_window": find_window(config)}),
+        decoder_sizes(num_kv_heads=8, eps=1e-5, keys=NO_BIAS, paths=moe.EXPERT_PATHS),
+        *moe.expert_counts("num_local_experts", num=8, chosen=2),
+        rope_settings(theta=1e6),
+    ),
+    build=mixtral,
     weights=llama_weights(
         mlp=moe.separate_experts("model.layers.{layer}.block_sparse_moe.", gate="w1", up="w3", down="w2")
     ),

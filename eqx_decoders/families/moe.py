@@ -1,12 +1,11 @@
 """Settings and tensors of routers and experts."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.config_reader import Fields, activation_name
+from eqx_decoders.errors import check
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values
 from eqx_decoders.families.weight_rows import Weight, sharing
-from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -17,23 +16,12 @@ IGNORED_ROUTER_KEYS: dict[str, str] = dict.fromkeys(
 )
 
 
-def experts_of(config: DecoderConfig) -> ExpertsConfig:
-    """Return the experts of the first layer that has any; ConversionError where none has."""
-    experts = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
-    if experts is None:
-        raise ConversionError("DecoderConfig.blocks: no layer has experts.")
-    return experts
+EXPERT_PATHS = {"intermediate_size": "experts.mlp_dim", "hidden_act": "experts.activation"}
 
 
-def dense_dim(config: DecoderConfig, default: int) -> int:
-    """Return the width of the MLP in layers without experts; `default` where all have them."""
-    return next((block.mlp.mlp_dim for block in config.blocks if isinstance(block.mlp, MLPConfig)), default)
-
-
-def need_experts(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    """Return the configuration; raise ConversionError where no layer has experts."""
-    if not sparse_layers(config):
-        raise fields.error("no layer has experts: check the settings that say which layers do.")
+def need_experts(config: DecoderConfig) -> DecoderConfig:
+    """Return the configuration; raise ConfigError where no layer has experts."""
+    check(bool(sparse_layers(config)), "no layer has experts: check the settings that say which layers do.")
     return config
 
 
@@ -74,21 +62,23 @@ def fused_experts(
     )
 
 
-def are_transposed(tensors: Mapping[str, Any]) -> bool:
-    """Return True if fused experts are stored as matrices `[in, out]`, not `[out, in]`, by their shapes."""
-    for name, down in tensors.items():
-        gate_up = tensors.get(name.removesuffix("down_proj") + "gate_up_proj")
-        if gate_up is not None and len(down.shape) == 3:
-            return gate_up.shape[1:] == (down.shape[2], 2 * down.shape[1])
-    return False
+def expert_counts(count: str, per_token: str = "num_experts_per_tok", *, num: int, chosen: int) -> tuple[Setting, ...]:
+    """Return the rows of the number of experts, under the key `count`, and of how many a token uses; with defaults."""
+    return (
+        Integer(count, "experts.num_experts", num),
+        Integer(per_token, "experts.num_experts_per_token", chosen),
+    )
 
 
-def write_experts(config: DecoderConfig, *, count: str, width: str) -> dict[str, Any]:
-    """Return the number, width and activation of experts, and how many a token uses, under transformers' keys."""
-    experts = experts_of(config)
-    return {
-        count: experts.num_experts,
-        width: experts.mlp_dim,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "hidden_act": activation_name(experts.activation),
-    }
+def sparse_steps() -> Rule:
+    """Return the row of the layers without experts: those of a list, and all but every `decoder_sparse_step`-th."""
+
+    def read(fields: Fields, values: Values) -> frozenset[int]:
+        step, only = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers")
+        return frozenset(i for i in range(values["shape"].num_layers) if i in only or (i + 1) % step)
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        sparse = sparse_layers(config)
+        return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(len(config.blocks)) if i not in sparse]}
+
+    return Rule("dense_layers", read, write)

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.families.common import map_blocks, self_attention
-from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, write_all
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
@@ -18,6 +20,21 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 _TIED = "tie_word_embeddings"
+
+# Names of tensors in files where the decoder stands in a `language_model`, and in transformers once they are loaded.
+LANGUAGE_MODEL: dict[str, Any] = {
+    "text_names": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    "renamed": {
+        r"^model\.language_model\.": "language_model.model.",
+        r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
+        r"^lm_head\.": "language_model.lm_head.",
+    },
+    "modules": {
+        r"^language_model\.model\.": "model.language_model.",
+        r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
+        r"^language_model\.lm_head\.": "lm_head.",
+    },
+}
 
 
 def encoder_layer(
@@ -62,138 +79,115 @@ class ExtendedModel(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultimodalFamily:
+class MultimodalFamily(Family):
     """Family of checkpoints with encoders, whose decoder is one of a text family.
 
     **Arguments:**
 
-    - `text`: the `model_type` of the text family.
-    - `adapt`: changes the text family to the form that its settings have in these checkpoints.
-    - `reads_as_text`: whether the decoder is opened by itself as one of the text family before `adapt`.
-    - `read`: the whole configuration, from the settings and the decoder's configuration.
-    - `write`: the settings outside of `text_config`.
-    - `weights`: rows of the encoders.
-    - `names`: prefixes of the tensors of the text family, and those that replace them.
+    - `text_type`: the `model_type` of the text family.
+    - `changes`: fields of the text family that differ in these checkpoints.
+    - `text_settings`: rows that stand before those of the text family, in `text_config`.
+    - `reads_as_text`: whether the decoder is opened by itself as one of the text family without `changes`.
+    - `settings`: the rows outside of `text_config`, which see the decoder's configuration as `text`.
+    - `build`: returns the configuration from the decoder's, `text`, and the values of `settings`.
+    - `weights`: rows of the encoders; `with_text` adds those of the decoder.
 
     The other fields are those of `Family`.
     """
 
-    text: str
-    adapt: Callable[[Family], Family] = lambda text: text
+    text_type: str
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text_settings: tuple[Setting, ...] = ()
     reads_as_text: bool = False
-    model_type: str
-    architecture: str
-    read: Callable[[Fields, DecoderConfig], DecoderConfig]
-    write: Callable[[DecoderConfig], dict[str, Any]]
-    weights: tuple[Weight, ...]
-    names: Mapping[str, str]
-    ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*(rotary_emb\.inv_freq|position_ids)"
     auto_class: str = "AutoModelForImageTextToText"
-    own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    aliases: tuple[str, ...] = ()
-    default_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def with_text(self, base: Family) -> Family:
         """Return the family with the decoder of `base`, the text family."""
-        text = self.adapt(base)
-        stored = text.stored_rows
+        text = dataclasses.replace(base, **self.changes)
+        text = dataclasses.replace(text, settings=(*self.text_settings, *text.settings))
         return dataclasses.replace(
-            text,
-            model_type=self.model_type,
-            architecture=self.architecture,
-            read=self._reader(text),
-            write=self._writer(text),
-            weights=(*map(self._renamed_row, text.weights), *self.weights),
-            fused=tuple(map(self._renamed_row, text.fused)),
-            prefix="",
-            ignored_keys=self.ignored_keys,
-            ignored_tensors=self.ignored_tensors,
-            aliases=self.aliases,
+            self,
+            settings=(_TextSettings(text), *self.settings),
+            weights=(*self._renamed_rows(text.weights), *self.weights),
+            fused=self._renamed_rows(text.fused),
+            transposed=self._renamed_rows(text.transposed),
             copies={self._renamed(copy): self._renamed(name) for copy, name in text.copies.items()},
             renamed={**text.renamed, **self.renamed},
-            modules=self.modules,
+            with_depth=text.with_depth,
             text=_opened_as(text, base) if self.reads_as_text else text,
-            text_names=self.names,
-            auto_class=self.auto_class,
-            own_settings=self.own_settings,
-            default_settings=self.default_settings,
-            stored_rows=None if stored is None else lambda tensors: tuple(map(self._renamed_row, stored(tensors))),
         )
 
-    def _reader(self, text: Family) -> Callable[[Fields], DecoderConfig]:
-        def read(fields: Fields) -> DecoderConfig:
-            config, ignored = text.decode_fields(text_fields(fields))
-            fields.carry("text_config", ignored)
-            return self.read(fields, config)
-
-        return read
-
-    def _writer(self, text: Family) -> Callable[[DecoderConfig], dict[str, Any]]:
-        def write(config: DecoderConfig) -> dict[str, Any]:
-            inner = text.write(config)
-            tied = {_TIED: inner[_TIED]} if _TIED in inner else {}
-            return {"text_config": {"model_type": text.model_type, **inner}, **tied, **self.write(config)}
-
-        return write
-
     def _renamed(self, name: str) -> str:
-        inner = next((inner for inner in self.names if name.startswith(inner)), "")
-        return self.names.get(inner, "") + name.removeprefix(inner)
+        inner = next((inner for inner in self.text_names if name.startswith(inner)), "")
+        return self.text_names.get(inner, "") + name.removeprefix(inner)
 
-    def _renamed_row(self, weight: Weight) -> Weight:
-        return dataclasses.replace(weight, name=self._renamed(weight.name))
+    def _renamed_rows(self, weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+        return tuple(dataclasses.replace(weight, name=self._renamed(weight.name)) for weight in weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextSettings(Setting):
+    """Rows of a text family, under `text_config`; its configuration is `text`."""
+
+    family: Family
+
+    def read(self, fields: Fields, values: Values) -> None:
+        values["text"], ignored = self.family.decode_fields(text_fields(fields))
+        fields.carry("text_config", ignored)
+
+    def write(self, config: DecoderConfig) -> dict[str, Any]:
+        inner = write_all(self.family.settings, config)
+        tied = {_TIED: inner[_TIED]} if _TIED in inner else {}
+        return {"text_config": {"model_type": self.family.model_type, **inner}, **tied}
 
 
 def _opened_as(text: Family, plain: Family) -> Family:
     """Return `plain`, read from the settings and tensors of `text`: text has the same position in all dimensions."""
-
-    def read(fields: Fields) -> DecoderConfig:
-        return map_blocks(text.read(fields), _without_sections)
-
     return dataclasses.replace(
         plain,
-        read=read,
+        settings=text.settings,
+        build=lambda **values: with_rope(text.build(**values), sections=(), interleaved_sections=True),
         weights=text.weights,
         fused=text.fused,
         ignored_keys=text.ignored_keys,
-        stored_rows=text.stored_rows,
+        transposed=text.transposed,
     )
 
 
-def _without_sections(block: BlockConfig) -> BlockConfig:
-    mixer = block.mixer
-    if not isinstance(mixer, AttentionConfig) or mixer.rope is None:
-        return block
-    rope = dataclasses.replace(mixer.rope, sections=(), interleaved_sections=True)
-    return dataclasses.replace(block, mixer=dataclasses.replace(mixer, rope=rope))
+def with_rope(config: DecoderConfig, **changes: Any) -> DecoderConfig:
+    """Return the configuration with other fields of its rotary embeddings."""
+
+    def changed(block: BlockConfig) -> BlockConfig:
+        mixer = block.mixer
+        if not isinstance(mixer, AttentionConfig) or mixer.rope is None:
+            return block
+        rope = dataclasses.replace(mixer.rope, **changes)
+        return dataclasses.replace(block, mixer=dataclasses.replace(mixer, rope=rope))
+
+    return map_blocks(config, changed)
 
 
-def check_model_type(fields: Fields, model_type: str) -> None:
-    """Refuse another `model_type` of a nested object, which may lack the key."""
-    kind = fields.content.get("model_type", model_type)
-    if kind != model_type:
-        raise fields.unknown(f"model_type={kind}", kind, (model_type,))
+def needs_model_type(model_type: str) -> Rule:
+    """Return a row that refuses another `model_type` of a nested object, which may lack the key."""
+
+    def read(fields: Fields, values: Values) -> None:
+        kind = fields.content.get("model_type", model_type)
+        if kind != model_type:
+            raise fields.unknown(f"model_type={kind}", kind, (model_type,))
+
+    return Rule("", read)
 
 
-def with_defaults(text: Family, defaults: Mapping[str, int]) -> Family:
-    """Return a text family whose settings may lack these keys, as `text_config` of published files does."""
-
-    def read(fields: Fields) -> DecoderConfig:
-        for key, value in defaults.items():
-            fields.content.setdefault(key, value)
-        return text.read(fields)
-
-    return dataclasses.replace(text, read=read)
+def token(key: str, field: str, default: int) -> Integer:
+    """Return the row of a placeholder's id: a field of `MediaConfig`."""
+    return Integer(key, f"media.{field}", default, least=0)
 
 
-def finish(fields: Fields, key: str, table: Fields, ignored: Mapping[str, str] = {}) -> None:
-    """Refuse unread keys of a nested object, and carry those that have no effect."""
-    for name in ("model_type", "dtype", "torch_dtype"):
-        table.take(name, None)
-    fields.carry(key, table.ignored({**IGNORED_KEYS, **ignored}))
+def with_images(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
+    """Return a decoder with this encoder of images."""
+    return dataclasses.replace(text, media=MediaConfig(vision=vision, image_token=image_token))
 
 
 def with_spans(config: DecoderConfig, chosen: Callable[[AttentionConfig], bool] = lambda _: True) -> DecoderConfig:
@@ -213,24 +207,6 @@ def linear(name: str, path: str) -> tuple[Weight, ...]:
     return (
         Weight(f"{name}.weight", f"{path}.kernel", "outer inner -> inner outer"),
         Weight(f"{name}.bias", f"{path}.bias", "outer -> outer"),
-    )
-
-
-def norm(name: str, path: str) -> tuple[Weight, ...]:
-    """Return the rows of a norm."""
-    return (
-        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm"),
-        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm"),
-    )
-
-
-def plain_mlp(layer: str, first: str, second: str, owner: str = "vision") -> tuple[Weight, ...]:
-    """Return the rows of an MLP without a gate."""
-    return (
-        Weight(f"{layer}{first}.weight", f"{owner}.mlp.up", "mlp embed -> embed mlp"),
-        Weight(f"{layer}{first}.bias", f"{owner}.mlp.up_bias", "mlp -> mlp"),
-        Weight(f"{layer}{second}.weight", f"{owner}.mlp.down", "embed mlp -> mlp embed"),
-        Weight(f"{layer}{second}.bias", f"{owner}.mlp.down_bias", "embed -> embed"),
     )
 
 

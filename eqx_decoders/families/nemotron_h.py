@@ -4,6 +4,7 @@ A layer has one branch only: a recurrence, attention, an MLP or experts. Nothing
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
@@ -11,9 +12,23 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import v3_router
 from eqx_decoders.families._mamba import mamba_weights
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, first_mixer, read_shape, self_attention, write_sizes
-from eqx_decoders.families.config_reader import Fields, activation_name
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, plain_mlp, self_attention
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import (
+    ABSENT,
+    Defaults,
+    Flag,
+    Group,
+    Integer,
+    Number,
+    Only,
+    Renamed,
+    Rule,
+    Values,
+    Word,
+    first_layer,
+)
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -42,57 +57,19 @@ def nemotron_h(
     return shape.decoder(map(block, pattern))
 
 
-def nemotron_experts(
-    shape: DecoderSizes, *, dim: int, shared_dim: int, scaling_factor: float, groups: int = 1,
-    groups_per_token: int = 1, renormalize: bool = True, **options: Any,
-) -> ExpertsConfig:  # fmt: skip
-    """Return experts of width `dim` without gates, and a shared one of `shared_dim`."""
-    router = v3_router(
-        groups=groups, groups_per_token=groups_per_token, scaling_factor=scaling_factor, renormalize=renormalize
-    )
-    shared = MLPConfig(mlp_dim=shared_dim, activation=shape.activation, gated=False)
-    return shape.experts(mlp_dim=dim, gated=False, router=router, shared=shared, **options)
+def nemotron_experts(shape: DecoderSizes, *, scaling_factor: float, **options: Any) -> ExpertsConfig:
+    """Return experts without gates, and a shared one; those of the options that are the router's are `v3_router`'s."""
+    names = {"groups", "groups_per_token", "renormalize"} & options.keys()
+    router = v3_router(scaling_factor=scaling_factor, **{name: options.pop(name) for name in names})
+    return shape.experts(gated=False, router=router, **options)
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    for old, new in _RENAMED.items():
-        fields.rename(old, new)
+def _without_infinite_limit(fields: Fields, values: Values) -> None:
     if fields.content.get("time_step_limit") == [0.0, float("inf")]:  # which an export could not write
         del fields.content["time_step_limit"]
-    fields.content = _DEFAULTS | fields.content
-    pattern = _read_pattern(fields)
-    fields.content["num_hidden_layers"] = len(pattern)  # which transformers does not read
-    shape = read_shape(fields, num_kv_heads=8, head_dim=128, eps=1e-5, activation="relu2", keys=_KEYS)
-    fields.allow_only("mlp_bias", False)
-    fields.allow_only("use_bias", False)
-    fields.allow_only("mamba_hidden_act", "silu")
-    fields.allow_only("n_shared_experts", 1)
-    mamba = Mamba2Config(
-        num_heads=fields.integer("mamba_num_heads", 128),
-        value_dim=fields.integer("mamba_head_dim", 64),
-        num_groups=fields.integer("n_groups", 8),
-        key_dim=fields.integer("ssm_state_size", 128),
-        taps=fields.integer("conv_kernel", 4),
-        taps_bias=fields.flag("use_conv_bias", True),
-        dt_min=fields.number("time_step_min", 0.001),  # with which transformers limits steps; vLLM does not
-        eps=shape.eps,
-    )
-    experts = nemotron_experts(
-        shape,
-        num_experts=fields.integer("n_routed_experts", 8),
-        num_experts_per_token=fields.integer("num_experts_per_tok", 2),
-        dim=fields.integer("moe_intermediate_size", 7688),
-        shared_dim=fields.integer("moe_shared_expert_intermediate_size", 7688),
-        latent_dim=fields.integer("moe_latent_size", None),
-        scaling_factor=fields.number("routed_scaling_factor", 1.0),
-        groups=fields.integer("n_group", 1),
-        groups_per_token=fields.integer("topk_group", 1),
-        renormalize=fields.flag("norm_topk_prob", True),
-    ) if "E" in pattern else None  # fmt: skip
-    return nemotron_h(shape, pattern, mamba=mamba if "M" in pattern else None, experts=experts)
 
 
-def _read_pattern(fields: Fields) -> str:
+def _read_pattern(fields: Fields, values: Values) -> str:
     """Read the pattern: one letter for each layer."""
     pattern = fields.take("hybrid_override_pattern", None)
     names = fields.words("layers_block_type", (*_LETTERS.values(), *_LEGACY), None)
@@ -103,29 +80,13 @@ def _read_pattern(fields: Fields) -> str:
         raise fields.error(f"hybrid_override_pattern must have one of {' '.join(_LETTERS)} for each layer.")
     if "*" not in pattern:
         raise fields.error("no layer has attention: check hybrid_override_pattern and layers_block_type.")
+    fields.content["num_hidden_layers"] = len(pattern)  # which transformers does not read
     return pattern
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
+def _write_pattern(config: DecoderConfig) -> dict[str, Any]:
     pattern = "".join(map(_letter, config.blocks))
-    attention = first_mixer(config, AttentionConfig)
-    mlps = [block.mlp for block in config.blocks]
-    dense = next((mlp for mlp in mlps if isinstance(mlp, MLPConfig)), None)
-    settings: dict[str, Any] = {
-        "layers_block_type": [_LETTERS[letter] for letter in pattern],
-        "hybrid_override_pattern": pattern,
-        "head_dim": attention.head_dim,
-        "mamba_hidden_act": "silu",
-        "mlp_bias": False,
-        "use_bias": False,
-    }
-    if dense is not None:
-        settings |= {"intermediate_size": dense.mlp_dim, "mlp_hidden_act": activation_name(dense.activation)}
-    if "M" in pattern:
-        settings |= _write_mamba(first_mixer(config, Mamba2Config))
-    if "E" in pattern:
-        settings |= _write_experts(config)
-    return write_sizes(config, _KEYS) | settings
+    return {"layers_block_type": [_LETTERS[letter] for letter in pattern], "hybrid_override_pattern": pattern}
 
 
 def _letter(block: BlockConfig) -> str:
@@ -138,35 +99,44 @@ def _letter(block: BlockConfig) -> str:
     return letter
 
 
-def _write_mamba(mamba: Mamba2Config) -> dict[str, Any]:
-    return {
-        "mamba_num_heads": mamba.num_heads,
-        "mamba_head_dim": mamba.value_dim,
-        "n_groups": mamba.num_groups,
-        "ssm_state_size": mamba.key_dim,
-        "conv_kernel": mamba.taps,
-        "use_conv_bias": mamba.taps_bias,
-        "time_step_min": mamba.dt_min,
-    }
+def _of_mlp(field: str) -> Callable[[DecoderConfig], Any]:
+    """Return a function of the first MLP's field; it is not written where no layer has an MLP."""
+
+    def value(config: DecoderConfig) -> Any:
+        mlp = first_layer(config, "mlp")
+        return getattr(mlp, field) if isinstance(mlp, MLPConfig) else ABSENT
+
+    return value
 
 
-def _write_experts(config: DecoderConfig) -> dict[str, Any]:
-    experts = moe.experts_of(config)
-    sizes = moe.write_experts(config, count="n_routed_experts", width="moe_intermediate_size")
-    sizes["mlp_hidden_act"] = sizes.pop("hidden_act")
-    return sizes | {
-        "n_shared_experts": 1,
-        "moe_shared_expert_intermediate_size": experts.shared.mlp_dim if experts.shared else 0,
-        "moe_latent_size": experts.latent_dim,
-        "routed_scaling_factor": experts.router.scaling_factor,
-        "n_group": experts.router.num_groups,
-        "topk_group": experts.router.groups_per_token,
-        "norm_topk_prob": experts.router.renormalize,
-    }
+_MAMBA = (
+    Integer("mamba_num_heads", "mamba.num_heads", 128),
+    Integer("mamba_head_dim", "mamba.value_dim", 64),
+    Integer("n_groups", "mamba.num_groups", 8),
+    Integer("ssm_state_size", "mamba.key_dim", 128),
+    Integer("conv_kernel", "mamba.taps", 4),
+    Flag("use_conv_bias", "mamba.taps_bias", True),
+    Number("time_step_min", "mamba.dt_min", 0.001),  # with which transformers limits steps; vLLM does not
+)
+_EXPERTS = (
+    *moe.expert_counts("n_routed_experts", num=8, chosen=2),
+    Integer("moe_intermediate_size", "experts.mlp_dim", 7688),
+    Integer("moe_shared_expert_intermediate_size", "experts.shared.mlp_dim", 7688, name="shared_dim"),
+    Integer("moe_latent_size", "experts.latent_dim", None),
+    Number("routed_scaling_factor", "experts.router.scaling_factor", 1.0),
+    Integer("n_group", "experts.router.num_groups", 1, name="groups"),
+    Integer("topk_group", "experts.router.groups_per_token", 1, name="groups_per_token"),
+    Flag("norm_topk_prob", "experts.router.renormalize", True),
+    Only("n_shared_experts", 1, written=True),
+    Word("mlp_hidden_act", "experts.activation", "relu2", known=ACTIVATIONS, name="_activation"),
+)
+
+
+def _mamba(shape: DecoderSizes, **options: Any) -> Mamba2Config:
+    return Mamba2Config(eps=shape.eps, **options)
 
 
 _KEYS = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act", **NO_BIAS}
-_DEFAULTS = dict(vocab_size=131_072, hidden_size=4096, num_attention_heads=32, intermediate_size=21_504)
 # the names that transformers reads as well
 _RENAMED = {
     "mamba_n_groups": "n_groups",
@@ -189,33 +159,44 @@ _LAYER = "backbone.layers.{layer}."
 _MIXER = _LAYER + "mixer."
 
 
-def _plain_mlp(prefix: str, path: str) -> tuple[Weight, ...]:
-    return (
-        Weight(prefix + "up_proj.weight", path + "up", "mlp embed -> embed mlp"),
-        Weight(prefix + "down_proj.weight", path + "down", "embed mlp -> mlp embed"),
-    )
-
-
 FAMILY = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Renamed(_RENAMED),
+        Rule("", _without_infinite_limit),
+        Defaults(dict(vocab_size=131_072, hidden_size=4096, num_attention_heads=32, intermediate_size=21_504)),
+        Rule("pattern", _read_pattern, _write_pattern),
+        decoder_sizes(
+            num_kv_heads=8, head_dim=128, eps=1e-5, activation="relu2", keys=_KEYS,
+            paths={"intermediate_size": _of_mlp("mlp_dim"), "hidden_act": _of_mlp("activation")},
+        ),
+        Only("mlp_bias", False, written=True),
+        Only("use_bias", False, written=True),
+        Only("mamba_hidden_act", "silu", written=True),
+        Only("n_shared_experts", 1),
+        Group("mamba", _mamba, _MAMBA, uses=("shape",), layer="mamba"),
+        Group(
+            "experts", nemotron_experts, _EXPERTS, uses=("shape",), layer="experts",
+            when=lambda values: "E" in values["pattern"],
+        ),
+    ),
+    build=nemotron_h,
     weights=(
         Weight("backbone.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
         Weight(_LAYER + "norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
         Weight(_LAYER + "norm.weight", "pre_mlp_norm.scale", "norm -> norm"),
         *mamba_weights(_MIXER),
         *self_attention(_LAYER, "mixer."),
-        *_plain_mlp(_MIXER, "mlp."),
-        *_plain_mlp(_MIXER + "experts.{expert}.", "mlp."),
+        *plain_mlp(_MIXER, "mlp."),
+        *plain_mlp(_MIXER + "experts.{expert}.", "mlp."),
         Weight(_MIXER + "experts.{expert}.up_proj.weight", "mlp.up", "mlp latent -> latent mlp"),
         Weight(_MIXER + "experts.{expert}.down_proj.weight", "mlp.down", "latent mlp -> mlp latent"),
         Weight(_MIXER + "fc1_latent_proj.weight", "mlp.latent_in", "latent embed -> embed latent"),
         Weight(_MIXER + "fc2_latent_proj.weight", "mlp.latent_out", "embed latent -> latent embed"),
         Weight(_MIXER + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
         Weight(_MIXER + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
-        *_plain_mlp(_MIXER + "shared_experts.", "mlp.shared."),
+        *plain_mlp(_MIXER + "shared_experts.", "mlp.shared."),
         Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
@@ -224,7 +205,7 @@ FAMILY = Family(
     ignored_tensors=r"(backbone\.)?mtp\..*",
     renamed={r"^model\.": "backbone."},
     modules={r"^backbone\.": "model."},
-)
+)  # fmt: skip
 
 _shape = functools.partial(
     DecoderSizes, vocab_size=131_072, num_kv_heads=8, head_dim=128, activation="relu2", eps=1e-5
@@ -235,7 +216,7 @@ def _model(shape: DecoderSizes, pattern: str, heads: int, value_dim: int = 64, k
     mamba = Mamba2Config(
         num_heads=heads, value_dim=value_dim, num_groups=8, key_dim=key_dim, dt_min=0.001, eps=shape.eps
     )
-    experts_config = nemotron_experts(shape, dim=shape.mlp_dim, **experts) if experts else None
+    experts_config = nemotron_experts(shape, **experts) if experts else None
     return nemotron_h(shape, pattern, mamba=mamba, experts=experts_config)
 
 

@@ -3,17 +3,9 @@
 import functools
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families.common import (
-    DecoderSizes,
-    llama_weights,
-    read_cycle_masks,
-    read_shape,
-    write_masks,
-    write_shape,
-)
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_ropes, write_ropes
+from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope, YarnRope
@@ -40,23 +32,16 @@ def olmo3(
     return shape.decoder(map(block, masks))
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, eps=1e-5)
-    # transformers gives the layers with a window this theta in old files, whatever their rope_theta is
-    ropes = read_ropes(fields, theta=_THETA, local_theta=_THETA, local_key=None)
-    return olmo3(
-        shape,
-        masks=read_cycle_masks(fields, shape.num_layers, 4),
-        rope=ropes["full_attention"],
-        local_rope=ropes["sliding_attention"],
-    )
-
-
 FAMILY = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    read=_read,
-    write=lambda config: write_shape(config) | write_masks(config, default=4096) | write_ropes(config),
+    settings=(
+        decoder_sizes(eps=1e-5),
+        # transformers gives the layers with a window this theta in old files, whatever their rope_theta is
+        RopesByLayer(theta=_THETA, local_theta=_THETA, local_key=None),
+        cycle_masks(4, default=4096),
+    ),
+    build=olmo3,
     weights=llama_weights(norms="post"),
 )
 

@@ -1,38 +1,24 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): Llama's block with biases on queries, keys and values."""
 
 import functools
-from typing import Any
 
-from eqx_decoders.families._qwen import IGNORED_WINDOW_KEYS, qwen2, read_late_windows, write_late_windows
-from eqx_decoders.families.common import (
-    NO_BIAS,
-    DecoderSizes,
-    llama_weights,
-    read_shape,
-    write_shape,
-)
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families._qwen import IGNORED_QWEN2_KEYS, LATE_WINDOWS, qwen2
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.model.decoder_config import DecoderConfig
-
-
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=32, keys=NO_BIAS)
-    return qwen2(shape, rope=read_rope(fields), masks=read_late_windows(fields, shape.num_layers))
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_shape(config, NO_BIAS) | write_late_windows(config) | write_rope(config)
+from eqx_decoders.families.rope_config import rope_settings
 
 
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        decoder_sizes(num_kv_heads=32, keys=NO_BIAS),
+        rope_settings(),
+        LATE_WINDOWS,
+    ),
+    build=qwen2,
     weights=llama_weights(),
-    ignored_keys=IGNORED_WINDOW_KEYS | dict.fromkeys(("attention_bias", "qkv_bias"), "the biases are always there"),
+    ignored_keys=IGNORED_QWEN2_KEYS,
 )
 # The smaller ones have a smaller vocabulary and tie their tables.
 _tied = functools.partial(DecoderSizes, vocab_size=151_936, num_kv_heads=2, tied=True)

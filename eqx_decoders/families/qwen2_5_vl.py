@@ -9,30 +9,24 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
-from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.errors import ConversionError
-from eqx_decoders.families._qwen import qwen2, read_late_windows, write_late_windows
+from eqx_decoders.families._qwen import IGNORED_QWEN2_KEYS, LATE_WINDOWS
 from eqx_decoders.families._qwen_vision import (
     IGNORED_KEYS,
     IGNORED_VISION_KEYS,
-    TOKENS,
-    media_of,
-    read_axial_theta,
-    read_heads,
+    QWEN_KEYS,
+    SAME_OUT_DIM,
+    media_tokens,
     vision_weights,
     with_media,
 )
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, gated_mlp, read_shape, write_shape
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, finish
-from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.vision_fields import EncoderSizes, vision_fields
-from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.families.common import NO_BIAS, decoder_sizes, gated_mlp
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, with_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Check, Defaults, Integer, Numbers, Rule, activation, value_at
+from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, vision_config
 from eqx_decoders.layers.mask import Bidirectional
-from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.rope import AxialRope, Rope
+from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -67,107 +61,61 @@ def windowed_vision(
     )
 
 
-def _read_vision(table: Fields, out_dim: int) -> EncoderConfig:
-    output_dim = table.integer("out_hidden_size", 3584)
-    if output_dim != out_dim:
-        raise table.error(f"out_hidden_size={output_dim} must be the decoder's hidden_size={out_dim}.")
-    size, merge, window = (
-        table.integer(key, default)
-        for key, default in (("patch_size", 14), ("spatial_merge_size", 2), ("window_size", 112))
-    )
-    if window < size * merge:
-        raise table.error(f"window_size={window} must be at least {size * merge} pixels: those of one token.")
-    embed, heads = read_heads(table, 3584)
-    sizes = EncoderSizes(
-        embed_dim=embed,
-        layers=table.layers("depth", 32),
-        heads=heads,
-        mlp_dim=table.integer("intermediate_size", 3420),
-        out_dim=out_dim,
-        size=size,
-        merge=merge,
-        channels=table.integer("in_channels", 3),
-        activation=table.word("hidden_act", ACTIVATIONS, "silu"),
-    )
-    return windowed_vision(
-        sizes,
-        whole=tuple(table.numbers("fullatt_block_indexes", [7, 15, 23, 31])),
-        window=window // merge // size,
-        frames=table.integer("temporal_patch_size", 2),
-        theta=read_axial_theta(table),
-    )
+def qwen2_5_vl(
+    text: DecoderConfig,
+    vision: EncoderConfig,
+    *,
+    per_second: int | float,
+    image_token: int = IMAGE,
+    video_token: int = VIDEO,
+) -> DecoderConfig:
+    """Return a decoder with this encoder, and `per_second` positions of time in a second of a video."""
+    positions = GridPositions(frames="together", per_second=float(per_second), whole=True, behind_times=False)
+    media = MediaConfig(vision=vision, image_token=image_token, video_token=video_token, positions=positions)
+    return with_media(text, media)
 
 
-def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    table = vision_fields(fields)
-    rate = table.integer("tokens_per_second", 4)
-    vision = _read_vision(table, config.embed_dim)
-    finish(fields, "vision_config", table, IGNORED_VISION_KEYS)
-    media = MediaConfig(
-        vision=vision,
-        image_token=fields.integer("image_token_id", IMAGE, least=0),
-        video_token=fields.integer("video_token_id", VIDEO, least=0),
-        positions=GridPositions(frames="together", per_second=float(rate), whole=True, behind_times=False),
-    )
-    return with_media(config, media)
+# --- config.json ---
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    media = media_of(config)
-    encoder, positions = media.vision, media.positions
-    if encoder is None or not isinstance(encoder.stem, PatchStemConfig) or positions is None:
-        raise ConversionError("MediaConfig must have an encoder of images, and positions.")
-    stem, mixers = encoder.stem, [block.mixer for block in encoder.blocks]
-    first, mlp = mixers[0], encoder.blocks[0].mlp
-    if not isinstance(first, AttentionConfig) or not isinstance(mlp, MLPConfig) or stem.window is None:
-        raise ConversionError("MediaConfig.vision must have attention, an MLP, and windows.")
-    assert first.rope is not None
-    vision = {
-        "model_type": "qwen2_5_vl_vision",
-        "hidden_size": encoder.embed_dim,
-        "depth": len(encoder.blocks),
-        "num_heads": first.num_heads,
-        "intermediate_size": mlp.mlp_dim,
-        "out_hidden_size": encoder.projector.out_dim,
-        "patch_size": stem.size,
-        "temporal_patch_size": stem.frames,
-        "spatial_merge_size": stem.merge,
-        "window_size": stem.window * stem.merge * stem.size,
-        "fullatt_block_indexes": [
-            index for index, mixer in enumerate(mixers)
-            if isinstance(mixer, AttentionConfig) and mixer.mask == Bidirectional()
-        ],
-        "tokens_per_second": int(positions.per_second),
-        "in_channels": stem.channels,
-        "hidden_act": activation_name(mlp.activation),
-        "rope_parameters": {"rope_type": "axial", "rope_theta": first.rope.theta},
-    }  # fmt: skip
-    return {**{name: getattr(media, field) for field, name in TOKENS.items()}, "vision_config": vision}
+def _whole_blocks(encoder: EncoderConfig) -> tuple[int, ...]:
+    masks = [getattr(block.mixer, "mask", None) for block in encoder.blocks]
+    return tuple(index for index, mask in enumerate(masks) if mask == Bidirectional())
 
 
-def _read_text(fields: Fields) -> DecoderConfig:
-    fields.content.setdefault("max_window_layers", 80)
-    shape = read_shape(fields, num_kv_heads=8, eps=1e-5, keys=NO_BIAS)
-    rope = read_rope(fields, theta=1e6, sections=SECTIONS, interleaved_sections=False)
-    return qwen2(shape, rope=rope, masks=read_late_windows(fields, shape.num_layers))
-
-
-def _adapt(text: Family) -> Family:
-    return dataclasses.replace(
-        text,
-        model_type="qwen2_5_vl_text",
-        architecture="Qwen2_5_VLTextModel",
-        read=_read_text,
-        write=lambda config: write_shape(config, NO_BIAS) | write_late_windows(config) | write_rope(config),
-        ignored_keys={**text.ignored_keys, **IGNORED_KEYS},
-    )
+_VISION = vision_config(
+    windowed_vision,
+    Integer("out_hidden_size", "projector.out_dim", 3584, name="_out_dim"),
+    SAME_OUT_DIM,
+    *encoder_sizes(width=3584, heads=16, layers=32, mlp_dim=3420, size=14, keys=QWEN_KEYS),
+    Integer("spatial_merge_size", "stem.merge", 2),
+    Integer(
+        "window_size", lambda encoder: encoder.stem.window * encoder.stem.merge * encoder.stem.size, 112, name="_pixels"
+    ),
+    Rule("_least", lambda fields, values: values["size"] * values["merge"]),
+    Check(
+        lambda values: values["_pixels"] >= values["_least"],
+        "window_size={_pixels} must be at least {_least} pixels: those of one token.",
+    ),
+    Rule("window", lambda fields, values: values["_pixels"] // values["merge"] // values["size"]),
+    activation("hidden_act", "mlp.activation", "silu"),
+    Numbers("fullatt_block_indexes", _whole_blocks, (7, 15, 23, 31), name="whole"),
+    Integer("temporal_patch_size", "stem.frames", 2),
+    axial_theta("axial", "default", key=""),
+    model_type="qwen2_5_vl_vision",
+    ignored=IGNORED_VISION_KEYS,
+)
+# how many positions of time a second has stands among the encoder's settings
+_RATE = Integer(
+    "tokens_per_second", lambda config: int(value_at(config, "media.positions.per_second")), 4, name="per_second"
+)
 
 
 _TIED = "tie_word_embeddings"
 # keys that are not the decoder's where all settings stand in one object
 _OUTSIDE = {
     *("architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "transformers_version"),
-    *("vision_config", "text_config", _TIED, *TOKENS.values()),
+    *("vision_config", "text_config", _TIED, "image_token_id", "video_token_id"),
     *(key for key in IGNORED_KEYS if key.endswith("token_id")),
 }
 
@@ -187,13 +135,26 @@ def _nested(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 FAMILY = MultimodalFamily(
-    text="qwen2",
-    adapt=_adapt,
+    text_type="qwen2",
+    changes=dict(
+        model_type="qwen2_5_vl_text",
+        architecture="Qwen2_5_VLTextModel",
+        settings=(
+            Defaults({"max_window_layers": 80}),
+            decoder_sizes(num_kv_heads=8, eps=1e-5, keys=NO_BIAS),
+            rope_settings(theta=1e6, sections=SECTIONS, interleaved_sections=False),
+            LATE_WINDOWS,
+        ),
+        ignored_keys={**IGNORED_QWEN2_KEYS, **IGNORED_KEYS},
+    ),
     reads_as_text=True,
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
-    read=_read,
-    write=_write,
+    settings=(
+        *media_tokens(IMAGE, VIDEO),
+        dataclasses.replace(_VISION, settings=(_RATE, *_VISION.settings)),
+    ),
+    build=qwen2_5_vl,
     weights=(
         *vision_weights("visual.", "visual.merger.", "", first="mlp.0", second="mlp.2", normed="ln_q"),
         *(
@@ -201,7 +162,7 @@ FAMILY = MultimodalFamily(
             for row in gated_mlp("visual.blocks.{layer}.mlp.")
         ),
     ),
-    names={"model.": "model.", "lm_head.": "lm_head."},
+    text_names={"model.": "model.", "lm_head.": "lm_head."},
     renamed={r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."},
     modules={r"^model\.": "model.language_model.", r"^visual\.": "model.visual."},
     ignored_keys=IGNORED_KEYS,
@@ -209,29 +170,19 @@ FAMILY = MultimodalFamily(
 )  # fmt: skip
 
 
-def _model(shape: DecoderSizes, mlp_dim: int) -> DecoderConfig:
+def _with_vision(text: DecoderConfig, mlp_dim: int = 3420) -> DecoderConfig:
     sizes = EncoderSizes(
-        embed_dim=1280, layers=32, heads=16, mlp_dim=mlp_dim, out_dim=shape.embed_dim, size=14, activation="silu"
+        embed_dim=1280, layers=32, heads=16, mlp_dim=mlp_dim, out_dim=text.embed_dim, size=14, activation="silu"
     )
-    media = MediaConfig(
-        vision=windowed_vision(sizes),
-        image_token=IMAGE,
-        video_token=VIDEO,
-        positions=GridPositions(frames="together", per_second=2.0, whole=True, behind_times=False),
-    )
-    rope = Rope(theta=1e6, sections=SECTIONS, interleaved_sections=False)
-    return with_media(qwen2(shape, rope=rope), media)
+    text = with_rope(text, theta=1e6, sections=SECTIONS, interleaved_sections=False)
+    return qwen2_5_vl(text, windowed_vision(sizes), per_second=2.0)
 
 
-_shape = functools.partial(DecoderSizes, vocab_size=152_064, head_dim=128)
-_3B = _shape(vocab_size=151_936, embed_dim=2048, num_layers=36, num_heads=16, num_kv_heads=2, mlp_dim=11_008, tied=True)
-_7B = _shape(embed_dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_dim=18_944)
-_32B = _shape(embed_dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, mlp_dim=27_648)
-_72B = _shape(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, mlp_dim=29_568)
+_with_wide_vision = functools.partial(_with_vision, mlp_dim=3456)
 
 MODELS = {
-    "qwen2.5-vl-3b": lambda: _model(_3B, 3420),
-    "qwen2.5-vl-7b": lambda: _model(_7B, 3420),
-    "qwen2.5-vl-32b": lambda: _model(_32B, 3456),
-    "qwen2.5-vl-72b": lambda: _model(_72B, 3456),
+    "qwen2.5-vl-3b": ExtendedModel("qwen2.5-3b", _with_vision),
+    "qwen2.5-vl-7b": ExtendedModel("qwen2.5-7b", _with_vision),
+    "qwen2.5-vl-32b": ExtendedModel("qwen2.5-32b", _with_wide_vision),
+    "qwen2.5-vl-72b": ExtendedModel("qwen2.5-72b", _with_wide_vision),
 }

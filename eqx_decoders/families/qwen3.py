@@ -2,25 +2,22 @@
 
 import functools
 
-from eqx_decoders.families._qwen import IGNORED_WINDOW_KEYS, qwen3, read_late_windows, write_late_windows
-from eqx_decoders.families.common import DecoderSizes, llama_weights, read_shape, write_shape
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families._qwen import IGNORED_WINDOW_KEYS, LATE_WINDOWS, qwen3
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder_config import DecoderConfig
-
-
-def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=32, head_dim=128)
-    return qwen3(shape, rope=read_rope(fields), masks=read_late_windows(fields, shape.num_layers))
 
 
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    read=_read,
-    write=lambda config: write_shape(config) | write_late_windows(config) | write_rope(config),
+    settings=(
+        decoder_sizes(num_kv_heads=32, head_dim=128),
+        rope_settings(),
+        LATE_WINDOWS,
+    ),
+    build=qwen3,
     weights=llama_weights(),
     ignored_keys=IGNORED_WINDOW_KEYS,
 )

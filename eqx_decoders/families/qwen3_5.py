@@ -5,31 +5,29 @@ import functools
 from eqx_decoders.families._qwen_hybrid import (
     DEPTH,
     IGNORED_STATE_KEYS,
+    QWEN3_5_SETTINGS,
     QWEN3_5_WEIGHTS,
     delta_net,
     qwen3_5,
-    read_qwen3_5,
     with_depth,
     with_depths,
-    write_qwen3_5,
 )
-from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, read_shape, write_shape
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Defaults, Rule
 from eqx_decoders.model.decoder_config import DecoderConfig
-
-
-def _read(fields: Fields) -> DecoderConfig:
-    fields.content.setdefault("intermediate_size", 12288)
-    shape = read_shape(fields, num_kv_heads=4, head_dim=256, keys=NO_BIAS)
-    return read_qwen3_5(fields, shape, shape.mlp())
 
 
 FAMILY = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    read=_read,
-    write=lambda config: write_shape(config, NO_BIAS) | write_qwen3_5(config),
+    settings=(
+        Defaults({"intermediate_size": 12_288}),
+        decoder_sizes(num_kv_heads=4, head_dim=256, keys=NO_BIAS),
+        Rule("mlp", lambda fields, values: values["shape"].mlp()),
+        *QWEN3_5_SETTINGS,
+    ),
+    build=qwen3_5,
     weights=(*ENDS, *with_depths((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
     ignored_keys=IGNORED_STATE_KEYS,
     with_depth=with_depth,
@@ -39,7 +37,7 @@ _shape = functools.partial(DecoderSizes, vocab_size=248_320, head_dim=256)
 
 
 def _dense(shape: DecoderSizes, heads: int) -> DecoderConfig:
-    return qwen3_5(shape, delta=delta_net(shape, heads=heads), mlp=shape.mlp())
+    return qwen3_5(shape, delta=delta_net(shape, num_heads=heads), mlp=shape.mlp())
 
 
 _0_8B = _shape(embed_dim=1024, num_layers=24, num_heads=8, num_kv_heads=2, mlp_dim=3584, tied=True)

@@ -9,39 +9,37 @@ from eqx_decoders.families._qwen_hybrid import (
     EXPERTS,
     FUSED_EXPERTS,
     IGNORED_STATE_KEYS,
+    QWEN3_5_SETTINGS,
     QWEN3_5_WEIGHTS,
     delta_net,
+    expert_settings,
     qwen3_5,
     qwen_experts,
-    read_experts,
-    read_qwen3_5,
     with_depth,
     with_depths,
-    write_experts,
-    write_qwen3_5,
 )
-from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, read_shape
+from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Group, Rule, Values
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    # there is no dense layer, and so no width of one
+def _mlp_dim(fields: Fields, values: Values) -> None:
+    """Take the width of experts as that of an MLP: there is no dense layer, and so no width of one."""
     fields.content["intermediate_size"] = fields.integer("moe_intermediate_size", 512)
-    shape = read_shape(fields, num_kv_heads=2, head_dim=256, keys=NO_BIAS)
-    return read_qwen3_5(fields, shape, read_experts(fields, shape, renormalize=True, num=256, per_token=8))
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_qwen3_5(config) | write_experts(config)
 
 
 FAMILY = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Rule("", _mlp_dim),
+        decoder_sizes(num_kv_heads=2, head_dim=256, keys=NO_BIAS, paths={"intermediate_size": None}),
+        Group("mlp", qwen_experts, expert_settings(num=256, chosen=8), uses=("shape",)),
+        *QWEN3_5_SETTINGS,
+    ),
+    build=qwen3_5,
     weights=(*ENDS, *with_depths((*QWEN3_5_WEIGHTS, *EXPERTS)), *DEPTH),
     fused=with_depths(FUSED_EXPERTS),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS,
@@ -52,8 +50,8 @@ _shape = functools.partial(DecoderSizes, vocab_size=248_320, num_kv_heads=2, hea
 
 
 def _sparse(shape: DecoderSizes, heads: int, **experts: Any) -> DecoderConfig:
-    experts_config = qwen_experts(shape, dim=shape.mlp_dim, shared_dim=shape.mlp_dim, **experts)
-    return qwen3_5(shape, delta=delta_net(shape, heads=heads), mlp=experts_config)
+    experts_config = qwen_experts(shape, shared_dim=shape.mlp_dim, **experts)
+    return qwen3_5(shape, delta=delta_net(shape, num_heads=heads), mlp=experts_config)
 
 
 _35B = _shape(embed_dim=2048, num_layers=40, num_heads=16, mlp_dim=512)

@@ -10,60 +10,50 @@ from eqx_decoders.families._qwen_hybrid import (
     DEPTH,
     EXPERTS,
     FUSED_EXPERTS,
+    HYBRID_SETTINGS,
     INTO_KEYS,
     INTO_VALUES,
     LINEAR,
     SHARED_WEIGHTS,
     delta_net,
+    depth_settings,
     every_fourth,
+    expert_settings,
     qwen3_next,
     qwen_experts,
-    read_depth,
-    read_experts,
-    read_hybrid,
     with_depth,
     with_depths,
-    write_depth,
-    write_experts,
-    write_hybrid,
 )
-from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, read_shape
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import read_rope
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Defaults, Flag, Group
 from eqx_decoders.families.weight_rows import sharing
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def _read(fields: Fields) -> DecoderConfig:
-    fields.content.setdefault("intermediate_size", 5632)
-    shape = read_shape(fields, num_kv_heads=2, head_dim=256, keys=NO_BIAS)
-    experts = read_experts(fields, shape, renormalize=fields.flag("norm_topk_prob", True), num=512, per_token=10)
-    step, only = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers")
-    delta, full = read_hybrid(fields, shape)
-    dense = [index in only or (index + 1) % step != 0 for index in range(shape.num_layers)]
-    mlps = tuple(shape.mlp() if each else experts for each in dense)
-    config = qwen3_next(shape, delta=delta, full=full, mlps=mlps, rope=read_rope(fields, fraction=0.25))
-    return read_depth(fields, "num_nextn_predict_layers", moe.need_experts(fields, config))
+def _build(
+    shape: DecoderSizes, *, experts: ExpertsConfig, dense_layers: frozenset[int], **options: Any
+) -> DecoderConfig:
+    mlps = tuple(shape.mlp() if index in dense_layers else experts for index in range(shape.num_layers))
+    return moe.need_experts(qwen3_next(shape, mlps=mlps, **options))
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    experts, sparse = moe.experts_of(config), moe.sparse_layers(config)
-    settings = {
-        "intermediate_size": moe.dense_dim(config, default=experts.mlp_dim),
-        "norm_topk_prob": experts.router.renormalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [index for index in range(len(config.blocks)) if index not in sparse],
-    }
-    depth = {} if config.mtp is None else write_depth(config, "num_nextn_predict_layers")
-    return write_hybrid(config) | write_experts(config) | settings | depth
-
-
+_EXPERTS = (*expert_settings(num=512, chosen=10), Flag("norm_topk_prob", "experts.router.renormalize", True))
 FAMILY = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    read=_read,
-    write=_write,
+    settings=(
+        Defaults({"intermediate_size": 5632}),
+        decoder_sizes(num_kv_heads=2, head_dim=256, keys=NO_BIAS),
+        Group("experts", qwen_experts, _EXPERTS, uses=("shape",)),
+        moe.sparse_steps(),
+        *HYBRID_SETTINGS,
+        rope_settings(fraction=0.25),
+        *depth_settings("num_nextn_predict_layers", always=False),
+    ),
+    build=_build,
     weights=(
         *ENDS,
         *with_depths(
@@ -96,7 +86,7 @@ def _80b() -> DecoderConfig:
     shape = DecoderSizes(
         vocab_size=151_936, embed_dim=2048, num_layers=48, num_heads=16, num_kv_heads=2, head_dim=256, mlp_dim=5120
     )
-    experts = qwen_experts(shape, num_experts=512, num_experts_per_token=10, dim=512, shared_dim=512)
+    experts = qwen_experts(shape, num_experts=512, num_experts_per_token=10, mlp_dim=512, shared_dim=512)
     return qwen3_next(shape, delta=delta_net(shape), full=every_fourth(48), mlps=(experts,) * 48)
 
 

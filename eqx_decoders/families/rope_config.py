@@ -1,32 +1,104 @@
 """Rotary embeddings in `config.json`: `rope_parameters`, and the older `rope_theta` and `rope_scaling`."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import LAYER_TYPES, attentions
 from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.settings_table import (
+    ABSENT,
+    Check,
+    Flag,
+    Integer,
+    Number,
+    Rule,
+    Setting,
+    Values,
+    read_all,
+    write_all,
+)
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_TYPES = {
-    Rope: "default",
-    LinearRope: "linear",
-    Llama3Rope: "llama3",
-    YarnRope: "yarn",
-    ProportionalRope: "proportional",
+def _default_factor(values: Values) -> float | None:
+    """Return the ratio of the two lengths, for which an explicit null stands."""
+    return None if values["_length"] is None else values["_length"] / values["original_length"]
+
+
+def _needs(name: str, sentence: str) -> Check:
+    return Check(lambda values: values[name] is not None, sentence)
+
+
+_ORIGINAL_LENGTH = (
+    Integer("original_max_position_embeddings", "original_length", lambda values: values["_length"]),
+    _needs("original_length", "original_max_position_embeddings is missing: add it."),
+)
+_YARN = (
+    *_ORIGINAL_LENGTH,
+    Number("factor", "factor", null=_default_factor),
+    _needs("factor", "factor is null, and there is no max_position_embeddings to tell it: give one of them."),
+    Number("beta_fast", "beta_fast", 32.0),
+    Number("beta_slow", "beta_slow", 1.0),
+    Number("attention_factor", "attention_factor", None),
+    Number("mscale", "mscale", None),
+    Number("mscale_all_dim", "mscale_all_dim", None),
+    Flag("truncate", lambda rope: ABSENT if rope.truncate else False, True, name="truncate"),
+)
+# Classes of rotary embeddings by `rope_type`, with the rows that each has of its own.
+_TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
+    "default": (Rope, ()),
+    "linear": (LinearRope, (Number("factor", "factor"),)),
+    "llama3": (
+        Llama3Rope,
+        (
+            *_ORIGINAL_LENGTH,
+            Number("factor", "factor"),
+            Number("low_freq_factor", "low_frequency_factor"),
+            Number("high_freq_factor", "high_frequency_factor"),
+        ),
+    ),
+    "yarn": (YarnRope, _YARN),
+    "proportional": (
+        ProportionalRope,
+        (Number("factor", lambda rope: ABSENT if rope.factor == 1.0 else rope.factor, 1.0, name="factor"),),
+    ),
 }
-# Keys of a table and fields of a configuration.
-_KEYS = {
-    "rope_theta": "theta",
-    "factor": "factor",
-    "original_max_position_embeddings": "original_length",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    **{key: key for key in ["beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"]},
+_IGNORED = {
+    "default": ("factor", "original_max_position_embeddings"),
+    "linear": ("original_max_position_embeddings",),
 }
+
+
+def rope_settings(name: str = "rope", **options: Any) -> Rule:
+    """Return the row of the rotary embedding of all layers; the options are those of `read_rope`.
+
+    With a default for partial rotation it is always written.
+    """
+    return Rule(
+        name,
+        lambda fields, values: read_rope(fields, **options),
+        functools.partial(write_rope, partial=options.get("fraction") is not None),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopesByLayer(Setting):
+    """Row of the rotary embeddings `rope`, and `local_rope` of layers with a window: the arguments of `read_ropes`."""
+
+    theta: float
+    local_theta: float
+    local_key: str | None
+
+    def read(self, fields: Fields, values: Values) -> None:
+        ropes = read_ropes(fields, theta=self.theta, local_theta=self.local_theta, local_key=self.local_key)
+        values["rope"], values["local_rope"] = ropes["full_attention"], ropes["sliding_attention"]
+
+    def write(self, config: DecoderConfig) -> dict[str, Any]:
+        return write_ropes(config)
 
 
 def read_rope(
@@ -67,7 +139,7 @@ def _plain_mrope(table: Fields, sections: tuple[int, ...]) -> None:
     """Rename the type `mrope`, which old files give a plain embedding of several dimensions."""
     for key in ("type", "rope_type") if sections else ():
         if table.content.get(key) == "mrope":
-            table.content[key] = _TYPES[Rope]
+            table.content[key] = "default"
 
 
 def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: str | None) -> dict[str, Rope]:
@@ -129,8 +201,8 @@ def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rop
 
 def _rope(fields: Fields, outer: _Outer) -> Rope:
     """Read one table of rotary settings."""
-    kind = fields.word("rope_type", {name: name for name in _TYPES.values()}, "default")
-    partial = outer.default_fraction is not None or kind == _TYPES[ProportionalRope]
+    kind = fields.word("rope_type", {name: name for name in _TYPES}, "default")
+    partial = outer.default_fraction is not None or kind == "proportional"
     common = outer.common(
         _inner(fields, "rope_theta", outer.theta),
         _inner(fields, "partial_rotary_factor", outer.fraction) if partial else None,
@@ -143,24 +215,15 @@ def _rope(fields: Fields, outer: _Outer) -> Rope:
         common["sections"] = tuple(fields.numbers("mrope_section", outer.sections))
         if len(common["sections"]) != len(outer.sections):
             raise fields.error(f"mrope_section must have {len(outer.sections)} numbers: time, height and width.")
-    ignored = ["max_position_embeddings", "finetuned"]
-    if kind == "default":
-        rope, ignored = Rope(**common), [*ignored, "factor", "original_max_position_embeddings"]
-    elif kind == "linear":
-        rope = LinearRope(**common, factor=fields.number("factor"))
-        ignored = [*ignored, "original_max_position_embeddings"]
-    elif kind == "proportional":
-        rope = ProportionalRope(**common, factor=fields.number("factor", 1.0))
-    elif kind == "llama3":
-        rope = Llama3Rope(
-            **common,
-            original_length=_original_length(fields, outer),
-            factor=fields.number("factor"),
-            low_frequency_factor=fields.number("low_freq_factor"),
-            high_frequency_factor=fields.number("high_freq_factor"),
-        )
-    else:
-        rope = _yarn_rope(fields, common, outer)
+    make, settings = _TYPES[kind]
+    values = read_all(settings, fields, {"_length": outer.length})
+    if make is YarnRope:
+        # transformers looks for it outside of nested tables, where no file has it
+        values["truncate"] = values["truncate"] or outer.nested
+        if values["mscale_all_dim"] is None or values["attention_factor"] is not None:
+            values["mscale"] = None  # it has no effect
+    ignored = ("max_position_embeddings", "finetuned", *_IGNORED.get(kind, ()))
+    rope = make(**common, **values)
     fields.finish(dict.fromkeys(ignored, "has no effect on this type"))
     return rope
 
@@ -171,37 +234,6 @@ def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
     if inner is not None and outside is not None and inner != outside:
         raise fields.error(f"{key}={inner}, but {outside} outside of it: make them equal.")
     return inner
-
-
-def _original_length(fields: Fields, outer: _Outer) -> int:
-    original = fields.integer("original_max_position_embeddings", outer.length)
-    if original is None:
-        raise fields.error("original_max_position_embeddings is missing: add it.")
-    return original
-
-
-def _yarn_rope(fields: Fields, common: dict[str, Any], outer: _Outer) -> YarnRope:
-    original = _original_length(fields, outer)
-    # an explicit null stands for the ratio of the two lengths
-    factor = fields.number("factor", null=None if outer.length is None else outer.length / original)
-    if factor is None:
-        raise fields.error("factor is null, and there is no max_position_embeddings to tell it: give one of them.")
-    attention_factor = fields.number("attention_factor", None)
-    mscale, mscale_all_dim = fields.number("mscale", None), fields.number("mscale_all_dim", None)
-    truncate = fields.flag("truncate", True)
-    return YarnRope(
-        **common,
-        factor=factor,
-        original_length=original,
-        beta_fast=fields.number("beta_fast", 32.0),
-        beta_slow=fields.number("beta_slow", 1.0),
-        # transformers looks for it outside of nested tables, where no file has it
-        truncate=truncate or outer.nested,
-        # without mscale_all_dim, or together with attention_factor, it has no effect
-        mscale=mscale if mscale_all_dim is not None and attention_factor is None else None,
-        mscale_all_dim=mscale_all_dim,
-        attention_factor=attention_factor,
-    )
 
 
 def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any]:
@@ -227,15 +259,13 @@ def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
     """Return the table of one rotary embedding, as transformers 5 writes it."""
     if rope is None:
         raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
-    table: dict[str, Any] = {key: getattr(rope, field, None) for key, field in _KEYS.items()}
-    if table["truncate"]:
-        del table["truncate"]  # the default
-    if isinstance(rope, ProportionalRope) and rope.factor == 1.0:
-        del table["factor"]  # likewise
+    kind, settings = next((kind, rows) for kind, (rope_type, rows) in _TYPES.items() if rope_type is type(rope))
+    written = {key: value for key, value in write_all(settings, rope).items() if value is not None}
+    table: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.theta, **written}
     if partial or rope.fraction != 1.0:
         table["partial_rotary_factor"] = rope.fraction
     if rope.sections:
         table["mrope_section"] = list(rope.sections)
     if rope.sections and rope.interleaved_sections:
         table["mrope_interleaved"] = True
-    return {"rope_type": _TYPES[type(rope)]} | {key: value for key, value in table.items() if value is not None}
+    return table

@@ -2,8 +2,9 @@
 
 import functools
 
-from eqx_decoders.families._idefics3 import idefics3, idefics3_encoder, idefics3_family
+from eqx_decoders.families._idefics3 import idefics3_encoder, idefics3_family
 from eqx_decoders.families.common import DecoderSizes
+from eqx_decoders.families.multimodal import with_images
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -21,7 +22,7 @@ _so400m = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, m
 
 def _model(shape: DecoderSizes, encoder: functools.partial[EncoderSizes], side: int, theta: float) -> DecoderConfig:
     text = shape.decoder(shape.block(shape.attention(rope=Rope(theta=theta))))
-    return idefics3(text, idefics3_encoder(encoder(out_dim=shape.embed_dim), side=side), image_token=49_190)
+    return with_images(text, idefics3_encoder(encoder(out_dim=shape.embed_dim), side=side), image_token=49_190)
 
 
 MODELS = {

@@ -1,15 +1,25 @@
-"""Settings of `vision_config` that several families share."""
+"""Sizes and settings of encoders of images that several families share."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
-from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.errors import ConversionError
+from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.families.settings_table import (
+    Check,
+    Group,
+    Integer,
+    Layers,
+    Rule,
+    Setting,
+    Table,
+    Values,
+    sized,
+    value_at,
+)
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 # the pattern of a convolution's weights
@@ -48,71 +58,78 @@ class EncoderSizes:
         return PatchStemConfig(size=self.size, channels=self.channels, merge=self.merge, **options)
 
 
-def vision_fields(fields: Fields) -> Fields:
-    """Return the settings of the encoder."""
-    table = fields.table("vision_config")
-    if table is None:
-        raise fields.error("vision_config is missing: it describes the encoder.")
-    return table
+OUT_DIM = Rule("out_dim", lambda fields, values: values["text"].embed_dim)
 
 
-def read_sizes(
-    table: Fields, *, width: int, heads: int, layers: int, mlp_dim: int, size: int, channels: int = 3
-) -> dict[str, int]:
-    """Read the sizes of an encoder as keywords; the arguments are transformers' defaults."""
-    width, heads = table.integer("hidden_size", width), table.integer("num_attention_heads", heads)
-    if width % heads:
-        raise table.error(f"hidden_size={width} must be a multiple of num_attention_heads={heads}.")
-    return {
-        "embed_dim": width,
-        "heads": heads,
-        "layers": table.layers("num_hidden_layers", layers),
-        "mlp_dim": table.integer("intermediate_size", mlp_dim),
-        "size": table.integer("patch_size", size),
-        "channels": table.integer("num_channels", channels),
-    }
+def vision_config(
+    make: Callable[..., EncoderConfig],
+    *settings: Setting,
+    model_type: str,
+    ignored: Mapping[str, str],
+    what: str = "the encoder",
+) -> Table:
+    """Return the rows of `vision_config`: `make` has a first argument of `EncoderSizes`, and theirs as keywords.
+
+    `what` is empty where there may be none.
+    """
+    group = Group("vision", sized(EncoderSizes, make), (OUT_DIM, *settings), path="media.vision")
+    return Table("vision_config", (group,), model_type=model_type, ignored=ignored, what=what)
 
 
-def read_side(table: Fields, size: int, image_size: int) -> int:
-    """Read the side of the grid of learned positions: the whole patches of an image of `image_size`."""
-    pixels = table.integer("image_size", image_size)
-    if pixels < size:
-        raise table.error(f"image_size={pixels} must be at least patch_size={size}.")
-    return pixels // size
+def encoder_sizes(
+    *, width: int, heads: int, layers: int, mlp_dim: int, size: int, keys: Mapping[str, str] = {}
+) -> tuple[Setting, ...]:
+    """Return the rows of `EncoderSizes`; the numbers are transformers' defaults, `keys` the family's names of keys."""
+    rows = (
+        Integer("hidden_size", "embed_dim", width),
+        Integer("num_attention_heads", "attention.num_heads", heads, name="heads"),
+        Layers("num_hidden_layers", "blocks", layers, name="layers"),
+        Integer("intermediate_size", "mlp.mlp_dim", mlp_dim),
+        Integer("patch_size", "stem.size", size),
+        Integer("num_channels", "stem.channels", 3),
+    )
+    name = keys.get("num_attention_heads", "num_attention_heads")
+    rule = Check(
+        lambda values: values["embed_dim"] % values["heads"] == 0,
+        f"hidden_size={{embed_dim}} must be a multiple of {name}={{heads}}.",
+    )
+    first, second, *others = (dataclasses.replace(row, key=keys.get(row.key, row.key)) for row in rows)
+    return (first, second, rule, *others)
 
 
-def read_theta(table: Fields, *kinds: str) -> float:
-    """Read the base of the rotary embedding, from `rope_parameters` of one of these kinds or older `rope_theta`."""
-    theta = table.number("rope_theta", 10_000.0)
-    rope = table.table("rope_parameters")
-    if rope is not None:
-        theta = rope.number("rope_theta", theta)
-        rope.allow_only("rope_type", *kinds)
-        rope.finish()
-    return theta
+def grid_side(default: int) -> tuple[Setting, ...]:
+    """Return the rows of the side of the grid of learned positions: the whole patches of an image of `image_size`."""
+    return (
+        Integer(
+            "image_size",
+            lambda encoder: value_at(encoder, "stem.positions.side") * encoder.stem.size,
+            default,
+            name="_pixels",
+        ),
+        Check(
+            lambda values: values["_pixels"] >= values["size"],
+            "image_size={_pixels} must be at least patch_size={size}.",
+        ),
+        Rule("side", lambda fields, values: values["_pixels"] // values["size"]),
+    )
 
 
-def vision_of(config: DecoderConfig) -> tuple[MediaConfig, EncoderConfig]:
-    """Return the encoders, and the one of images; ConversionError unless it is the only one."""
-    media = config.media
-    if media is None or media.vision is None or media.audio is not None:
-        raise ConversionError("DecoderConfig.media must have an encoder of images, and none of audio.")
-    return media, media.vision
+def axial_theta(*kinds: str, default: float = 10_000.0, key: str = "rope_theta") -> Rule:
+    """Return the row of the base of an encoder's rotary embedding, `theta`, in `rope_parameters` of these kinds.
 
+    The first one is written. Older files have it under `key`, unless that is empty.
+    """
 
-def write_sizes(vision: EncoderConfig) -> dict[str, Any]:
-    """Return the keys that `read_sizes` and `read_side` read."""
-    stem, mixer, mlp = vision.stem, vision.blocks[0].mixer, vision.blocks[0].mlp
-    patches = isinstance(stem, PatchStemConfig)
-    if not patches or not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig):
-        raise ConversionError("MediaConfig.vision must have patches, attention and an MLP.")
-    side = {"image_size": stem.positions.side * stem.size} if isinstance(stem.positions, LearnedGrid) else {}
-    return {
-        "hidden_size": vision.embed_dim,
-        "num_attention_heads": mixer.num_heads,
-        "num_hidden_layers": len(vision.blocks),
-        "intermediate_size": mlp.mlp_dim,
-        "patch_size": stem.size,
-        "num_channels": stem.channels,
-        **side,
-    }
+    def read(fields: Fields, values: Values) -> float:
+        theta = fields.number(key, default) if key else default
+        rope = fields.table("rope_parameters")
+        if rope is not None:
+            theta = rope.number("rope_theta", theta)
+            rope.allow_only("rope_type", *kinds)
+            rope.finish()
+        return theta
+
+    def write(encoder: EncoderConfig) -> dict[str, Any]:
+        return {"rope_parameters": {"rope_type": kinds[0], "rope_theta": value_at(encoder, "attention.rope.theta")}}
+
+    return Rule("theta", read, write)

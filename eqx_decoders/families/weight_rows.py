@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,15 @@ def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None
         Weight(name, path, pattern, Part(index=index, count=len(rows), axis=axis, within=within))
         for index, (path, pattern) in enumerate(rows)
     )
+
+
+def are_transposed(tensors: Mapping[str, Any]) -> bool:
+    """Return True if fused experts are stored as matrices `[in, out]`, not `[out, in]`, by their shapes."""
+    for name, down in tensors.items():
+        gate_up = tensors.get(name.removesuffix("down_proj") + "gate_up_proj")
+        if gate_up is not None and len(down.shape) == 3:
+            return gate_up.shape[1:] == (down.shape[2], 2 * down.shape[1])
+    return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import FAMILIES, find_family
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.llama4 import llama4
-from eqx_decoders.families.llama4_vision import llama4_encoder, llama4_vision
+from eqx_decoders.families.llama4_vision import llama4_encoder
+from eqx_decoders.families.multimodal import with_images
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Causal, Chunked
 from eqx_decoders.layers.rope import Rope
@@ -117,7 +118,7 @@ IMAGE = 29
 SHAPE = DecoderSizes(
     vocab_size=32, embed_dim=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, eps=1e-5
 )
-TINY = llama4_vision(
+TINY = with_images(
     llama4(
         SHAPE,
         num_experts=2,

@@ -8,6 +8,7 @@ from einops import rearrange
 
 import eqx_decoders as ed
 from eqx_decoders.families import moe
+from eqx_decoders.families.settings_table import value_at
 from eqx_decoders.families.weight_rows import Part
 from tests.families.samples import decode, sample
 
@@ -18,17 +19,13 @@ DENSE = dataclasses.replace(MIXED, blocks=MIXED.blocks[:1])
 
 def test_layers_with_and_without_experts():
     assert moe.sparse_layers(MIXED) == [1, 3]
-    assert moe.experts_of(MIXED) == MIXED.blocks[1].mlp
-    assert (moe.dense_dim(MIXED, default=7), moe.dense_dim(ed.get_config("mixtral-8x7b"), default=7)) == (40, 7)
+    assert value_at(MIXED, "experts") == MIXED.blocks[1].mlp
+    assert (value_at(MIXED, "mlp.mlp_dim"), value_at(ed.get_config("mixtral-8x7b"), "mlp.mlp_dim")) == (40, 14_336)
     assert moe.sparse_layers(DENSE) == []
-    with pytest.raises(ed.ConversionError, match=r"DecoderConfig\.blocks: no layer has experts"):
-        moe.experts_of(DENSE)
-
-
-def test_their_sizes_have_names_that_differ():
-    written = moe.write_experts(MIXED, count="n_routed_experts", width="moe_intermediate_size")
-    sizes = dict(n_routed_experts=6, moe_intermediate_size=12, num_experts_per_tok=2, hidden_act="silu")
-    assert written == sizes
+    with pytest.raises(ed.ConversionError, match=r"DecoderConfig\.blocks: no layer has ExpertsConfig"):
+        value_at(DENSE, "experts")
+    with pytest.raises(ed.ConfigError, match="no layer has experts: check the settings"):
+        moe.need_experts(DENSE)
 
 
 def test_experts_that_share_a_tensor_have_their_gates_in_its_first_half():

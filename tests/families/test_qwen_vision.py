@@ -17,10 +17,9 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
 from eqx_decoders.families import FAMILIES, find_family, qwen3_omni
 from eqx_decoders.families._qwen_hybrid import delta_net, qwen3_5, with_depth
-from eqx_decoders.families._qwen_vision import qwen3_5_vision, qwen_vision
+from eqx_decoders.families._qwen_vision import qwen3_5_vision, qwen3_vl, qwen_vision
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.qwen3_moe import qwen3_moe
-from eqx_decoders.families.qwen3_vl import qwen3_vl
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.rope import Rope
@@ -49,7 +48,7 @@ def tiny(model: str):
     if model == "moe":
         text = qwen3_moe(shape, expert_dim=6, num_experts=3, num_experts_per_token=2, rope=rope)
         return qwen3_vl(text, qwen_vision(sizes, side=3, deepstack=(0, 1)))
-    delta = delta_net(shape, key_heads=1, heads=2, key_dim=4, value_dim=4)
+    delta = delta_net(shape, num_key_heads=1, num_heads=2, key_dim=4, value_dim=4)
     rope = dataclasses.replace(rope, fraction=0.5, sections=(1, 1, 0))
     text = qwen3_5(shape, delta=delta, mlp=shape.mlp(), rope=rope)
     return qwen3_5_vision(with_depth(text), qwen_vision(sizes, side=3))
