@@ -547,7 +547,7 @@ DATA = {
     "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
     "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "CachedBlock", "Echo", "EngineStats",
     "EventStream", "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
-    "PreparedRun", "AtLeast", "InRange",
+    "PreparedRun", "AtLeast", "InRange", "Backend",
     "HttpResponse", "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "Usage", "RequestQueue",
 }  # fmt: skip
 
