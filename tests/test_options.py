@@ -547,7 +547,7 @@ DATA = {
     "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
     "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "CachedBlock", "Echo", "EngineStats",
     "EventStream", "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
-    "PreparedRun", "AtLeast", "InRange", "Backend",
+    "PreparedRun", "AtLeast", "InRange", "Backend", "OneOf", "NonEmpty",
     "HttpResponse", "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "Usage", "RequestQueue",
 }  # fmt: skip
 

@@ -81,7 +81,7 @@ def test_bad_values_are_refused_by_name(field, value, rule):
 
 
 def test_settings_that_do_not_fit_together_are_refused():
-    with pytest.raises(ConfigError, match=r"trackers='tensorbord' is not known. Did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"trackers\[1\]='tensorbord' is not known. Did you mean 'tensorboard'"):
         unchecked("trackers", ("wandb", "tensorbord")).__post_init__()
     with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.gradient_accumulation_steps=3"):
         TrainConfig(dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
