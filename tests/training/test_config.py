@@ -89,7 +89,7 @@ def test_settings_that_do_not_fit_together_are_refused():
         TrainConfig(steps=600, optimizer=OptimizerConfig(warmup_steps=600))
     with pytest.raises(ConfigError, match=r"remat='full' has its own lists: .*remat='custom'"):
         TrainConfig(remat="full", remat_save=("out_proj",))
-    with pytest.raises(ConfigError, match=r"Remat\.save='out_proj_'.*Did you mean 'out_proj'"):
+    with pytest.raises(ConfigError, match=r"Remat\.save\[0\]='out_proj_'.*Did you mean 'out_proj'"):
         TrainConfig(remat="custom", remat_save=("out_proj_",))
     with pytest.raises(ConfigError, match=r"out_proj can't be both saved and offloaded"):
         TrainConfig(remat="custom", remat_save=("out_proj",), remat_offload=("out_proj",))
