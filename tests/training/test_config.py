@@ -317,7 +317,7 @@ def test_options_of_an_execution_are_settings_of_runs_and_plans():
         (dict(export="x", export_adapter="x/y", lora_rank=2), "export_adapter='x/y' must not be in one another"),
         (dict(export="x/y", export_adapter="x", lora_rank=2), "export='x/y' and export_adapter='x' must not be in one"),
         (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),
-        (dict(lora_rank=4, lora_targets=()), r"LoRAConfig.targets=\(\) must name"),
+        (dict(lora_rank=4, lora_targets=()), r"LoRAConfig.targets=\(\) must have at least one pattern"),
     ],
     ids=str,
 )
