@@ -7,13 +7,13 @@ pass.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 from jax import checkpoint_policies
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from eqx_decoders.errors import check, check_word
+from eqx_decoders.errors import CheckedFields, OneOf, check, check_word
 
 
 NAMES: dict[str, str] = {
@@ -48,7 +48,7 @@ def save(x: Array, name: str) -> Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Remat:
+class Remat(CheckedFields):
     """Intermediate values of a block that are saved for its gradient; all others are computed again.
 
     **Arguments:**
@@ -57,14 +57,11 @@ class Remat:
     - `offload`: values saved in the host's memory.
     """
 
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
+    save: tuple[Annotated[str, OneOf(tuple(NAMES))], ...] = ()
+    offload: tuple[Annotated[str, OneOf(tuple(NAMES))], ...] = ()
 
     def __post_init__(self):
-        for field in ("save", "offload"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
-            for name in getattr(self, field):
-                check_word(f"Remat.{field}", name, NAMES)
+        super().__post_init__()
         both = sorted(set(self.save) & set(self.offload))
         check(not both, f"Remat: {', '.join(both)} can't be both saved and offloaded. Name each once.")
 

@@ -547,7 +547,7 @@ DATA = {
     "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
     "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "CachedBlock", "Echo", "EngineStats",
     "EventStream", "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
-    "PreparedRun", "AtLeast", "InRange", "Backend", "ProductPlan",
+    "PreparedRun", "AtLeast", "InRange", "Backend", "ProductPlan", "OneOf", "NonEmpty",
     "HttpResponse", "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "Usage", "RequestQueue",
 }  # fmt: skip
 
@@ -607,7 +607,6 @@ BAD = [
     (Rope, {}, dict(fraction=0.0), "above 0"),
     (Rope, {}, dict(fraction=1.5), "at most 1"),
     (Rope, {}, dict(pairing="halves"), "Did you mean 'half'"),
-    (Rope, {}, dict(sections=(4, -1)), "integers of at least 0"),
     (ProportionalRope, {}, dict(factor=0.5), "at least 1"),
     (LinearRope, dict(factor=2.0), dict(theta=0.0), "above 0"),
     (LinearRope, {}, dict(factor=0.5), "at least 1"),
@@ -806,6 +805,8 @@ def test_values_of_a_wrong_type_are_refused_by_the_type_hook(kind, values):
         (lambda: ed.Precision(compute="int8"), r"Precision.compute='int8' is not known"),
         (lambda: ed.init_cache(DECODER, 0, 4), r"batch_size=0 must be an integer of at least 1"),
         (lambda: ed.init_cache(DECODER, 1, 0), r"max_length=0 must be an integer of at least 1"),
+        (lambda: unhooked(Rope, sections=(4, -1)), r"Rope.sections\[1\]=-1 must be an integer of at least 0"),
+        (lambda: unhooked(Rope, pairing="half_of_axis"), r"Rope.pairing='half_of_axis' needs AxialRope"),
         (lambda: RMS.build(0), r"RMSNorm size=0 must be an integer of at least 1"),
     ],
 )

@@ -12,7 +12,7 @@ from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_number, check_word
+from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_word
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
@@ -53,7 +53,7 @@ ExtraLayerKind = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtraLayerConfig:
+class ExtraLayerConfig(CheckedFields):
     """An extra layer of a block, with a norm before it and one on its output: `scale * post(layer(pre(x)))`.
 
     **Arguments:**
@@ -66,12 +66,12 @@ class ExtraLayerConfig:
     layer: ExtraLayerKind
     pre_norm: NormConfig | None = None
     post_norm: NormConfig | None = None
-    scale: float = 1.0
+    scale: PositiveFloat = 1.0
 
     def __post_init__(self):
+        super().__post_init__()
         rule = "must be one of blocks.block.ExtraLayerKind: statistics of experts are those of the MLP alone"
         check(isinstance(self.layer, ExtraLayerKind), f"ExtraLayerConfig.layer={self.layer!r} {rule}.")
-        check_number("ExtraLayerConfig.scale", self.scale, above=0)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "ExtraLayer":
         norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))
@@ -86,7 +86,7 @@ class ExtraLayer(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockConfig(CheckedFields):
     """A token mixer and a channel mixer, each `post(layer(pre(x)))`, and their residual connection.
 
     **Arguments:**
@@ -108,20 +108,17 @@ class BlockConfig:
     pre_mlp_norm: NormConfig | None = None
     post_mlp_norm: NormConfig | None = None
     residual: ResidualOrName = Sequential()
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     pre_layers: tuple[ExtraLayerConfig, ...] = ()
     post_layers: tuple[ExtraLayerConfig, ...] = ()
     shares_kv_as: str | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if isinstance(self.residual, str):
             object.__setattr__(
                 self, "residual", RESIDUALS[check_word("BlockConfig.residual", self.residual, RESIDUALS)]
             )
-        for name in ("pre_layers", "post_layers"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_number("BlockConfig.dropout", self.dropout, least=0)
-        check(self.dropout < 1, f"BlockConfig.dropout={self.dropout} must be below 1.")
         for part in ("mixer", "mlp"):
             idle = [name for name in (f"pre_{part}_norm", f"post_{part}_norm") if getattr(self, name)]
             check(

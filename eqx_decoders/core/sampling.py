@@ -1,7 +1,7 @@
 """Choice of the next token from logits."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, ConfigError, InRange, PositiveFloat, PositiveInt
 from eqx_decoders.sharding.axes import AnyArray
+
+
+Probability = Annotated[float, InRange(above=0, most=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Greedy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(CheckedFields):
     """A draw from `softmax(logits / temperature)`, cut by the filters in this order.
 
     **Arguments:**
@@ -30,20 +33,10 @@ class Sample:
     - `min_p`: only tokens at least p times as likely as the most likely one (Nguyen et al. 2024).
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    def __post_init__(self):
-        check_number("Sample.temperature", self.temperature, above=0)
-        if self.top_k is not None:
-            check_integer("Sample.top_k", self.top_k)
-        for field in ("top_p", "min_p"):
-            value = getattr(self, field)
-            if value is not None:
-                check_number(f"Sample.{field}", value, above=0)
-                check(value <= 1, f"Sample.{field}={value} must be at most 1: it's a probability.")
+    temperature: PositiveFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
 
 
 Sampler = Greedy | Sample

@@ -9,14 +9,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.encoders.packed_rows import ChunkRows
-from eqx_decoders.errors import check_integer, check_word
+from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.embedding.embedding import sinusoids
-from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AudioStemConfig:
+class AudioStemConfig(CheckedFields):
     """Convolutions of 3 x 3 in steps of 2 over the bands and frames of each chunk, one matrix, and positions.
 
     **Arguments:**
@@ -28,16 +28,11 @@ class AudioStemConfig:
     - `activation`: one of `ACTIVATIONS`, behind each convolution.
     """
 
-    mel_bands: int
-    chunk_frames: int
-    filters: int
-    convolutions: int = 3
-    activation: str = "gelu"
-
-    def __post_init__(self):
-        for name in ("mel_bands", "chunk_frames", "filters", "convolutions"):
-            check_integer(f"AudioStemConfig.{name}", getattr(self, name))
-        check_word("AudioStemConfig.activation", self.activation, ACTIVATIONS)
+    mel_bands: PositiveInt
+    chunk_frames: PositiveInt
+    filters: PositiveInt
+    convolutions: PositiveInt = 3
+    activation: ActivationName = "gelu"
 
     group = 1  # tokens that become one row of features
 

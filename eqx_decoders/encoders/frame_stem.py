@@ -1,6 +1,7 @@
 """Input layers of an encoder of whole audio clips: convolutions over log-mel spectra, frame by frame (Gemma 4)."""
 
 import dataclasses
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -9,14 +10,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.encoders.packed_rows import FrameRows
-from eqx_decoders.errors import check, check_integer, check_word
-from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveInt
+from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
 from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FrameStemConfig:
+class FrameStemConfig(CheckedFields):
     """Layers `act(norm(convolution(x)))`, 3 x 3 in steps of 2 over frames and bands; then one matrix.
 
     Padding frames count as zeros before each convolution, so that an audio clip's features depend on it alone.
@@ -29,18 +30,10 @@ class FrameStemConfig:
     - `activation`: one of `ACTIVATIONS`, behind each norm.
     """
 
-    mel_bands: int
-    filters: tuple[int, ...] = (128, 32)
+    mel_bands: PositiveInt
+    filters: Annotated[tuple[PositiveInt, ...], NonEmpty("number: one for each convolution")] = (128, 32)
     norm: LayerNormConfig = LayerNormConfig(bias=False)
-    activation: str = "relu"
-
-    def __post_init__(self):
-        object.__setattr__(self, "filters", tuple(self.filters))
-        check_integer("FrameStemConfig.mel_bands", self.mel_bands)
-        check(len(self.filters) > 0, "FrameStemConfig.filters=() must hold those of at least one convolution.")
-        for count in self.filters:
-            check_integer("FrameStemConfig.filters", count)
-        check_word("FrameStemConfig.activation", self.activation, ACTIVATIONS)
+    activation: ActivationName = "relu"
 
     group = 1  # tokens that become one row of features
 

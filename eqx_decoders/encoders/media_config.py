@@ -1,6 +1,7 @@
 """Configuration of a decoder's encoders, and of the placeholder tokens that their features replace."""
 
 import dataclasses
+from typing import Annotated
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
@@ -9,7 +10,7 @@ from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.errors import check, check_integer
+from eqx_decoders.errors import CheckedFields, NonEmpty, NonNegativeInt, PositiveInt, check
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
@@ -17,7 +18,7 @@ from eqx_decoders.layers.norm import NormConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
+class EncoderConfig(CheckedFields):
     """Configuration of an encoder: `projector(post_norm(block_n(... block_1(pre_norm(stem(rows))))))`.
 
     **Arguments:**
@@ -36,24 +37,19 @@ class EncoderConfig:
         checkpoint; new ones clip nothing (Gemma 4).
     """
 
-    embed_dim: int
+    embed_dim: PositiveInt
     stem: PatchStemConfig | AudioStemConfig | FrameStemConfig
-    blocks: tuple[BlockConfig, ...]
+    blocks: Annotated[tuple[BlockConfig, ...], NonEmpty("BlockConfig")]
     projector: ProjectorConfig
     pre_norm: NormConfig | None = None
     post_norm: NormConfig | None = None
-    deepstack: tuple[int, ...] = ()
+    deepstack: tuple[NonNegativeInt, ...] = ()
     deepstack_projector: ProjectorConfig | None = None
     into: ProjectionConfig | None = None
     clipped: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        object.__setattr__(self, "deepstack", tuple(self.deepstack))
-        check_integer("EncoderConfig.embed_dim", self.embed_dim)
-        check(len(self.blocks) > 0, "EncoderConfig.blocks=() must hold at least one BlockConfig.")
-        for layer in self.deepstack:
-            check_integer("EncoderConfig.deepstack", layer, minimum=0)
+        super().__post_init__()
         good = sorted({*self.deepstack}) == [*self.deepstack] and max(self.deepstack, default=0) < len(self.blocks)
         rule = f"must name layers from 0 to {len(self.blocks) - 1}, each once, ascending"
         check(good, f"EncoderConfig.deepstack={self.deepstack} {rule}.")
@@ -81,7 +77,7 @@ class EncoderConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaConfig:
+class MediaConfig(CheckedFields):
     """Encoders of images and audio, and the placeholder tokens whose embeddings their features replace, in order.
 
     **Arguments:**
@@ -95,12 +91,12 @@ class MediaConfig:
 
     vision: EncoderConfig | None = None
     audio: EncoderConfig | None = None
-    image_token: int | None = None
-    video_token: int | None = None
-    audio_token: int | None = None
+    image_token: NonNegativeInt | None = None
+    video_token: NonNegativeInt | None = None
+    audio_token: NonNegativeInt | None = None
     spans: bool = False
     positions: GridPositions | None = None
-    lookup_token: int = 0
+    lookup_token: NonNegativeInt = 0
 
     @property
     def patch_stem(self) -> PatchStemConfig | None:
@@ -115,11 +111,8 @@ class MediaConfig:
         return stem if isinstance(stem, AudioStemConfig | FrameStemConfig) else None
 
     def __post_init__(self):
+        super().__post_init__()
         tokens_by_name = {name: getattr(self, name) for name in ("image_token", "video_token", "audio_token")}
-        for name, token in tokens_by_name.items():
-            if token is not None:
-                check_integer(f"MediaConfig.{name}", token, minimum=0)
-        check_integer("MediaConfig.lookup_token", self.lookup_token, minimum=0)
         ids = [token for token in tokens_by_name.values() if token is not None]
         check(len(ids) == len({*ids}), f"MediaConfig: {tokens_by_name} must be different ids.")
         for kind, encoder, stems, tokens in (

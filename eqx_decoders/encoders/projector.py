@@ -1,7 +1,7 @@
 """Projector from an encoder's features to rows that replace placeholder tokens: patches joined, normed, multiplied."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt, check
+from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -18,7 +18,7 @@ from eqx_decoders.sharding.axes import BUFFER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProjectionConfig:
+class ProjectionConfig(CheckedFields):
     """Configuration of a linear layer with an activation: `act(kernel^T norm(x) + bias)`.
 
     **Arguments:**
@@ -29,14 +29,10 @@ class ProjectionConfig:
     - `norm`: norm of the input features; None for none.
     """
 
-    dim: int
+    dim: PositiveInt
     bias: bool = False
-    activation: str = "identity"
+    activation: ActivationName = "identity"
     norm: NormConfig | None = None
-
-    def __post_init__(self):
-        check_integer("ProjectionConfig.dim", self.dim)
-        check_word("ProjectionConfig.activation", self.activation, ACTIVATIONS)
 
     def build(self, input_dim: int, *, key: PRNGKeyArray) -> "Projection":
         return Projection(
@@ -62,7 +58,7 @@ class Projection(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProjectorConfig:
+class ProjectorConfig(CheckedFields):
     """Configuration of a projector: groups of `group` patches become one row each.
 
     **Arguments:**
@@ -77,21 +73,13 @@ class ProjectorConfig:
     - `layers`: one after the other; the last one makes the features of the residual stream.
     """
 
-    group: int = 1
+    group: PositiveInt = 1
     combine: Literal["join", "interleave", "mean"] = "join"
     norm: NormConfig | None = None
     norm_of: Literal["patches", "groups"] = "groups"
-    scale: float = 1.0
+    scale: PositiveFloat = 1.0
     standardize: bool = False
-    layers: tuple[ProjectionConfig, ...]
-
-    def __post_init__(self):
-        object.__setattr__(self, "layers", tuple(self.layers))
-        check_integer("ProjectorConfig.group", self.group)
-        check_word("ProjectorConfig.combine", self.combine, ("join", "interleave", "mean"))
-        check_word("ProjectorConfig.norm_of", self.norm_of, ("patches", "groups"))
-        check_number("ProjectorConfig.scale", self.scale, above=0)
-        check(len(self.layers) > 0, "ProjectorConfig.layers=() must hold at least one ProjectionConfig.")
+    layers: Annotated[tuple[ProjectionConfig, ...], NonEmpty("ProjectionConfig")]
 
     @property
     def out_dim(self) -> int:

@@ -6,14 +6,14 @@ from typing import Literal
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check, check_number, check_word
+from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, check
 
 
 TEXT, IMAGE, VIDEO, AUDIO = range(4)  # kinds of tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GridPositions:
+class GridPositions(CheckedFields):
     """Rotary positions of time, row and column (M-RoPE): an image's tokens count on from the text before it.
 
     Text and audio move all three by one; tokens behind an image begin behind the largest of its positions.
@@ -29,13 +29,9 @@ class GridPositions:
     """
 
     frames: Literal["apart", "together"] = "apart"
-    per_second: float = 1.0
+    per_second: PositiveFloat = 1.0
     whole: bool = False
     behind_times: bool = True
-
-    def __post_init__(self):
-        check_word("GridPositions.frames", self.frames, ("apart", "together"))
-        check_number("GridPositions.per_second", self.per_second, above=0)
 
 
 def grid_positions(

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.encoders.packed_rows import PatchRows
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in, normal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnedGrid:
+class LearnedGrid(CheckedFields):
     """Learned positions of a square grid: `x + table[row, column]`.
 
     **Arguments:**
@@ -27,12 +27,8 @@ class LearnedGrid:
         of the side (Idefics 3).
     """
 
-    side: int
+    side: PositiveInt
     resample: Literal["none", "bilinear", "fraction"] = "none"
-
-    def __post_init__(self):
-        check_integer("LearnedGrid.side", self.side)
-        check_word("LearnedGrid.resample", self.resample, ("none", "bilinear", "fraction"))
 
     def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "GridTable":
         """Build the table, with a row behind the grid for each class token."""
@@ -40,7 +36,7 @@ class LearnedGrid:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnedAxes:
+class LearnedAxes(CheckedFields):
     """Learned positions of columns and rows: `x + table[0, column] + table[1, row]` (Gemma 4).
 
     **Arguments:**
@@ -48,10 +44,7 @@ class LearnedAxes:
     - `size`: number of columns, and of rows, in the tables.
     """
 
-    size: int
-
-    def __post_init__(self):
-        check_integer("LearnedAxes.size", self.size)
+    size: PositiveInt
 
     def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "AxisTables":
         check(
@@ -92,7 +85,7 @@ def _weighted(table: Array, index: Array, weight: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PatchStemConfig:
+class PatchStemConfig(CheckedFields):
     """Linear layer over patches, `kernel^T patch + bias + position`, of `channels x frames x size x size` numbers.
 
     **Arguments:**
@@ -111,28 +104,21 @@ class PatchStemConfig:
         `Bidirectional((window * merge) ** 2)`; None for none.
     """
 
-    size: int
-    channels: int = 3
-    frames: int = 1
-    merge: int = 1
+    size: PositiveInt
+    channels: PositiveInt = 3
+    frames: PositiveInt = 1
+    merge: PositiveInt = 1
     bias: bool = True
     positions: PatchPositions | None = None
     class_token: bool = False
-    pixel_scale: float = 1.0
-    pixel_shift: float = 0.0
+    pixel_scale: PositiveFloat = 1.0
+    pixel_shift: FiniteFloat = 0.0
     coordinates: Literal["row_column", "column_row"] = "row_column"
-    first_coordinate: int = 0
-    window: int | None = None
+    first_coordinate: NonNegativeInt = 0
+    window: PositiveInt | None = None
 
     def __post_init__(self):
-        for name in ("size", "channels", "frames", "merge"):
-            check_integer(f"PatchStemConfig.{name}", getattr(self, name))
-        if self.window is not None:
-            check_integer("PatchStemConfig.window", self.window)
-        check_number("PatchStemConfig.pixel_scale", self.pixel_scale, above=0)
-        check_number("PatchStemConfig.pixel_shift", self.pixel_shift)
-        check_integer("PatchStemConfig.first_coordinate", self.first_coordinate, minimum=0)
-        check_word("PatchStemConfig.coordinates", self.coordinates, ("row_column", "column_row"))
+        super().__post_init__()
         alone = not self.class_token or self.window is None
         check(alone, "PatchStemConfig.class_token=True excludes windows: the token would be in one of them.")
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check_integer, check_word
+from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
@@ -18,7 +18,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LightConvolutionConfig:
+class LightConvolutionConfig(CheckedFields):
     """Configuration of `out(act(norm(convolution(a * sigmoid(b)))))`, a and b being `into x`; it is causal.
 
     **Arguments:**
@@ -28,13 +28,9 @@ class LightConvolutionConfig:
     - `norm`: normalization of the convolution's output.
     """
 
-    taps: int = 5
-    activation: str = "silu"
+    taps: PositiveInt = 5
+    activation: ActivationName = "silu"
     norm: NormConfig = RMSNormConfig()
-
-    def __post_init__(self):
-        check_integer("LightConvolutionConfig.taps", self.taps)
-        check_word("LightConvolutionConfig.activation", self.activation, ACTIVATIONS)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LightConvolution":
         keys = jax.random.split(key, 3)

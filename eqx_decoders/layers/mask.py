@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from eqx_decoders.errors import check, check_integer
+from eqx_decoders.errors import CheckedFields, PositiveInt, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,34 +21,24 @@ class Causal:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(CheckedFields):
     """Mask of the last `size` positions, the query's own among them: 0 <= q - k < size."""
 
-    size: int
-
-    def __post_init__(self):
-        check_integer("SlidingWindow.size", self.size)
+    size: PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked:
+class Chunked(CheckedFields):
     """Mask of what came before in the query's own chunk of `size` positions: k <= q and k // size == q // size."""
 
-    size: int
-
-    def __post_init__(self):
-        check_integer("Chunked.size", self.size)
+    size: PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
-class Bidirectional:
+class Bidirectional(CheckedFields):
     """Mask of every token, or of the query's own block of `size` positions: k // size == q // size."""
 
-    size: int | None = None
-
-    def __post_init__(self):
-        if self.size is not None:
-            check_integer("Bidirectional.size", self.size)
+    size: PositiveInt | None = None
 
 
 Mask = Causal | SlidingWindow | Chunked | Bidirectional

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, OneOf, PositiveInt, Rate, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.numerics.einsum import add_bias
@@ -29,9 +30,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "identity": lambda x: x,
 }
 
+ActivationName = Annotated[str, OneOf(tuple(ACTIVATIONS))]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLPConfig:
+class MLPConfig(CheckedFields):
     """Configuration of `down(act(gate x) * up x)`, or `down(act(up x))` when not gated.
 
     **Arguments:**
@@ -44,19 +47,16 @@ class MLPConfig:
     - `dropout`: rate on the hidden features.
     """
 
-    mlp_dim: int
-    activation: str = "silu"
+    mlp_dim: PositiveInt
+    activation: ActivationName = "silu"
     gated: bool = True
     bias: bool = False
     fused: bool = False
-    dropout: float = 0.0
+    dropout: Rate = 0.0
 
     def __post_init__(self):
-        check_integer("MLPConfig.mlp_dim", self.mlp_dim)
-        check_word("MLPConfig.activation", self.activation, ACTIVATIONS)
+        super().__post_init__()
         check(self.gated or not self.fused, "MLPConfig.fused=True needs gated=True: there is one projection only.")
-        check_number("MLPConfig.dropout", self.dropout, least=0)
-        check(self.dropout < 1, f"MLPConfig.dropout={self.dropout} must be below 1.")
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "MLP":
         keys = jax.random.split(key, 3)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, FiniteFloat, PositiveFloat, check, check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RMSNormConfig:
+class RMSNormConfig(CheckedFields):
     """Configuration of `x / sqrt(mean(x²) + eps) * (offset + scale)`.
 
     **Arguments:**
@@ -23,16 +23,13 @@ class RMSNormConfig:
         leaves it as it is.
     """
 
-    eps: float = 1e-6
+    eps: PositiveFloat = 1e-6
     scale: bool = True
-    offset: float = 0.0
-    clip: float | None = None
+    offset: FiniteFloat = 0.0
+    clip: PositiveFloat | None = None
 
     def __post_init__(self):
-        check_number("RMSNormConfig.eps", self.eps, above=0)
-        check_number("RMSNormConfig.offset", self.offset)
-        if self.clip is not None:
-            check_number("RMSNormConfig.clip", self.clip, above=0)
+        super().__post_init__()
         rule = f"RMSNormConfig.offset={self.offset} needs scale=True: it is added to the scale."
         check(self.scale or self.offset == 0, rule)
 
@@ -57,7 +54,7 @@ class RMSNorm(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerNormConfig:
+class LayerNormConfig(CheckedFields):
     """Configuration of `(x - mean) / sqrt(var + eps) * (offset + scale) + bias`.
 
     **Arguments:**
@@ -67,13 +64,9 @@ class LayerNormConfig:
     - `offset`: 1 where the stored scale starts at 0 (MaxText's GPT-3), else 0.
     """
 
-    eps: float = 1e-5
+    eps: PositiveFloat = 1e-5
     bias: bool = True
-    offset: float = 0.0
-
-    def __post_init__(self):
-        check_number("LayerNormConfig.eps", self.eps, above=0)
-        check_number("LayerNormConfig.offset", self.offset)
+    offset: FiniteFloat = 0.0
 
     def build(self, size: int) -> "LayerNorm":
         check_integer("LayerNorm size", size)

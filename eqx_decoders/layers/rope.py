@@ -6,18 +6,18 @@ k + dim/2, with `interleaved` pairing the features 2k and 2k + 1.
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveFloat, PositiveInt, check, check_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
+class Rope(CheckedFields):
     """Plain rotary embedding: `frequency_k = theta^(-2k/dim)`.
 
     **Arguments:**
@@ -32,21 +32,16 @@ class Rope:
         pairs of a dimension stand together (Qwen2-VL).
     """
 
-    theta: float = 10_000.0
-    fraction: float = 1.0
+    theta: PositiveFloat = 10_000.0
+    fraction: Annotated[float, InRange(above=0, most=1)] = 1.0
     pairing: Literal["half", "interleaved", "half_of_axis"] = "half"
-    sections: tuple[int, ...] = ()
+    sections: tuple[NonNegativeInt, ...] = ()
     interleaved_sections: bool = True
 
     def __post_init__(self):
-        name = type(self).__name__
-        check_number(f"{name}.theta", self.theta, above=0)
-        check_number(f"{name}.fraction", self.fraction, above=0)
-        check(self.fraction <= 1, f"{name}.fraction={self.fraction} must be at most 1.")
-        pairings = ("half", "interleaved", "half_of_axis") if self.has_axes else ("half", "interleaved")
-        check_word(f"{name}.pairing", self.pairing, pairings)
-        whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in self.sections)
-        check(whole, f"{name}.sections={self.sections!r} must be integers of at least 0.")
+        super().__post_init__()
+        axial = self.has_axes or self.pairing != "half_of_axis"
+        check(axial, f"{type(self).__name__}.pairing='half_of_axis' needs AxialRope: there is one axis.")
 
     has_axes: ClassVar[bool] = False  # whether each half of the pairs turns by a coordinate of its own
 
@@ -145,11 +140,7 @@ class AxialRope(Rope):
 class LinearRope(Rope):
     """Position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
 
-    factor: float
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number("LinearRope.factor", self.factor, least=1)
+    factor: Annotated[float, InRange(least=1)]
 
     def frequencies(self, dim: int) -> np.ndarray:
         return super().frequencies(dim) / self.factor
@@ -162,11 +153,7 @@ class ProportionalRope(Rope):
     Pairs span the whole head, and frequencies are those of the whole head: `theta^(-2k/head_dim) / factor`.
     """
 
-    factor: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number("ProportionalRope.factor", self.factor, least=1)
+    factor: Annotated[float, InRange(least=1)] = 1.0
 
     def rotated(self, head_dim: int) -> int:
         check(head_dim % 2 == 0, f"ProportionalRope: head_dim={head_dim} must be even.")
@@ -189,17 +176,14 @@ class Llama3Rope(Rope):
     - `original_length`: the context length before scaling, in tokens.
     """
 
-    factor: float = 8.0
-    low_frequency_factor: float = 1.0
+    factor: Annotated[float, InRange(least=1)] = 8.0
+    low_frequency_factor: PositiveFloat = 1.0
     high_frequency_factor: float = 4.0
-    original_length: int = 8192
+    original_length: PositiveInt = 8192
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("Llama3Rope.factor", self.factor, least=1)
-        check_number("Llama3Rope.low_frequency_factor", self.low_frequency_factor, above=0)
         check_number("Llama3Rope.high_frequency_factor", self.high_frequency_factor, least=self.low_frequency_factor)
-        check_integer("Llama3Rope.original_length", self.original_length)
 
     def frequencies(self, dim: int) -> np.ndarray:
         plain = super().frequencies(dim)
@@ -226,25 +210,19 @@ class YarnRope(Rope):
     - `attention_factor`: multiplies cosine and sine in place of what follows from `mscale`.
     """
 
-    factor: float
-    original_length: int
+    factor: Annotated[float, InRange(least=1)]
+    original_length: PositiveInt
     beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_slow: PositiveFloat = 1.0
     truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        check_number("YarnRope.factor", self.factor, least=1)
-        check_integer("YarnRope.original_length", self.original_length)
-        check_number("YarnRope.beta_slow", self.beta_slow, above=0)
         check_number("YarnRope.beta_fast", self.beta_fast, least=self.beta_slow)
         check(self.theta > 1, f"YarnRope.theta={self.theta} must be above 1.")
-        for field in ("mscale", "mscale_all_dim", "attention_factor"):
-            if getattr(self, field) is not None:
-                check_number(f"YarnRope.{field}", getattr(self, field), above=0)
         check(
             self.mscale is None or (self.mscale_all_dim is not None and self.attention_factor is None),
             f"YarnRope.mscale={self.mscale} needs mscale_all_dim, and excludes attention_factor.",

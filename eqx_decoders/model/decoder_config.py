@@ -1,13 +1,14 @@
 """The configuration of a decoder, with its JSON form."""
 
 import dataclasses
+from typing import Annotated
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_kv_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer, takers
 from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.embedding.embedding import PositionsConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.norm import NormConfig
@@ -16,7 +17,7 @@ from eqx_decoders.model.mtp_config import MTPConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(CheckedFields):
     """Configuration of a decoder: one `BlockConfig` per layer, between an embedding and a head.
 
     **Arguments:**
@@ -37,39 +38,29 @@ class DecoderConfig:
     - `media`: encoders of images and audio, and which tokens their features replace; None for none.
     """
 
-    vocab_size: int
-    embed_dim: int
-    blocks: tuple[BlockConfig, ...]
+    vocab_size: PositiveInt
+    embed_dim: PositiveInt
+    blocks: Annotated[tuple[BlockConfig, ...], NonEmpty("BlockConfig")]
     final_norm: NormConfig | None
     tied: bool = False
-    embedding_scale: float = 1.0
+    embedding_scale: PositiveFloat = 1.0
     positions: PositionsConfig | None = None
-    logit_divisor: float = 1.0
-    logit_soft_cap: float | None = None
-    dropout: float = 0.0
-    init_std: float = 0.02
+    logit_divisor: PositiveFloat = 1.0
+    logit_soft_cap: PositiveFloat | None = None
+    dropout: Rate = 0.0
+    init_std: PositiveFloat = 0.02
     per_layer_embedding: PerLayerEmbeddingConfig | None = None
     mtp: MTPConfig | None = None
     media: MediaConfig | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        check_integer("DecoderConfig.vocab_size", self.vocab_size)
-        check_integer("DecoderConfig.embed_dim", self.embed_dim)
-        check(len(self.blocks) > 0, "DecoderConfig.blocks=() must hold at least one BlockConfig.")
+        super().__post_init__()
         for index, block in enumerate(self.blocks):
             if not isinstance(block, BlockConfig):
                 raise ConfigError(f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
         streams = {block.residual.streams for block in self.blocks}
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
-        check_number("DecoderConfig.embedding_scale", self.embedding_scale, above=0)
-        check_number("DecoderConfig.logit_divisor", self.logit_divisor, above=0)
-        check_number("DecoderConfig.dropout", self.dropout, least=0)
-        check(self.dropout < 1, f"DecoderConfig.dropout={self.dropout} must be below 1.")
-        check_number("DecoderConfig.init_std", self.init_std, above=0)
-        if self.logit_soft_cap is not None:
-            check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
         check_kv_sharing(self.blocks)
         _check_mtp_block(None if self.mtp is None else self.mtp.block)
         check_per_layer(self.blocks, self.per_layer_embedding)

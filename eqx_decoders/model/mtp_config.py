@@ -3,12 +3,12 @@
 import dataclasses
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt
 from eqx_decoders.layers.norm import NormConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPConfig:
+class MTPConfig(CheckedFields):
     """`h_k[t] = block(project([norm(embed(token[t + k])), norm(h_{k-1}[t])]))`, and the model's head on `norm(h_k)`.
 
     h_0 is the residual stream after the last layer. Embedding and head are the model's, all else is a depth's own.
@@ -22,12 +22,8 @@ class MTPConfig:
     - `loss_weight`: of the depths' cross-entropy, the mean over all their targets, in the training loss.
     """
 
-    num_depths: int
+    num_depths: PositiveInt
     block: BlockConfig
     norm: NormConfig
     normed_stream: bool = False
-    loss_weight: float = 0.1
-
-    def __post_init__(self):
-        check_integer("MTPConfig.num_depths", self.num_depths)
-        check_number("MTPConfig.loss_weight", self.loss_weight, least=0)
+    loss_weight: NonNegativeFloat = 0.1

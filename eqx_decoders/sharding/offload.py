@@ -8,14 +8,14 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree
 
-from eqx_decoders.errors import check
+from eqx_decoders.errors import CheckedFields
 
 
 HOST = "pinned_host"  # the kind of memory that devices read and write directly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Offload:
+class Offload(CheckedFields):
     """Arrays in the memory of the host, which come to the device one layer at a time.
 
     Patterns match paths of weights, and choose among the matrices of stacked layers: all else is small, or needed at
@@ -28,12 +28,6 @@ class Offload:
     optimizer: tuple[str, ...] = ()
     """Patterns of the paths of weights whose optimizer state and running means the host keeps; each layer's are
     fetched, used and sent back. For adamw and lion."""
-
-    def __post_init__(self):
-        for field in ("weights", "optimizer"):
-            patterns = getattr(self, field)
-            check(not isinstance(patterns, str), f"Offload.{field}={patterns!r} must be a tuple of patterns.")
-            object.__setattr__(self, field, tuple(patterns))
 
     def holds(self, field: str, name: str, words: tuple[str, ...]) -> bool:
         """Return whether the host holds the weight (or, by `field`, its state) at this path, with these axes."""

@@ -57,7 +57,7 @@ def in_block(**fields) -> str:
         ("[" * 100_000, "must be JSON"),
         ("[]", "must be a JSON object"),
         (changed(blocks=3), "with a list of blocks"),
-        (changed(blocks=[]), r"blocks=\(\) must hold"),
+        (changed(blocks=[]), r"blocks=\(\) must have at least one BlockConfig"),
         (changed(blocks=[{"repeat": 0, "blocks": []}]), "repeat=0"),
         (changed(blocks=[3]), r"DecoderConfig.blocks\[0\]=3 must be BlockConfig"),
         (changed(vocab_siz=3), "field of DecoderConfig='vocab_siz' is not known. Did you mean 'vocab_size'"),
@@ -139,7 +139,7 @@ def test_the_pattern_of_layers_is_cut_or_continued(layers, want):
         ("mixer.rope.thetta=3", "set='mixer.rope.thetta': no layer has that field"),
         ("kv_rank=3", "is not known"),
         ("blocks=3", "is not known"),
-        ("dropout=2", "must be below 1"),
+        ("dropout=2", "of at least 0 and below 1"),
     ],
 )
 def test_fields_that_cannot_be_changed_are_refused(pair, sentence):

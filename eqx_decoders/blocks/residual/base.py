@@ -9,6 +9,7 @@ import equinox as eqx
 from jaxtyping import Array, Float
 
 from eqx_decoders.context import Context
+from eqx_decoders.errors import CheckedFields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ Dropout = Callable[[Array], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual:
+class Residual(CheckedFields):
     """Defaults of the kinds: one stream, a norm for each layer, and features of the stream everywhere.
 
     - `streams`: number of residual streams.

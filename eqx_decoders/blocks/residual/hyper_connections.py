@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.blocks.residual.base import Dropout, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics.initializers import fan_in
 
@@ -43,17 +43,14 @@ class HyperConnections(Residual):
     - `eps`: added to `read` and in each division.
     """
 
-    streams: int = 4  # pyright: ignore[reportIncompatibleVariableOverride] - other wirings have one, always
+    streams: PositiveInt = 4  # pyright: ignore[reportIncompatibleVariableOverride] - other wirings have one, always
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
-    iterations: int = 20
+    iterations: PositiveInt = 20
     norm: NormConfig = RMSNormConfig()
-    eps: float = 1e-6
+    eps: PositiveFloat = 1e-6
 
     def __post_init__(self):
-        check_integer("HyperConnections.streams", self.streams)
-        check_word("HyperConnections.mixing", self.mixing, ("sinkhorn", "permutations"))
-        check_integer("HyperConnections.iterations", self.iterations)
-        check_number("HyperConnections.eps", self.eps, above=0)
+        super().__post_init__()
         check(
             self.mixing == "sinkhorn" or self.streams <= 6,
             f"HyperConnections.streams={self.streams} has {self.streams}! permutations, too many to learn a number for "

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.blocks.residual.base import Dropout, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check_number
+from eqx_decoders.errors import PositiveFloat
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import BUFFER
@@ -26,12 +26,9 @@ class Sequential(Residual):
     - `output_norm`: of the layer's output, the stream itself (Conformers; Gulati et al. 2020); None for none.
     """
 
-    residual_scale: float = 1.0
+    residual_scale: PositiveFloat = 1.0
     output_scale: bool = False
     output_norm: NormConfig | None = None
-
-    def __post_init__(self):
-        check_number("Sequential.residual_scale", self.residual_scale, above=0)
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "SequentialResidual":
         return SequentialResidual(

@@ -6,12 +6,12 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
 
-from eqx_decoders.errors import DataError, check, check_integer, need_extra
+from eqx_decoders.errors import AtLeast, CheckedFields, DataError, PositiveInt, check, need_extra
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.processors.base import Settings
 from eqx_decoders.io.processors.files import as_data_error, check_file
@@ -157,7 +157,7 @@ def _resampler(old: int, new: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogMel:
+class LogMel(CheckedFields):
     """Log-mel spectrum of overlapping windows: `max(log10(mel), largest - 8) / 4 + 1`, mel being powers in bands.
 
     **Arguments:**
@@ -167,18 +167,10 @@ class LogMel:
     - `window`, `hop`: samples in a window, and from one window to the next.
     """
 
-    rate: int = 16_000
-    bands: int = 128
-    window: int = 400
-    hop: int = 160
-
-    def __post_init__(self):
-        for name in ("rate", "bands", "window", "hop"):
-            check_integer(f"LogMel.{name}", getattr(self, name))
-        check(self.rate <= RATES[1], f"LogMel.rate={self.rate} must be at most {RATES[1]}.")
-        small = self.bands <= MOST_BANDS and self.window <= MOST_WINDOW
-        rule = f"must be at most {MOST_BANDS} and {MOST_WINDOW}"
-        check(small, f"LogMel.bands={self.bands} and LogMel.window={self.window} {rule}.")
+    rate: Annotated[int, AtLeast(1, most=RATES[1])] = 16_000
+    bands: Annotated[int, AtLeast(1, most=MOST_BANDS)] = 128
+    window: Annotated[int, AtLeast(1, most=MOST_WINDOW)] = 400
+    hop: PositiveInt = 160
 
     @classmethod
     def read(cls, fields: Fields) -> "LogMel":
@@ -221,7 +213,7 @@ def _mel(hertz: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenAudio:
+class QwenAudio(CheckedFields):
     """Audio of Qwen3-Omni: log-mel spectra, all as long as the longest, whose chunks become tokens.
 
     **Arguments:**
@@ -231,11 +223,8 @@ class QwenAudio:
     """
 
     spectrum: LogMel = LogMel()
-    chunk: int = 100
+    chunk: PositiveInt = 100
     placeholder: str = "<|audio_pad|>"
-
-    def __post_init__(self):
-        check_integer("QwenAudio.chunk", self.chunk)
 
     @classmethod
     def read(cls, settings: Settings) -> "QwenAudio":

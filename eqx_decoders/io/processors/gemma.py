@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
     Settings,
@@ -22,7 +22,7 @@ from eqx_decoders.io.processors.video import Clip, check_taken, clock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3Images:
+class Gemma3Images(CheckedFields):
     """Images of Gemma 3, all resized to one size, whatever their shape.
 
     **Arguments:**
@@ -38,19 +38,14 @@ class Gemma3Images:
     resample: int = BILINEAR
     normalization: Normalization = Normalization()
     pan_and_scan: bool = False
-    least_crop: int = 256
-    most_crops: int = 4
-    least_ratio: float = 1.2
-    tokens: int = 256
+    least_crop: PositiveInt = 256
+    most_crops: PositiveInt = 4
+    least_ratio: PositiveFloat = 1.2
+    tokens: PositiveInt = 256
     placeholder: str = "<start_of_image>"
     token: str = "<image_soft_token>"
     begin: str = "<start_of_image>"
     end: str = "<end_of_image>"
-
-    def __post_init__(self):
-        for name in ("least_crop", "most_crops", "tokens"):
-            check_integer(f"Gemma3Images.{name}", getattr(self, name))
-        check_number("Gemma3Images.least_ratio", self.least_ratio, above=0)
 
     @classmethod
     def read(cls, settings: Settings) -> "Gemma3Images":
@@ -99,7 +94,7 @@ class Gemma3Images:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Images:
+class Gemma4Images(CheckedFields):
     """Images of Gemma 4, which keep their shape, with at most `tokens` squares of `merge x merge` patches.
 
     **Arguments:**
@@ -109,19 +104,15 @@ class Gemma4Images:
     - `placeholder`, `token`, `begin`, `end`: texts of the special tokens.
     """
 
-    size: int = 16
-    merge: int = 3
-    tokens: int = 280
+    size: PositiveInt = 16
+    merge: PositiveInt = 3
+    tokens: PositiveInt = 280
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=None, std=None)
     placeholder: str = "<|image|>"
     token: str = "<|image|>"
     begin: str = "<|image>"
     end: str = "<image|>"
-
-    def __post_init__(self):
-        for name in ("size", "merge", "tokens"):
-            check_integer(f"Gemma4Images.{name}", getattr(self, name))
 
     @classmethod
     def read(cls, settings: Settings) -> "Gemma4Images":
@@ -184,7 +175,7 @@ BLACK_TO_WHITE = Normalization(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), steps=
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Videos:
+class Gemma4Videos(CheckedFields):
     """Videos of Gemma 4: frames at equal distances, each an image with its time before it.
 
     **Arguments:**
@@ -198,16 +189,13 @@ class Gemma4Videos:
         tokens=70, normalization=BLACK_TO_WHITE, placeholder="<|video|>", token="<|video|>"
     )
     choose: bool = True
-    count: int | None = 32
-    fps: float | None = None
+    count: PositiveInt | None = 32
+    fps: PositiveFloat | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         both = self.fps is None or self.count is None
         check(both, f"Gemma4Videos: fps={self.fps} and count={self.count} exclude each other: give one.")
-        if self.count is not None:
-            check_integer("Gemma4Videos.count", self.count)
-        if self.fps is not None:
-            check_number("Gemma4Videos.fps", self.fps, above=0)
 
     @property
     def template(self) -> None:

@@ -4,12 +4,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word
+from eqx_decoders.errors import (
+    CheckedFields,
+    DataError,
+    NonNegativeFloat,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    check,
+    check_number,
+)
 from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
 from eqx_decoders.io.processors.base import Settings
@@ -22,7 +31,7 @@ STRIDE = 4  # frames that become a token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogMagnitudes:
+class LogMagnitudes(CheckedFields):
     """Log spectrum of windows, a frame for each hop: `(log(filters |fft(window x)| + floor) - mean) / std`.
 
     **Arguments:**
@@ -39,30 +48,24 @@ class LogMagnitudes:
     - `padded`: side on which a clip is padded to a multiple of 128 samples, `"left"` or `"right"`.
     """
 
-    rate: int = 16_000
-    bands: int = 128
-    window_ms: float = 20.0
-    hop_ms: float = 10.0
-    lowest: float = 0.0
+    rate: PositiveInt = 16_000
+    bands: PositiveInt = 128
+    window_ms: PositiveFloat = 20.0
+    hop_ms: PositiveFloat = 10.0
+    lowest: NonNegativeFloat = 0.0
     highest: float = 8000.0
     finer: bool = False
-    emphasis: float = 0.0
+    emphasis: NonNegativeFloat = 0.0
     emphasis_within: bool = True
-    scale: float = 1.0
-    floor: float = 1e-3
+    scale: PositiveFloat = 1.0
+    floor: PositiveFloat = 1e-3
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    padded: str = "right"
+    padded: Annotated[str, OneOf(("left", "right"))] = "right"
 
     def __post_init__(self):
-        check_integer("LogMagnitudes.rate", self.rate)
-        check_integer("LogMagnitudes.bands", self.bands)
-        for name in ("window_ms", "hop_ms", "scale", "floor"):
-            check_number(f"LogMagnitudes.{name}", getattr(self, name), above=0)
-        check_number("LogMagnitudes.emphasis", self.emphasis, least=0)
-        check_number("LogMagnitudes.lowest", self.lowest, least=0)
+        super().__post_init__()
         check_number("LogMagnitudes.highest", self.highest, above=self.lowest)
-        check_word("LogMagnitudes.padded", self.padded, ("left", "right"))
         small = self.bands <= MOST_BANDS and 0 < self.window <= MOST_WINDOW and self.hop > 0
         rule = f"must be at most {MOST_BANDS} bands, {MOST_WINDOW} samples a window and one a hop"
         check(small, f"LogMagnitudes: {self.bands} bands, {self.window} and {self.hop} samples {rule}.")

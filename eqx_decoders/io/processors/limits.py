@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from eqx_decoders.errors import DataError, check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaLimits:
+class MediaLimits(CheckedFields):
     """Bounds on decoded files; a file that exceeds them is refused before its content is read.
 
     **Arguments:**
@@ -21,20 +21,14 @@ class MediaLimits:
     - `max_files`: files of each kind in one prompt.
     """
 
-    max_pixels: int = 89_478_485
-    max_total_pixels: int = 1 << 36
-    max_video_pixels: int = 1 << 28
-    max_decoded_pixels: int = 1 << 39
-    max_frames: int = 200_000
-    max_seconds: float = 7200.0
-    max_samples: int = 1 << 30
-    max_files: int = 1000
-
-    def __post_init__(self):
-        pixels = ("max_pixels", "max_total_pixels", "max_video_pixels", "max_decoded_pixels")
-        for name in (*pixels, "max_frames", "max_samples", "max_files"):
-            check_integer(f"MediaLimits.{name}", getattr(self, name))
-        check_number("MediaLimits.max_seconds", self.max_seconds, above=0)
+    max_pixels: PositiveInt = 89_478_485
+    max_total_pixels: PositiveInt = 1 << 36
+    max_video_pixels: PositiveInt = 1 << 28
+    max_decoded_pixels: PositiveInt = 1 << 39
+    max_frames: PositiveInt = 200_000
+    max_seconds: PositiveFloat = 7200.0
+    max_samples: PositiveInt = 1 << 30
+    max_files: PositiveInt = 1000
 
     def check_pixels(self, where: str, width: int, height: int) -> None:
         """Raise DataError for an image that has no pixels, or too many."""

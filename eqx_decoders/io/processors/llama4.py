@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import numpy as np
 
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt, check_number
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
     Settings,
@@ -24,7 +25,7 @@ MOST_TILES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama4Images:
+class Llama4Images(CheckedFields):
     """Images of Llama 4, which keep their shape on a canvas of at most `tiles` tiles.
 
     **Arguments:**
@@ -35,24 +36,19 @@ class Llama4Images:
     - `placeholder`, `token`, `begin`, `end`, `column_separator`, `row_separator`: texts of the special tokens.
     """
 
-    side: int = 336
-    tiles: int = 16
+    side: PositiveInt = 336
+    tiles: Annotated[int, AtLeast(1, most=MOST_TILES)] = 16
     largest: bool = False
     resample: int = BILINEAR
     normalization: Normalization = Normalization(steps="bfloat16")
-    patch: int = 14
-    shrink: int = 4
+    patch: PositiveInt = 14
+    shrink: PositiveInt = 4
     placeholder: str = "<|image|>"
     token: str = "<|patch|>"
     begin: str = "<|image_start|>"
     end: str = "<|image_end|>"
     column_separator: str = "<|tile_x_separator|>"
     row_separator: str = "<|tile_y_separator|>"
-
-    def __post_init__(self):
-        for name in ("side", "tiles", "patch", "shrink"):
-            check_integer(f"Llama4Images.{name}", getattr(self, name))
-        check(self.tiles <= MOST_TILES, f"Llama4Images.tiles={self.tiles} must be at most {MOST_TILES}.")
 
     @classmethod
     def read(cls, settings: Settings) -> "Llama4Images":

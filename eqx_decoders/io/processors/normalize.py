@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import CheckedFields, ConversionError, check
 from eqx_decoders.families.config_reader import Fields, abbreviate
 
 
@@ -20,7 +20,7 @@ CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Normalization:
+class Normalization(CheckedFields):
     """Normalization of colors: `(x * factor - mean) / std`, x being 0 to 255.
 
     **Arguments:**

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check, check_integer
+from eqx_decoders.errors import CheckedFields, DataError, PositiveInt, check
 from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, read_resample, read_size
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_normalization
@@ -17,7 +17,7 @@ MOST_PADDED = 1 << 29  # pixels of all images of a prompt together, as they are 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PixtralImages:
+class PixtralImages(CheckedFields):
     """Images of Pixtral, which keep their shape, with bounded sides that are multiples of those of a token.
 
     **Arguments:**
@@ -29,17 +29,13 @@ class PixtralImages:
     """
 
     longest: tuple[int, int] = (1024, 1024)
-    size: int = 16
-    merge: int = 1
+    size: PositiveInt = 16
+    merge: PositiveInt = 1
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     placeholder: str = "[IMG]"
     next_line: str = "[IMG_BREAK]"
     end: str = "[IMG_END]"
-
-    def __post_init__(self):
-        for name in ("size", "merge"):
-            check_integer(f"PixtralImages.{name}", getattr(self, name))
 
     @classmethod
     def read(cls, settings: Settings) -> "PixtralImages":

@@ -3,11 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check, check_integer
+from eqx_decoders.errors import AtLeast, CheckedFields, DataError, PositiveInt, check
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
@@ -28,7 +28,7 @@ MOST_FRAMES = 64  # in a patch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenImages:
+class QwenImages(CheckedFields):
     """Images of Qwen, which keep their shape, with between `least` and `most` pixels.
 
     **Arguments:**
@@ -39,19 +39,14 @@ class QwenImages:
     - `placeholder`: text of the special token, which is repeated.
     """
 
-    size: int = 14
-    frames: int = 2
-    merge: int = 2
-    least: int = 56 * 56
-    most: int = 28 * 28 * 1280
+    size: PositiveInt = 14
+    frames: Annotated[int, AtLeast(1, most=MOST_FRAMES)] = 2
+    merge: PositiveInt = 2
+    least: PositiveInt = 56 * 56
+    most: PositiveInt = 28 * 28 * 1280
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     placeholder: str = "<|image_pad|>"
-
-    def __post_init__(self):
-        for name in ("size", "frames", "merge", "least", "most"):
-            check_integer(f"QwenImages.{name}", getattr(self, name))
-        check(self.frames <= MOST_FRAMES, f"QwenImages.frames={self.frames} must be at most {MOST_FRAMES}.")
 
     @classmethod
     def read(cls, settings: Settings) -> "QwenImages":
@@ -87,7 +82,7 @@ class QwenImages:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenVideos:
+class QwenVideos(CheckedFields):
     """Videos of Qwen2-VL, 2.5-VL and 3-Omni: frames of `least` to `most` pixels, `frames` of them in a patch.
 
     **Arguments:**
@@ -102,28 +97,25 @@ class QwenVideos:
     - `placeholder`: text of the special token, which is repeated.
     """
 
-    size: int = 14
-    frames: int = 2
-    merge: int = 2
-    least: int = 128 * 28 * 28
-    most: int = 768 * 28 * 28
+    size: PositiveInt = 14
+    frames: Annotated[int, AtLeast(1, most=MOST_FRAMES)] = 2
+    merge: PositiveInt = 2
+    least: PositiveInt = 128 * 28 * 28
+    most: PositiveInt = 768 * 28 * 28
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD, steps="joint")
     choose: bool = False
     fps: float | None = None
     count: int | None = None
-    least_frames: int = 4
-    most_frames: int = 768
+    least_frames: PositiveInt = 4
+    most_frames: PositiveInt = 768
     share: int | None = None
     seconds: str | None = "second_per_grid_ts"
     assumed_fps: float | None = None
     placeholder: str = "<|video_pad|>"
 
     def __post_init__(self):
-        for name in ("size", "frames", "merge", "least", "most", "least_frames", "most_frames"):
-            check_integer(f"{type(self).__name__}.{name}", getattr(self, name))
-        few = self.frames <= MOST_FRAMES
-        check(few, f"{type(self).__name__}.frames={self.frames} must be at most {MOST_FRAMES}.")
+        super().__post_init__()
         both = self.fps is None or self.count is None
         check(both, f"{type(self).__name__}: fps={self.fps} and count={self.count} exclude each other: give one.")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check_integer
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
@@ -27,7 +27,7 @@ MOST_LONGEST = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmolWords:
+class SmolWords(CheckedFields):
     """Text of images in a prompt.
 
     **Arguments:**
@@ -36,13 +36,10 @@ class SmolWords:
     - `token`, `around`, `whole`: texts of the special tokens; each tile of several also has `<row_1_col_1>` and so on.
     """
 
-    tokens: int = 169
+    tokens: PositiveInt = 169
     token: str = "<image>"
     around: str = "<fake_token_around_image>"
     whole: str = "<global-img>"
-
-    def __post_init__(self):
-        check_integer("SmolWords.tokens", self.tokens)
 
     @classmethod
     def read(cls, settings: Settings) -> "SmolWords":
@@ -65,7 +62,7 @@ class SmolWords:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmolVLMImages:
+class SmolVLMImages(CheckedFields):
     """Images of SmolVLM, resized to one longer side, cut into tiles, and followed by the whole as a tile.
 
     **Arguments:**
@@ -75,16 +72,12 @@ class SmolVLMImages:
     - `split`: whether there are tiles besides the whole image.
     """
 
-    longest: int = 4 * 364
-    tile: int = 364
+    longest: PositiveInt = 4 * 364
+    tile: PositiveInt = 364
     split: bool = True
     resample: int = LANCZOS
     normalization: Normalization = Normalization()
     words: SmolWords = SmolWords()
-
-    def __post_init__(self):
-        check_integer("SmolVLMImages.longest", self.longest)
-        check_integer("SmolVLMImages.tile", self.tile)
 
     @classmethod
     def read(cls, settings: Settings) -> "SmolVLMImages":
@@ -153,7 +146,7 @@ VIDEO_TEMPLATE = """<|im_start|>{% for message in messages %}{{ message.role | c
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmolVLMVideos:
+class SmolVLMVideos(CheckedFields):
     """Videos of SmolVLM: frames at equal distances, each an image of one tile, with its time before it.
 
     Frames are sampled wherever `count` or `fps` say how many, as transformers does for conversations. A video's text
@@ -171,26 +164,21 @@ class SmolVLMVideos:
     """
 
     size: int | Size = 4 * 364
-    tile: int = 364
+    tile: PositiveInt = 364
     resample: int = LANCZOS
     normalization: Normalization = Normalization(steps="joint")
-    count: int | None = None
-    fps: float | None = None
-    skip: float = 1.0
+    count: PositiveInt | None = None
+    fps: PositiveFloat | None = None
+    skip: NonNegativeFloat = 1.0
     words: SmolWords = SmolWords()
     placeholder: str = "<video>"
     template: str = VIDEO_TEMPLATE
 
     def __post_init__(self):
+        super().__post_init__()
         sides = (self.size,) if isinstance(self.size, int) else self.size
         for side in sides:
             check_integer("SmolVLMVideos.size", side)
-        check_integer("SmolVLMVideos.tile", self.tile)
-        if self.count is not None:
-            check_integer("SmolVLMVideos.count", self.count)
-        if self.fps is not None:
-            check_number("SmolVLMVideos.fps", self.fps, above=0)
-        check_number("SmolVLMVideos.skip", self.skip, least=0)
 
     @classmethod
     def read(cls, settings: Settings) -> "SmolVLMVideos":

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.errors import DataError, check, check_number, need_extra
+from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, check, need_extra
 from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.images import name_of, open_image
 from eqx_decoders.io.processors.limits import MediaLimits
@@ -26,7 +26,7 @@ THREADS, AT_ONCE = 8, 1 << 26  # decoding threads, and the pixels that several o
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Video:
+class Video(CheckedFields):
     """Frames that are chosen already: images of one size, and their rate.
 
     **Arguments:**
@@ -36,11 +36,7 @@ class Video:
     """
 
     frames: Sequence[Any]
-    fps: float | None = None
-
-    def __post_init__(self):
-        if self.fps is not None:
-            check_number("Video.fps", self.fps, above=0)
+    fps: PositiveFloat | None = None
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
@@ -31,7 +31,7 @@ AnyPast = CachedKV | CachedKVRows | PagedCachedKV | ExternalCachedKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QKNorm:
+class QKNorm(CheckedFields):
     """Normalization of queries and keys.
 
     **Arguments:**
@@ -45,13 +45,9 @@ class QKNorm:
     over: Literal["head", "heads"] = "head"
     when: Literal["before_rope", "after_rope"] = "before_rope"
 
-    def __post_init__(self):
-        check_word("QKNorm.over", self.over, ("head", "heads"))
-        check_word("QKNorm.when", self.when, ("before_rope", "after_rope"))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QueryTemperature:
+class QueryTemperature(CheckedFields):
     """Temperature of queries: at position p they are multiplied by `1 + scale ln(1 + floor((p + 1) / length))`.
 
     As in Nakanishi 2025 and Llama 4.
@@ -62,12 +58,8 @@ class QueryTemperature:
     - `length`: positions over which they stay the same.
     """
 
-    scale: float = 0.1
-    length: int = 8192
-
-    def __post_init__(self):
-        check_number("QueryTemperature.scale", self.scale, above=0)
-        check_integer("QueryTemperature.length", self.length)
+    scale: PositiveFloat = 0.1
+    length: PositiveInt = 8192
 
     def __call__(
         self, query: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length"]
@@ -79,7 +71,7 @@ class QueryTemperature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(CheckedFields):
     """Configuration of `softmax(scale * q k^T + mask) v`, projected out.
 
     **Arguments:**
@@ -105,15 +97,15 @@ class AttentionConfig:
     - `out_dim`: features of the output; None for those of the input. Another number needs a block without residual.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
     mask: Mask = Causal()
     spans: bool = False
     rope: Rope | None = Rope()
-    query_scale: float | None = None
+    query_scale: PositiveFloat | None = None
     temperature: QueryTemperature | None = None
-    soft_cap: float | None = None
+    soft_cap: PositiveFloat | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None
     qkv_bias: bool = False
@@ -121,34 +113,21 @@ class AttentionConfig:
     fused_qkv: bool = False
     shared_kv: bool = False
     output_gate: bool = False
-    out_dim: int | None = None
+    out_dim: PositiveInt | None = None
     value_norm: NormConfig | None = None
     selection: BlockSelection | None = None
     kv_shared_from: str | None = None
 
     def __post_init__(self):
-        for field in ("num_heads", "num_kv_heads", "head_dim"):
-            check_integer(f"AttentionConfig.{field}", getattr(self, field))
-        if self.out_dim is not None:
-            check_integer("AttentionConfig.out_dim", self.out_dim)
-        check(
-            self.num_heads % self.num_kv_heads == 0,
-            f"AttentionConfig.num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.",
-        )
-        if self.query_scale is not None:
-            check_number("AttentionConfig.query_scale", self.query_scale, above=0)
-        if self.soft_cap is not None:
-            check_number("AttentionConfig.soft_cap", self.soft_cap, above=0)
-        check(
-            not (self.fused_qkv and self.shared_kv),
-            "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse.",
-        )
+        super().__post_init__()
+        rule = f"must be a multiple of num_kv_heads={self.num_kv_heads}"
+        check(self.num_heads % self.num_kv_heads == 0, f"AttentionConfig.num_heads={self.num_heads} {rule}.")
+        rule = "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse"
+        check(not (self.fused_qkv and self.shared_kv), f"{rule}.")
         for field in ("fused_qkv", "shared_kv", "value_norm"):
             rule = f"kv_shared_from={self.kv_shared_from!r} excludes {field}={getattr(self, field)}"
-            check(
-                self.kv_shared_from is None or not getattr(self, field),
-                f"AttentionConfig.{rule}: keys and values are another's.",
-            )
+            alone = self.kv_shared_from is None or not getattr(self, field)
+            check(alone, f"AttentionConfig.{rule}: keys and values are another's.")
         plain = isinstance(self.mask, Causal) and not self.spans
         rule = "AttentionConfig.selection needs mask=Causal() and spans=False: blocks are chosen of what came before"
         check(self.selection is None or plain, f"{rule}.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.embedding.embedding import sinusoids
 from eqx_decoders.numerics.initializers import fan_in
@@ -22,7 +23,7 @@ _MASKED = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalAttentionConfig:
+class LocalAttentionConfig(CheckedFields):
     """Configuration of `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j near i.
 
         q = softplus(scale) query x / (ln 2 sqrt(head_dim)),  k = log2(1 + e) key x
@@ -39,17 +40,12 @@ class LocalAttentionConfig:
     - `soft_cap`: the bound of scores.
     """
 
-    num_heads: int
-    head_dim: int
-    chunk: int = 12
-    left: int = 13
-    right: int = 0
-    soft_cap: float = 50.0
-
-    def __post_init__(self):
-        for field, least in (("num_heads", 1), ("head_dim", 1), ("chunk", 1), ("left", 2), ("right", 0)):
-            check_integer(f"LocalAttentionConfig.{field}", getattr(self, field), minimum=least)
-        check_number("LocalAttentionConfig.soft_cap", self.soft_cap, above=0)
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    chunk: PositiveInt = 12
+    left: Annotated[int, AtLeast(2)] = 13
+    right: NonNegativeInt = 0
+    soft_cap: PositiveFloat = 50.0
 
     @property
     def before(self) -> int:

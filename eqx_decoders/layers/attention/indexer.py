@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.attention.topk import map_queries, top_k_mask
 from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, NewKV
@@ -32,7 +32,7 @@ from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexerConfig:
+class IndexerConfig(CheckedFields):
     """Configuration of an indexer, which chooses `top_k` keys for each query of a latent attention.
 
     **Arguments:**
@@ -45,17 +45,12 @@ class IndexerConfig:
         its selection in this stage too, so that the indexer is taught by its own errors; the paper does not.
     """
 
-    num_heads: int = 64
-    head_dim: int = 128
-    top_k: int = 2048
+    num_heads: PositiveInt = 64
+    head_dim: PositiveInt = 128
+    top_k: PositiveInt = 2048
     norm: LayerNormConfig = LayerNormConfig(eps=1e-6)
-    loss_weight: float = 0.0
+    loss_weight: NonNegativeFloat = 0.0
     warmup: bool = False
-
-    def __post_init__(self):
-        for field in ("num_heads", "head_dim", "top_k"):
-            check_integer(f"IndexerConfig.{field}", getattr(self, field))
-        check_number("IndexerConfig.loss_weight", self.loss_weight, least=0)
 
     def token_products(self, keys: int) -> int:
         """Count multiplications per token of its scores over so many keys."""

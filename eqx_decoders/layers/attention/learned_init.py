@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer
+from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.attention import AnyPast, Attention, AttentionConfig
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.engine_owned import ExternalWrite
@@ -24,7 +24,7 @@ from eqx_decoders.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnedInitConfig:
+class LearnedInitConfig(CheckedFields):
     """Configuration of attention with kernels `K[b,u,v] = sum_xy C[b,x,y] A[x,u] B[y,v]` for query, key and value.
 
     b is `embed`, x and y are heads and features of the teacher's kernel C, u and v of the student's. The output
@@ -39,14 +39,13 @@ class LearnedInitConfig:
     """
 
     attention: AttentionConfig
-    teacher_heads: int
-    teacher_kv_heads: int
-    teacher_head_dim: int
+    teacher_heads: PositiveInt
+    teacher_kv_heads: PositiveInt
+    teacher_head_dim: PositiveInt
     general: bool = False
 
     def __post_init__(self):
-        for field in ("teacher_heads", "teacher_kv_heads", "teacher_head_dim"):
-            check_integer(f"LearnedInitConfig.{field}", getattr(self, field))
+        super().__post_init__()
         for field in ("fused_qkv", "shared_kv", "kv_shared_from"):
             rule = "the kernels of query, key and value are computed one by one. Leave it out"
             value = getattr(self.attention, field)

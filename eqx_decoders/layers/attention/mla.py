@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
@@ -48,7 +48,7 @@ LANE = 128  # features that a TPU keeps together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(CheckedFields):
     """Configuration of `softmax(scale * q k^T + mask) v`, with keys and values from a latent of `kv_rank` features.
 
     **Arguments:**
@@ -67,26 +67,21 @@ class LatentAttentionConfig:
     - `indexer`: chooses some of the keys that a query sees; None takes all.
     """
 
-    num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
+    num_heads: PositiveInt
+    q_rank: PositiveInt | None
+    kv_rank: PositiveInt
+    nope_dim: PositiveInt
+    rope_dim: PositiveInt
+    value_dim: PositiveInt
     mask: Mask = Causal()
     rope: Rope | None = Rope()
-    query_scale: float | None = None
+    query_scale: PositiveFloat | None = None
     norm: NormConfig = RMSNormConfig()
     bias: bool = False
     indexer: IndexerConfig | None = None
 
     def __post_init__(self):
-        for field in ("num_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
-            check_integer(f"LatentAttentionConfig.{field}", getattr(self, field))
-        if self.q_rank is not None:
-            check_integer("LatentAttentionConfig.q_rank", self.q_rank)
-        if self.query_scale is not None:
-            check_number("LatentAttentionConfig.query_scale", self.query_scale, above=0)
+        super().__post_init__()
         if self.rope is not None:
             check(self.rope_dim % 2 == 0, f"LatentAttentionConfig.rope_dim={self.rope_dim} must be even.")
             self.rope.rotated(self.rope_dim)

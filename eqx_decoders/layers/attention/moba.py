@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from eqx_decoders.errors import check_integer
+from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.attention.topk import map_queries, top_k_mask
 from eqx_decoders.layers.cache.kv_cache import CachedKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockSelection:
+class BlockSelection(CheckedFields):
     """Selection of `top_k` blocks of keys for each query head, its own block among them.
 
     **Arguments:**
@@ -27,12 +27,8 @@ class BlockSelection:
     - `top_k`: blocks that a query attends to.
     """
 
-    size: int = 1024
-    top_k: int = 8
-
-    def __post_init__(self):
-        check_integer("BlockSelection.size", self.size)
-        check_integer("BlockSelection.top_k", self.top_k)
+    size: PositiveInt = 1024
+    top_k: PositiveInt = 8
 
     def choose(
         self,

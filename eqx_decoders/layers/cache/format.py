@@ -12,13 +12,13 @@ largest becomes the bound, and the scale the same.
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
-from eqx_decoders.errors import check, check_word
+from eqx_decoders.errors import CheckedFields, check
 
 
 ScaleOver = Literal["head_dim", "heads_and_head_dim"]
@@ -27,7 +27,7 @@ SCALE = jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheFormat:
+class CacheFormat(CheckedFields):
     """Format of a cache's keys, values, latents and keys of indexers.
 
     **Arguments:**
@@ -42,6 +42,7 @@ class CacheFormat:
     scale_over: ScaleOver = "head_dim"
 
     def __post_init__(self):
+        super().__post_init__()
         try:
             dtype = jnp.dtype(self.dtype)
         except TypeError:
@@ -52,7 +53,6 @@ class CacheFormat:
         check(good, f"CacheFormat.dtype={self.dtype!r} {rule} {', '.join(map(repr, BOUNDS))}.")
         assert dtype is not None
         object.__setattr__(self, "dtype", dtype.name)
-        check_word("CacheFormat.scale_over", self.scale_over, get_args(ScaleOver))
 
     @classmethod
     def of(cls, dtype_or_format: "DTypeLike | CacheFormat") -> "CacheFormat":

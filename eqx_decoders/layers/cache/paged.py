@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from eqx_decoders.errors import check_integer
+from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
 from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV, in_format
@@ -24,7 +24,7 @@ LANE = 128  # features that a TPU keeps together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PageConfig:
+class PageConfig(CheckedFields):
     """Division of a cache into pages.
 
     **Arguments:**
@@ -35,15 +35,9 @@ class PageConfig:
     - `window_pages`: pages of each layer with a window, whose rows give back what is behind it; None: `num_pages`.
     """
 
-    page_size: int = 64
-    num_pages: int | None = None
-    window_pages: int | None = None
-
-    def __post_init__(self):
-        check_integer("PageConfig.page_size", self.page_size)
-        for field in ("num_pages", "window_pages"):
-            if getattr(self, field) is not None:
-                check_integer(f"PageConfig.{field}", getattr(self, field))
+    page_size: PositiveInt = 64
+    num_pages: PositiveInt | None = None
+    window_pages: PositiveInt | None = None
 
     def row_pages(self, max_length: int) -> int:
         """Return the number of entries of a row's table."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.core.input_checks import as_int32
-from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.numerics.einsum import AbstractWeight, as_weight
@@ -39,7 +39,7 @@ class TokenEmbedding(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnedPositions:
+class LearnedPositions(CheckedFields):
     """Configuration of `x + table[position]` (GPT-2).
 
     **Arguments:**
@@ -47,10 +47,7 @@ class LearnedPositions:
     - `max_positions`: rows of the table; later positions take the last row.
     """
 
-    max_positions: int
-
-    def __post_init__(self):
-        check_integer("LearnedPositions.max_positions", self.max_positions)
+    max_positions: PositiveInt
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedPositionTable":
         return LearnedPositionTable(table=normal(key, (self.max_positions, embed_dim), jnp.float32, 0.02))
@@ -67,16 +64,13 @@ class LearnedPositionTable(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SinusoidalPositions:
+class SinusoidalPositions(CheckedFields):
     """Configuration of `x + [sin(p w_k), cos(p w_k)]`, `w_k = max_timescale^(-k / (n - 1))`, n = embed_dim / 2.
 
     As in Vaswani et al. 2017.
     """
 
-    max_timescale: float = 10_000.0
-
-    def __post_init__(self):
-        check_number("SinusoidalPositions.max_timescale", self.max_timescale, above=0)
+    max_timescale: PositiveFloat = 10_000.0
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Sinusoids":
         return Sinusoids(config=self)

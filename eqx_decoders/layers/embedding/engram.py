@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -20,7 +20,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.errors import (
+    AtLeast,
+    CheckedFields,
+    ConfigError,
+    NonEmpty,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check,
+)
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, last_inputs
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
@@ -72,8 +81,11 @@ def _unpack(packed: str) -> np.ndarray:
     return np.cumsum(steps, dtype=np.int32)
 
 
+_AtLeastTwo = Annotated[int, AtLeast(2)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngramConfig:
+class EngramConfig(CheckedFields):
     """Configuration of an Engram layer, which adds embeddings of n-grams to the stream.
 
         v + silu(convolution(norm(v))),   v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e
@@ -100,36 +112,26 @@ class EngramConfig:
     """
 
     reads_streams: ClassVar[bool] = True
-    embed_dim: int
-    vocab_size: int
-    layers: tuple[int, ...]
+    embed_dim: PositiveInt
+    vocab_size: PositiveInt
+    layers: tuple[NonNegativeInt, ...]
     layer: int
-    streams: int = 1
-    num_heads: int = 8
-    head_dim: int = 1280
-    vocab_bases: tuple[int, ...] = (226_240, 226_240)
-    taps: int = 4
+    streams: PositiveInt = 1
+    num_heads: PositiveInt = 8
+    head_dim: PositiveInt = 1280
+    vocab_bases: Annotated[tuple[_AtLeastTwo, ...], NonEmpty("number: one for each order")] = (226_240, 226_240)
+    taps: _AtLeastTwo = 4
     seed: int = 0
-    pad_token: int = 0
+    pad_token: NonNegativeInt = 0
     token_classes: TokenClasses | None = None
-    eps: float = 1e-6
+    eps: PositiveFloat = 1e-6
 
     def __post_init__(self):
-        for field in ("layers", "vocab_bases"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
-        for field in ("embed_dim", "vocab_size", "streams", "num_heads", "head_dim"):
-            check_integer(f"EngramConfig.{field}", getattr(self, field))
-        check_integer("EngramConfig.taps", self.taps, 2)
-        check_integer("EngramConfig.pad_token", self.pad_token, 0)
-        check_number("EngramConfig.eps", self.eps, above=0)
-        for name, values in (("layers", self.layers), ("vocab_bases", self.vocab_bases)):
-            for index, value in enumerate(values):
-                check_integer(f"EngramConfig.{name}[{index}]", value, 0 if name == "layers" else 2)
+        super().__post_init__()
         check(
             self.layer in self.layers and len(set(self.layers)) == len(self.layers),
             f"EngramConfig.layer={self.layer} must be one of layers={self.layers}, which must differ from each other.",
         )
-        check(len(self.vocab_bases) > 0, "EngramConfig.vocab_bases=() must have a number for each order from 2 on.")
         check(
             self.pad_token < self.vocab_size,
             f"EngramConfig.pad_token={self.pad_token} must be below vocab_size={self.vocab_size}.",

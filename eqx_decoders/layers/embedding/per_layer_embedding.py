@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import ConfigError, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, ConfigError, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
-from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics.initializers import fan_in, normal
 
@@ -21,7 +21,7 @@ INPUT = "per_layer_embedding"  # the name under which layers take it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PerLayerEmbeddingConfig:
+class PerLayerEmbeddingConfig(CheckedFields):
     """Configuration of per-layer embeddings, from a token's embedding x and a table.
 
         (norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)
@@ -36,15 +36,10 @@ class PerLayerEmbeddingConfig:
     - `init_std`: standard deviation of a new table.
     """
 
-    features: int
-    vocab_size: int
+    features: PositiveInt
+    vocab_size: PositiveInt
     norm: NormConfig = RMSNormConfig()
-    init_std: float = 0.02
-
-    def __post_init__(self):
-        check_integer("PerLayerEmbeddingConfig.features", self.features)
-        check_integer("PerLayerEmbeddingConfig.vocab_size", self.vocab_size)
-        check_number("PerLayerEmbeddingConfig.init_std", self.init_std, above=0)
+    init_std: PositiveFloat = 0.02
 
     def build(self, embed_dim: int, layers: int, *, key: PRNGKeyArray) -> "PerLayerEmbedding":
         """Build the embedding for so many layers."""
@@ -79,7 +74,7 @@ class PerLayerEmbedding(eqx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PerLayerInputConfig:
+class PerLayerInputConfig(CheckedFields):
     """Configuration of `out(act(gate x) * e)`, e being the layer's embedding of the token: a layer after the MLP.
 
     **Arguments:**
@@ -89,12 +84,8 @@ class PerLayerInputConfig:
     """
 
     takes: ClassVar[tuple[str, ...]] = (INPUT,)
-    features: int
-    activation: str = "gelu_tanh"
-
-    def __post_init__(self):
-        check_integer("PerLayerInputConfig.features", self.features)
-        check_word("PerLayerInputConfig.activation", self.activation, ACTIVATIONS)
+    features: PositiveInt
+    activation: ActivationName = "gelu_tanh"
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "PerLayerInput":
         gate_key, out_key = jax.random.split(key)

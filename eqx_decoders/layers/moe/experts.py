@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, FiniteFloat, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.base import BranchInputs, BranchResult
-from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
+from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig
 from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
 from eqx_decoders.layers.moe.dispatch import run_on_mesh
 from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
@@ -36,7 +36,7 @@ FEW_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
+class ExpertsConfig(CheckedFields):
     """Configuration of `sum over chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`.
 
     GPT-OSS: `activation="quick_gelu"`, `up_offset=1.0`, `limit=7.0`, `bias`.
@@ -62,40 +62,29 @@ class ExpertsConfig:
         earliest ones; the others are dropped. None for no limit.
     """
 
-    num_experts: int
-    num_experts_per_token: int
-    mlp_dim: int
+    num_experts: PositiveInt
+    num_experts_per_token: PositiveInt
+    mlp_dim: PositiveInt
     router: RouterConfig = RouterConfig()
-    activation: str = "silu"
+    activation: ActivationName = "silu"
     gated: bool = True
-    latent_dim: int | None = None
-    up_offset: float = 0.0
-    limit: float | None = None
+    latent_dim: PositiveInt | None = None
+    up_offset: FiniteFloat = 0.0
+    limit: PositiveFloat | None = None
     bias: bool = False
     shared: MLPConfig | None = None
     shared_gate: bool = False
     norms: NormConfig | None = None
-    capacity_factor: float | None = None
+    capacity_factor: PositiveFloat | None = None
 
     def __post_init__(self):
-        for field in ("num_experts", "num_experts_per_token", "mlp_dim"):
-            check_integer(f"ExpertsConfig.{field}", getattr(self, field))
-        check(
-            self.num_experts_per_token <= self.num_experts,
-            f"ExpertsConfig.num_experts_per_token={self.num_experts_per_token} must be at most "
-            f"num_experts={self.num_experts}.",
-        )
-        self.router.check_experts(self.num_experts, self.num_experts_per_token)
-        check_word("ExpertsConfig.activation", self.activation, ACTIVATIONS)
-        check_number("ExpertsConfig.up_offset", self.up_offset)
-        if self.latent_dim is not None:
-            check_integer("ExpertsConfig.latent_dim", self.latent_dim)
+        super().__post_init__()
+        chosen, rule = self.num_experts_per_token, f"must be at most num_experts={self.num_experts}"
+        check(chosen <= self.num_experts, f"ExpertsConfig.num_experts_per_token={chosen} {rule}.")
+        self.router.check_experts(self.num_experts, chosen)
         idle = [field for field in ("up_offset", "limit") if getattr(self, field)]
         rule = f"excludes {' and '.join(idle)}: they are about gated experts"
         check(self.gated or not idle, f"ExpertsConfig.gated=False {rule}.")
-        for field in ("limit", "capacity_factor"):
-            if getattr(self, field) is not None:
-                check_number(f"ExpertsConfig.{field}", getattr(self, field), above=0)
         check(
             self.shared is not None or not self.shared_gate,
             "ExpertsConfig.shared_gate=True needs an MLPConfig as shared: there is nothing to gate.",

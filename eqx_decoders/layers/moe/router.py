@@ -5,7 +5,7 @@ corrections, each of which is an option here. Everything is computed in float32.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -25,7 +25,7 @@ BalanceForm = Literal["switch", "megatron"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(CheckedFields):
     """Configuration of a router: `logits = kernel^T x (+ bias)`; the best k experts, weighed by their scores.
 
     Ties go to the lower index. Mixtral, GPT-OSS: `order="select_first"` (GPT-OSS with `bias`). Qwen3:
@@ -61,32 +61,21 @@ class RouterConfig:
     renormalize: bool = False
     bias: bool = False
     selection_bias: bool = False
-    num_groups: int = 1
-    groups_per_token: int = 1
+    num_groups: PositiveInt = 1
+    groups_per_token: PositiveInt = 1
     group_score: Literal["max", "top2_sum"] = "max"
-    scaling_factor: float = 1.0
+    scaling_factor: PositiveFloat = 1.0
     per_expert_scale: bool = False
     input_norm: NormConfig | None = None
     input_scaling: bool = False
     random: bool = False
-    balance_loss: float = 0.0
+    balance_loss: NonNegativeFloat = 0.0
     balance_form: BalanceForm = "switch"
-    z_loss: float = 0.0
-    bias_update_rate: float = 0.0
+    z_loss: NonNegativeFloat = 0.0
+    bias_update_rate: NonNegativeFloat = 0.0
 
     def __post_init__(self):
-        check_word("RouterConfig.score", self.score, ("softmax", "sigmoid", "sqrt_softplus"))
-        check_word("RouterConfig.order", self.order, ("select_first", "score_first"))
-        check_word("RouterConfig.group_score", self.group_score, ("max", "top2_sum"))
-        check_word("RouterConfig.balance_form", self.balance_form, ("switch", "megatron"))
-        check_integer("RouterConfig.num_groups", self.num_groups)
-        check_integer("RouterConfig.groups_per_token", self.groups_per_token)
-        check_number("RouterConfig.scaling_factor", self.scaling_factor, above=0)
-        for field in ("balance_loss", "z_loss", "bias_update_rate"):
-            check_number(f"RouterConfig.{field}", getattr(self, field), least=0)
-        self._check_combination()
-
-    def _check_combination(self) -> None:
+        super().__post_init__()
         check(
             self.groups_per_token <= self.num_groups,
             f"RouterConfig.groups_per_token={self.groups_per_token} must be at most num_groups={self.num_groups}.",
@@ -169,7 +158,7 @@ def load_balance_loss(stats: RoutingStats, form: BalanceForm = "switch") -> Floa
     MaxText takes a softmax of sigmoid scores for p in the first form, which is nearly flat; here scores are divided by
     their sum in both.
     """
-    check_word("load_balance_loss form", form, ("switch", "megatron"))
+    check_word("load_balance_loss form", form, get_args(BalanceForm))
     return (stats.switch if form == "switch" else stats.megatron) / jnp.maximum(stats.sequences, 1.0)
 
 

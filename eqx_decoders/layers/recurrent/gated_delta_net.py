@@ -6,7 +6,7 @@ g and beta are numbers of a token and a head; q, k and v come from short convolu
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer
+from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
@@ -33,7 +33,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetConfig:
+class GatedDeltaNetConfig(CheckedFields):
     """Configuration of `out(norm(o) * silu(gate x))`, o being the recurrence's answer to queries.
 
     **Arguments:**
@@ -45,17 +45,15 @@ class GatedDeltaNetConfig:
     - `norm`: normalization of each head's answer.
     """
 
-    num_key_heads: int
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int = 4
+    num_key_heads: PositiveInt
+    num_heads: PositiveInt
+    key_dim: PositiveInt
+    value_dim: PositiveInt
+    taps: Annotated[int, AtLeast(2)] = 4
     norm: RMSNormConfig = RMSNormConfig()
 
     def __post_init__(self):
-        for field in ("num_key_heads", "num_heads", "key_dim", "value_dim"):
-            check_integer(f"GatedDeltaNetConfig.{field}", getattr(self, field))
-        check_integer("GatedDeltaNetConfig.taps", self.taps, 2)
+        super().__post_init__()
         rule = f"must be a multiple of num_key_heads={self.num_key_heads}"
         check(self.num_heads % self.num_key_heads == 0, f"GatedDeltaNetConfig.num_heads={self.num_heads} {rule}.")
 

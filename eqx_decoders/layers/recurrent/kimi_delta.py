@@ -6,7 +6,7 @@ q, k and v come from short convolutions; g and the gate of the output from proje
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check_integer
+from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
@@ -34,7 +34,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KimiDeltaAttentionConfig:
+class KimiDeltaAttentionConfig(CheckedFields):
     """Configuration of `out(norm(o) * sigmoid(gate x))`, o being the recurrence's answer to queries.
 
     **Arguments:**
@@ -45,16 +45,11 @@ class KimiDeltaAttentionConfig:
     - `norm`: normalization of each head's answer.
     """
 
-    num_heads: int
-    head_dim: int
-    gate_rank: int
-    taps: int = 4
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    gate_rank: PositiveInt
+    taps: Annotated[int, AtLeast(2)] = 4
     norm: RMSNormConfig = RMSNormConfig()
-
-    def __post_init__(self):
-        for field in ("num_heads", "head_dim", "gate_rank"):
-            check_integer(f"KimiDeltaAttentionConfig.{field}", getattr(self, field))
-        check_integer("KimiDeltaAttentionConfig.taps", self.taps, 2)
 
     @property
     def state(self) -> StateShape:

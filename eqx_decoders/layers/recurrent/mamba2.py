@@ -6,7 +6,7 @@ The paper calls k, q and v: B, C and x. All three come from short convolutions; 
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import (
+    AtLeast,
+    CheckedFields,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check,
+    check_number,
+)
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
@@ -32,7 +40,7 @@ from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba2Config:
+class Mamba2Config(CheckedFields):
     """Configuration of `out(norm(o * silu(gate x)))`, o being the recurrence's output.
 
     **Arguments:**
@@ -47,26 +55,22 @@ class Mamba2Config:
     - `eps`: of the norm.
     """
 
-    num_heads: int
-    value_dim: int
-    num_groups: int
-    key_dim: int
-    taps: int = 4
+    num_heads: PositiveInt
+    value_dim: PositiveInt
+    num_groups: PositiveInt
+    key_dim: PositiveInt
+    taps: Annotated[int, AtLeast(2)] = 4
     taps_bias: bool = True
-    dt_min: float = 0.0
+    dt_min: NonNegativeFloat = 0.0
     dt_max: float | None = None
-    eps: float = 1e-5
+    eps: PositiveFloat = 1e-5
 
     def __post_init__(self):
-        for field in ("num_heads", "value_dim", "num_groups", "key_dim"):
-            check_integer(f"Mamba2Config.{field}", getattr(self, field))
-        check_integer("Mamba2Config.taps", self.taps, 2)
+        super().__post_init__()
         rule = f"must be a multiple of num_groups={self.num_groups}"
         check(self.num_heads % self.num_groups == 0, f"Mamba2Config.num_heads={self.num_heads} {rule}.")
-        check_number("Mamba2Config.dt_min", self.dt_min, least=0)
         if self.dt_max is not None:
             check_number("Mamba2Config.dt_max", self.dt_max, above=self.dt_min)
-        check_number("Mamba2Config.eps", self.eps, above=0)
 
     @property
     def state(self) -> StateShape:

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from eqx_decoders.encoders.merge import without_placeholders
-from eqx_decoders.errors import check, check_integer
+from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeInt, PositiveInt, check
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -16,7 +17,7 @@ from eqx_decoders.serving.engine.request import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLookup:
+class PromptLookup(CheckedFields):
     """Drafts copied from an earlier occurrence of the last tokens in the text (Saxena 2023).
 
     **Arguments:**
@@ -25,13 +26,12 @@ class PromptLookup:
     - `longest`, `shortest`: numbers of last tokens to search for, the longest first.
     """
 
-    num_tokens: int = 4
-    longest: int = 3
-    shortest: int = 2
+    num_tokens: PositiveInt = 4
+    longest: PositiveInt = 3
+    shortest: PositiveInt = 2
 
     def __post_init__(self):
-        for field in ("num_tokens", "longest", "shortest"):
-            check_integer(f"PromptLookup.{field}", getattr(self, field))
+        super().__post_init__()
         rule = f"PromptLookup.shortest={self.shortest} must be at most longest={self.longest}"
         check(self.shortest <= self.longest, f"{rule}.")
 
@@ -50,7 +50,7 @@ class PromptLookup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPDrafter:
+class MTPDrafter(CheckedFields):
     """Drafts from the model's own multi-token prediction (MTP).
 
     **Arguments:**
@@ -58,14 +58,11 @@ class MTPDrafter:
     - `num_tokens`: drafts of each step: one for each of its first depths.
     """
 
-    num_tokens: int = 1
-
-    def __post_init__(self):
-        check_integer("MTPDrafter.num_tokens", self.num_tokens)
+    num_tokens: PositiveInt = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel:
+class DraftModel(CheckedFields):
     """Drafts that a smaller model of the same vocabulary finds most likely.
 
     **Arguments:**
@@ -75,17 +72,14 @@ class DraftModel:
     """
 
     model: Decoder
-    num_tokens: int = 4
-
-    def __post_init__(self):
-        check_integer("DraftModel.num_tokens", self.num_tokens)
+    num_tokens: PositiveInt = 4
 
 
 Drafts = PromptLookup | MTPDrafter | DraftModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(CheckedFields):
     """Limits and modes of an engine.
 
     **Arguments:**
@@ -110,34 +104,29 @@ class EngineConfig:
         fast; other rounding can then choose another token where two are almost equally likely.
     """
 
-    max_batch_size: int = 8
-    max_length: int = 2048
-    prefill_chunk: int = 128
-    token_budget: int = 512
-    max_waiting: int = 1024
-    max_waiting_tokens: int = 1 << 20
-    prefix_cache_bytes: int = 1 << 30
-    preempted_bytes: int = 1 << 27
-    max_logprobs: int = 20
-    max_logit_bias: int = 300
+    max_batch_size: PositiveInt = 8
+    max_length: Annotated[int, AtLeast(2)] = 2048
+    prefill_chunk: PositiveInt = 128
+    token_budget: PositiveInt = 512
+    max_waiting: PositiveInt = 1024
+    max_waiting_tokens: PositiveInt = 1 << 20
+    prefix_cache_bytes: NonNegativeInt = 1 << 30
+    preempted_bytes: NonNegativeInt = 1 << 27
+    max_logprobs: NonNegativeInt = 20
+    max_logit_bias: NonNegativeInt = 300
     cache_dtype: DTypeLike | CacheFormat | None = None
     pages: PageConfig | None = None
     drafts: Drafts | None = None
     batch_invariant: bool = True
 
     def __post_init__(self):
-        for field in ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "max_waiting"):
-            check_integer(f"EngineConfig.{field}", getattr(self, field))
-        check_integer("EngineConfig.max_waiting_tokens", self.max_waiting_tokens)
-        for field in ("prefix_cache_bytes", "preempted_bytes", "max_logprobs", "max_logit_bias"):
-            check_integer(f"EngineConfig.{field}", getattr(self, field), minimum=0)
+        super().__post_init__()
         if self.cache_dtype is not None:
             CacheFormat.of(self.cache_dtype)
         if self.pages is not None:
             size = self.pages.page_size
             rule = f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of pages.page_size={size}"
             check(self.prefill_chunk % size == 0, f"{rule}: prompts share whole pages.")
-        check(self.max_length > 1, "EngineConfig.max_length=1 has no room for an answer: at least 2.")
 
     def check_together(self, requests: Sequence[Request]) -> None:
         """Raise ConfigError for requests submitted at once that are more than the queue can ever hold."""

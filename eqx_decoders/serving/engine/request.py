@@ -1,13 +1,13 @@
 """Requests to an engine, and the outputs and statistics that it returns."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.errors import EqxDecodersError, check, check_integer
+from eqx_decoders.errors import CheckedFields, EqxDecodersError, NonEmpty, NonNegativeInt, PositiveInt
 from eqx_decoders.serving.engine.sampler import Constraint, SamplingParams, TokenScore
 
 
@@ -19,7 +19,7 @@ class QueueFull(EqxDecodersError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(CheckedFields):
     """Prompt to be continued.
 
     **Arguments:**
@@ -39,13 +39,13 @@ class Request:
     - `cache_salt`: cached prefixes are shared only among requests with the same salt.
     """
 
-    prompt: tuple[int, ...]
-    max_new_tokens: int
+    prompt: Annotated[tuple[int, ...], NonEmpty("token, such as the tokenizer's bos_id")]
+    max_new_tokens: PositiveInt
     sampling: SamplingParams = SamplingParams()
     stop_ids: tuple[int, ...] = ()
-    min_new_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    min_new_tokens: NonNegativeInt = 0
+    logprobs: NonNegativeInt | None = None
+    prompt_logprobs: NonNegativeInt | None = None
     constraint: Constraint | None = None
     media: Media | None = None
     priority: int = 0
@@ -56,12 +56,7 @@ class Request:
         for field in ("prompt", "stop_ids"):
             ids = as_int32(f"Request.{field}", tuple(getattr(self, field)) or np.zeros(0, np.int32))
             object.__setattr__(self, field, tuple(ids.tolist()))
-        check(len(self.prompt) > 0, "Request.prompt=() must have at least one token, such as the tokenizer's bos_id.")
-        check_integer("Request.max_new_tokens", self.max_new_tokens)
-        check_integer("Request.min_new_tokens", self.min_new_tokens, minimum=0)
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(self, field) is not None:
-                check_integer(f"Request.{field}", getattr(self, field), minimum=0)
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

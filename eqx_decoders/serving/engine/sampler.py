@@ -14,8 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from eqx_decoders.core.sampling import LIKELY, least_reaching
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.core.sampling import LIKELY, Probability, least_reaching
+from eqx_decoders.errors import (
+    CheckedFields,
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check,
+)
 from eqx_decoders.sharding.axes import AnyArray
 
 
@@ -23,7 +31,7 @@ _BLOCK = 512  # tokens whose probabilities are added up before a draw looks into
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(CheckedFields):
     """Sampling parameters of one request.
 
     They apply in this order: `logit_bias` and penalties, temperature, `top_k`, `top_p`, `min_p`, and one draw. The most
@@ -41,32 +49,19 @@ class SamplingParams:
     - `seed`: seed of the draws.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    temperature: NonNegativeFloat = 0.0
+    top_k: PositiveInt | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    repetition_penalty: PositiveFloat = 1.0
+    frequency_penalty: FiniteFloat = 0.0
+    presence_penalty: FiniteFloat = 0.0
+    logit_bias: tuple[tuple[NonNegativeInt, FiniteFloat], ...] = ()
     seed: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in self.logit_bias))
-        check_number("SamplingParams.temperature", self.temperature, least=0)
-        if self.top_k is not None:
-            check_integer("SamplingParams.top_k", self.top_k)
-        for field in ("top_p", "min_p"):
-            value = getattr(self, field)
-            if value is not None:
-                check_number(f"SamplingParams.{field}", value, above=0)
-                check(value <= 1, f"SamplingParams.{field}={value} must be at most 1: it's a probability.")
-        check_number("SamplingParams.repetition_penalty", self.repetition_penalty, above=0)
-        for field in ("frequency_penalty", "presence_penalty"):
-            check_number(f"SamplingParams.{field}", getattr(self, field))
-        for token, value in self.logit_bias:
-            check_integer("SamplingParams.logit_bias: token", token, minimum=0)
-            check_number(f"SamplingParams.logit_bias[{token}]", value)
+        super().__post_init__()
         tokens = [token for token, _ in self.logit_bias]
         check(len(set(tokens)) == len(tokens), "SamplingParams.logit_bias names a token twice: give each once.")
         good = isinstance(self.seed, int) and not isinstance(self.seed, bool) and -(2**63) <= self.seed < 2**63

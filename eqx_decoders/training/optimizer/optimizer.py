@@ -4,22 +4,19 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.errors import CheckedFields, InRange, NonNegativeFloat, NonNegativeInt, PositiveFloat, Rate, check
 from eqx_decoders.sharding.axes import Axes, matching, path_name, product_axes
 from eqx_decoders.training.optimizer.int8_moments import Counted, from_eight_bits, is_eight_bits, to_eight_bits
 
 
 Schedule = Callable[[Any], Any]
-
-_OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
-_SCHEDULES = ("cosine", "wsd", "linear", "constant")
 
 # Settings that not all optimizers or schedules read, and which of them do.
 _READERS = {
@@ -34,22 +31,22 @@ _READERS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedFields):
     """Settings of the optimizer and of its learning rate."""
 
     name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
     """Optimizer; muon moves matrices inside the blocks, AdamW the rest."""
-    learning_rate: float = 3e-4
+    learning_rate: PositiveFloat = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Course of the learning rate after the warm-up; wsd: constant, then linear to the end."""
-    warmup_steps: int | None = None
+    warmup_steps: NonNegativeInt | None = None
     """Steps of linear warm-up; None: a tenth of the run, 1000 at most."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, InRange(least=0, most=1)] = 0.2
     """wsd: the share of all steps in which the learning rate falls."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, InRange(least=0, most=1)] = 0.1
     """cosine, wsd, linear: learning rate at the end, as a share of the peak."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, times the learning rate."""
     no_decay: tuple[str, ...] = (
         "*norm*",
@@ -66,15 +63,15 @@ class OptimizerConfig:
     trainable: tuple[str, ...] = ("*",)
     """Patterns of weights' paths that are trained; the rest has no optimizer state. What the published model keeps as a
     buffer (Gemma 4's scale of a layer) is trained where a pattern ends with its name, such as '*.residual.scale'."""
-    beta1: float = 0.9
+    beta1: Rate = 0.9
     """adamw, lion, muon (in AdamW's part): decay of the first moment."""
-    beta2: float = 0.95
+    beta2: Rate = 0.95
     """adamw, muon (in AdamW's part): decay of the second moment; lion: of the momentum."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """adamw: added to the root of the second moment."""
-    momentum: float = 0.95
+    momentum: Rate = 0.95
     """muon: decay of the momentum."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     """Global norm to which gradients are clipped; None: not at all."""
     lr_multipliers: tuple[tuple[str, float], ...] = ()
     """Patterns of weights' paths whose learning rate, and with it their decay, is multiplied by a factor, such as
@@ -86,34 +83,16 @@ class OptimizerConfig:
     shard_over_data: bool = False
     """Split the state (moments, running means) over the copies of the weights along `mesh.data`, too (ZeRO-1): each
     updates its part, and the new weights are gathered. Checkpoints are the same with and without."""
-    ema_decay: float | None = None
+    ema_decay: Annotated[float, InRange(above=0, below=1)] | None = None
     """Decay of a running mean of the weights, in float32 from their first values on, with which evaluations,
     samples and exports are made; None: none."""
 
     def __post_init__(self):
-        check_word("OptimizerConfig.name", self.name, _OPTIMIZERS)
-        check_word("OptimizerConfig.schedule", self.schedule, _SCHEDULES)
-        check_number("OptimizerConfig.learning_rate", self.learning_rate, above=0)
-        if self.warmup_steps is not None:
-            check_integer("OptimizerConfig.warmup_steps", self.warmup_steps, 0)
-        check_number("OptimizerConfig.weight_decay", self.weight_decay, least=0)
-        check_number("OptimizerConfig.eps", self.eps, above=0)
-        for field in ("decay_fraction", "min_lr_ratio"):
-            check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
-            check(getattr(self, field) <= 1, f"OptimizerConfig.{field}={getattr(self, field)} must be at most 1.")
-        for field in ("beta1", "beta2", "momentum"):
-            check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
-            check(getattr(self, field) < 1, f"OptimizerConfig.{field}={getattr(self, field)} must be below 1.")
-        if self.max_grad_norm is not None:
-            check_number("OptimizerConfig.max_grad_norm", self.max_grad_norm, above=0)
+        super().__post_init__()
         for pattern, factor in self.lr_multipliers:
             rule = f"OptimizerConfig.lr_multipliers={self.lr_multipliers!r}: the factor of {pattern!r} must be a number"
             good = isinstance(factor, int | float) and 0 < factor < math.inf
             check(good, f"{rule} above 0. Weights that are not to be trained are left out of trainable.")
-        check_word("OptimizerConfig.moments_dtype", self.moments_dtype, ("float32", "bfloat16", "int8"))
-        if self.ema_decay is not None:
-            check_number("OptimizerConfig.ema_decay", self.ema_decay, above=0)
-            check(self.ema_decay < 1, f"OptimizerConfig.ema_decay={self.ema_decay} must be below 1.")
         for field in dataclasses.fields(self):
             value, readers = getattr(self, field.name), _READERS.get(field.name, (self.name,))
             check(

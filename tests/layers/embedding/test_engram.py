@@ -232,7 +232,7 @@ def test_every_weight_has_a_gradient(layer):
     [
         ({"layer": 1}, r"EngramConfig.layer=1 must be one of layers=\(0, 2\)"),
         ({"layers": (2, 2)}, "must differ from each other"),
-        ({"vocab_bases": ()}, r"EngramConfig.vocab_bases=\(\) must have a number for each order"),
+        ({"vocab_bases": ()}, r"EngramConfig.vocab_bases=\(\) must have at least one number: one for each order"),
         ({"vocab_bases": (11, 1)}, r"EngramConfig.vocab_bases\[1\]=1 must be an integer of at least 2"),
         ({"pad_token": 40}, "EngramConfig.pad_token=40 must be below vocab_size=40"),
         ({"vocab_size": 41}, "token_classes has 40 ids, but vocab_size=41"),
