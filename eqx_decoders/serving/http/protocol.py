@@ -4,7 +4,7 @@ The description of a type is both in the schema and in the error message for a v
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from eqx_decoders.serving.engine.sampler import SamplingParams
@@ -15,6 +15,7 @@ from eqx_decoders.serving.http.json_body import LARGEST, Meta, RequestFields, pa
 
 
 LEAST_ENTRIES, ENTRIES_PER_TOKEN = 50_000, 4  # lists, objects and names of fields in a large body
+MOST_TOKENS = 10_000  # that become a text, where the model takes fewer
 COLDEST = 1e-5  # temperatures below it are 0: logits over them would be infinite
 
 # --- types of fields --------------------------------------------------------------------------------------------------
@@ -29,7 +30,7 @@ Probability = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 
 Factor = Annotated[float, Meta(gt=0, le=1000, description="a number above 0 to 1000")]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number from -2 to 2")]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-Biases = Annotated[dict[str, Bias], Meta(description="an object of token ids with numbers from -100 to 100")]
+Biases = Annotated[dict[str, Bias | None], Meta(description="an object of token ids with numbers from -100 to 100")]
 Priority = Annotated[int, Meta(ge=-1_000_000, le=1_000_000, description="an integer from -1,000,000 to 1,000,000")]
 Text = Annotated[str, Meta(description="a text")]
 ShortText = Annotated[str, Meta(max_length=256, description="a text of at most 256 characters")]
@@ -186,7 +187,7 @@ class GenerationRequest(RequestBody):
         neutral = {"top_p": 1.0, "min_p": 0.0}  # values that cut nothing
         merged |= {name: getattr(self, name) for name in ("frequency_penalty", "presence_penalty")}
         merged = {name: value for name, value in merged.items() if value is not None and value != neutral.get(name)}
-        biases = tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items())
+        biases = tuple((int(token), bias or 0.0) for token, bias in (self.logit_bias or {}).items())
         return SamplingParams(**merged, logit_bias=biases, seed=seed if self.seed is None else self.seed)
 
     def check(self, config: ApiConfig) -> None:
@@ -270,6 +271,7 @@ class DetokenizeRequest(RequestBody):
     max_model_len: Ignored = None
 
     def check(self, config: ApiConfig) -> None:
+        _check_few("tokens", self.tokens, max(config.max_length, MOST_TOKENS))
         check_tokens("tokens", self.tokens, config)
 
 
@@ -314,7 +316,7 @@ def check_alternatives(field: str, count: int | None, config: ApiConfig) -> None
         raise refuse(field, count, f"must be at most {config.max_logprobs:,}")
 
 
-def _check_biases(biases: dict[str, float], config: ApiConfig) -> None:
+def _check_biases(biases: Mapping[str, float | None], config: ApiConfig) -> None:
     _check_few("logit_bias", list(biases), config.max_bias)
     tokens = set[int]()
     for name in biases:

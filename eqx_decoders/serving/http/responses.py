@@ -16,6 +16,7 @@ from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, 
 from eqx_decoders.serving.http.protocol import GenerationRequest
 from eqx_decoders.serving.http.response_types import (
     AnswerMessage,
+    AnyChoice,
     AnyResponse,
     ChatChoice,
     ChatChunkChoice,
@@ -188,6 +189,8 @@ class ResponseBuilder:
     """Builder of the bodies of one response of /v1/completions."""
 
     prefix = "cmpl"
+    whole_type: Any = Completion
+    chunk_type: Any = Completion
 
     def __init__(self, request_id: str, model: str, request: GenerationRequest, texts: TokenTexts):
         self._request, self._texts = request, texts
@@ -196,24 +199,28 @@ class ResponseBuilder:
 
     def whole(self, deltas: Sequence[Delta], usage: Usage, prompts: Mapping[int, tuple[int, ...]]) -> AnyResponse:
         """Build a complete response. `prompts` has the token ids of each choice's prompt, where they are returned."""
-        choices = [self._choice(index, delta, prompts.get(index)) for index, delta in enumerate(deltas)]
-        return Completion(**self._frame, choices=choices, usage=usage)
+        ends = [self._end(index, delta, prompts.get(index)) for index, delta in enumerate(deltas)]
+        choices = [self._choice(delta, end) for delta, end in zip(deltas, ends, strict=True)]
+        return self.whole_type(**self._frame, choices=choices, usage=usage)
 
     def chunk(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> AnyResponse:
         """Build a chunk of a streamed response."""
-        return Completion(**self._chunk_frame, choices=[self._choice(index, delta, prompt)])
+        choice = self._delta(delta, self._end(index, delta, prompt))
+        return self.chunk_type(**self._chunk_frame, choices=[choice])
 
     def last(self, usage: Usage) -> AnyResponse:
         """Build the last chunk, with the usage."""
-        return Completion(**self._frame, choices=[], usage=usage)
+        return self.chunk_type(**self._frame, choices=[], usage=usage)
 
     def first(self, index: int) -> AnyResponse | None:
         """Build the first chunk of a choice, if there is one."""
         return None
 
-    def _choice(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> CompletionChoice:
-        end = self._end(index, delta, prompt)
+    def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         return CompletionChoice(**end, text=delta.text, logprobs=self._logprobs(delta))
+
+    def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
+        return self._choice(delta, end)
 
     def _end(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> dict[str, Any]:
         """Return the fields that choices of all kinds have."""
@@ -245,30 +252,18 @@ class ChatResponseBuilder(ResponseBuilder):
     """Builder of the bodies of one response of /v1/chat/completions."""
 
     prefix = "chatcmpl"
-
-    def whole(self, deltas: Sequence[Delta], usage: Usage, prompts: Mapping[int, tuple[int, ...]]) -> AnyResponse:
-        choices = [
-            ChatChoice(
-                **self._end(index, delta, prompts.get(index)),
-                message=AnswerMessage(content=delta.text),
-                logprobs=self._chat_logprobs(delta),
-            )
-            for index, delta in enumerate(deltas)
-        ]
-        return ChatCompletion(**self._frame, choices=choices, usage=usage)
-
-    def chunk(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> AnyResponse:
-        message = MessageDelta(content=delta.text or msgspec.UNSET)
-        end = self._end(index, delta, prompt)
-        choice = ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
-        return ChatCompletionChunk(**self._chunk_frame, choices=[choice])
-
-    def last(self, usage: Usage) -> AnyResponse:
-        return ChatCompletionChunk(**self._frame, choices=[], usage=usage)
+    whole_type, chunk_type = ChatCompletion, ChatCompletionChunk
 
     def first(self, index: int) -> AnyResponse | None:
         choice = ChatChunkChoice(index=index, delta=MessageDelta(role="assistant", content=""))
         return ChatCompletionChunk(**self._chunk_frame, choices=[choice])
+
+    def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
+        return ChatChoice(**end, message=AnswerMessage(content=delta.text), logprobs=self._chat_logprobs(delta))
+
+    def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
+        message = MessageDelta(content=delta.text or msgspec.UNSET)
+        return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
 
     def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if self._request.alternatives is None:

@@ -142,6 +142,8 @@ ERRORS = [
     (ChatCompletionRequest, {"messages": [{"role": "user", "content": ["a"]}]},
      'messages[0].content[0]="a" must be an object with a type: text, image_url'),
     (TokenizeRequest, {}, "prompt is missing: give a text."),
+    (DetokenizeRequest, {"tokens": [5] * 10_001}, "has 10,001 entries: at most 10,000 are taken."),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {"5": 101}}, 'logit_bias={"5": 101} must be an object of token'),
     (DetokenizeRequest, {"tokens": "a"}, 'tokens="a" must be a list of token ids.'),
 ]  # fmt: skip
 
