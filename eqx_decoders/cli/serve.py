@@ -36,12 +36,12 @@ from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, 
 from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
-from eqx_decoders.serving.http.protocol import ApiConfig
+from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
 
 
 KEYS = "EQX_DECODERS_API_KEY"
-PACKAGES = ("tyro", "starlette", "uvicorn", "prometheus_client", "llguidance")
+PACKAGES = ("tyro", "starlette", "uvicorn", "prometheus_client", "llguidance", "msgspec")
 
 BASIC = ("model", "run_dir", "host", "port", "max_batch_size", "max_length", "quantize", "api_key", "mesh.tensor")
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     )
     from eqx_decoders.serving.frontend.create_frontend import create_frontend as create_frontend
     from eqx_decoders.serving.frontend.prompts import TextFrontend as TextFrontend
-    from eqx_decoders.serving.http.protocol import ApiConfig as ApiConfig
+    from eqx_decoders.serving.http.api_config import ApiConfig as ApiConfig
     from eqx_decoders.serving.http.server import (
         ServerConfig as ServerConfig,
         run_in_thread as run_in_thread,
@@ -64,7 +64,7 @@ __getattr__, _late = lazy(
     {
         "layers.cache.engine_owned": "ExternalCall",
         "layers.cache.paged": "PageConfig",
-        "serving.http.protocol": "ApiConfig",
+        "serving.http.api_config": "ApiConfig",
         "serving.engine.engine": "Engine",
         "serving.engine.config": "EngineConfig MTPDrafter PromptLookup DraftModel",
         "serving.external_engine": "external_layers external_logits run_with_caches",

@@ -15,7 +15,7 @@ from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.serving.engine.config import DraftModel, MTPDrafter, PromptLookup
-from eqx_decoders.serving.http.protocol import ApiConfig
+from eqx_decoders.serving.http.api_config import ApiConfig
 from tests.commands import ROOT, call, outcome
 
 

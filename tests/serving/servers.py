@@ -13,7 +13,7 @@ from eqx_decoders.io.huggingface.generation_config import read_generation_config
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
-from eqx_decoders.serving.http.protocol import ApiConfig
+from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, bind, run_in_thread
 from tests.serving.fake_engine import FakeEngine
 

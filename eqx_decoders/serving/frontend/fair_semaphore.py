@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
 
-from eqx_decoders.serving.frontend.json_fields import ApiError
+from eqx_decoders.serving.frontend.api_errors import ApiError
 
 
 class FairSemaphore:

@@ -31,8 +31,8 @@ from eqx_decoders.errors import DataError, check_integer, check_number
 from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.text.chat_template import ENVIRONMENT
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
-from eqx_decoders.serving.frontend.json_fields import ApiError
 
 
 GRACE = 0.3  # seconds that work may take to end after its client has gone: a new process takes longer to start

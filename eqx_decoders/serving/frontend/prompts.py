@@ -18,9 +18,9 @@ from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.chat_rendering import Renderer
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
-from eqx_decoders.serving.frontend.json_fields import ApiError, JsonFields, refuse
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
 
@@ -145,7 +145,7 @@ class PromptPreparer:
             raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
         if "tools" in variables and "tools" not in chat.source:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
-        reader = _PartReader(self.frontend, self._max_files, self._max_length)
+        reader = _PartReader(self.frontend, self._max_files)
         contents = [message.get("content") for message in messages]
         size = SLOW * sum(len(content) if isinstance(content, list) else 1 for content in contents)
         converted = await run_in_worker_if_large(size, lambda: [reader.message(*pair) for pair in enumerate(messages)])
@@ -269,10 +269,13 @@ def size_of(value: Any) -> tuple[int, int]:
 
 
 class _PartReader:
-    """Converter of OpenAI's messages to those of chat templates. Only known fields of a part are passed on."""
+    """Converter of OpenAI's messages, checked by their types, to those of chat templates.
 
-    def __init__(self, frontend: TextFrontend, max_files: int, max_parts: int):
-        self._frontend, self._max_files, self._parts_left = frontend, max_files, max_parts
+    Only known fields of a part are passed on.
+    """
+
+    def __init__(self, frontend: TextFrontend, max_files: int):
+        self._frontend, self._max_files = frontend, max_files
         self.files = 0
 
     def message(self, index: int, original: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,77 +285,51 @@ class _PartReader:
         if original.get("tool_calls") is not None:
             message["tool_calls"] = _tool_calls(where, original["tool_calls"])
         if isinstance(content, list):
-            self._parts_left -= len(content)
-            if self._parts_left < 0:
-                rule = f"{where}.content: messages have more parts than the model takes tokens"
-                raise ApiError(400, f"{rule}: send fewer.", param="messages", code="context_length_exceeded")
             parts = [self._part(f"{where}.content[{at}]", part) for at, part in enumerate(content)]
             texts = [part["text"] for part in parts if part["type"] == "text"]
             message["content"] = "\n".join(texts) if len(texts) == len(parts) else parts
         return message
 
-    def _part(self, where: str, part: Any) -> dict[str, Any]:
-        if not isinstance(part, dict):
-            raise refuse(where, part, "must be an object with a type")
-        fields = JsonFields(part, where)
-        kind = fields.word("type", ("text", *FILES))
-        if kind is None:
-            raise refuse(where, part, f"must have a type: text, {', '.join(FILES)}")
+    def _part(self, where: str, part: Mapping[str, Any]) -> dict[str, Any]:
+        kind = part["type"]
         if kind == "text":
-            text = fields.text("text")
-            if text is None:
-                raise fields.refuse("text", "must be a text")
-            return {"type": "text", "text": text}
-        return self._file(fields, kind)
-
-    def _file(self, fields: JsonFields, kind: str) -> dict[str, Any]:
+            return {"type": "text", "text": part["text"]}
         name, processor = FILES[kind], self._frontend.processor
         plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
         if processor is None or getattr(processor, plural) is None:
-            raise ApiError(400, f"{fields.name('type')}: this model takes no {plural}.", param=fields.name("type"))
+            raise ApiError(400, f"{where}.type: this model takes no {plural}.", param=f"{where}.type")
         self.files += 1
         if self.files > self._max_files:
             raise ApiError(400, f"messages have more than {self._max_files} files.", param="messages")
-        inner = fields.inner(kind)
-        if inner is None:
-            raise fields.refuse(kind, "must be an object with the file")
         field = "data" if kind == "input_audio" else "url"
-        return {"type": name, name: _upload(inner, field, is_url=field == "url")}
+        return {"type": name, name: _upload(f"{where}.{kind}.{field}", part[kind][field], is_url=field == "url")}
 
 
-def _upload(fields: JsonFields, field: str, *, is_url: bool) -> Upload:
+def _upload(param: str, text: str, *, is_url: bool) -> Upload:
     """Return the base64 text of a field, which is a data: URL where `is_url`. Nothing is fetched from a network."""
-    text = fields.text(field)
-    if text is None:
-        raise fields.refuse(field, "must be a text")
     begin = 0
     if is_url:
         begin = text.find(",", 0, HEAD) + 1
         head = text[: max(0, begin - 1)].lower()
         if not head.startswith("data:") or not head.endswith(";base64"):
             rule = "must be a data: URL in base64, such as data:image/png;base64,…: this server fetches no files"
-            raise fields.refuse(field, rule)
+            raise refuse(param, text, rule)
     if len(text) == begin:
-        raise ApiError(400, f"{fields.name(field)} has no bytes.", param=fields.name(field))
-    return Upload(fields.name(field), text, begin)
+        raise ApiError(400, f"{param} has no bytes.", param=param)
+    return Upload(param, text, begin)
 
 
-def _tool_calls(where: str, value: Any) -> list[Any]:
+def _tool_calls(where: str, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return tool calls with arguments as objects, as templates take them; OpenAI has them as texts."""
-    if not isinstance(value, list):
-        raise refuse(f"{where}.tool_calls", value, "must be a list")
-    calls = []
-    for call in value:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise refuse(f"{where}.tool_calls", call, "must be objects with a function")
-        raw_arguments = function.get("arguments")
+    converted = []
+    for call in calls:
+        raw_arguments = call["function"].get("arguments")
         try:
             arguments = json.loads(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
         except (ValueError, RecursionError) as error:
             raise refuse(f"{where}.tool_calls", raw_arguments, "must have arguments in JSON") from error
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return calls
+        converted.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return converted
 
 
 def longest_token(tokenizer: Tokenizer) -> int:

@@ -20,8 +20,8 @@ import numpy as np
 from eqx_decoders.errors import ConfigError, check, need_extra
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.serving.engine.sampler import Constraint
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
-from eqx_decoders.serving.frontend.json_fields import ApiError
 
 
 Kind = Literal["json", "regex", "choice", "grammar"]

@@ -4,43 +4,57 @@ import contextlib
 import dataclasses
 import functools
 import hmac
+import importlib.metadata
 import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from starlette.responses import Response
 
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.request import QueueFull, Request
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts, decode
-from eqx_decoders.serving.frontend.incremental_json import SMALL
-from eqx_decoders.serving.frontend.json_fields import LARGEST, ApiError, JsonFields, parse, token_of
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, TokenConstraint
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker, run_in_worker_if_large
-from eqx_decoders.serving.http import request_fields
+from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.chat_page import page
+from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest, conversation
 from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
+from eqx_decoders.serving.http.json_body import LARGEST, SMALL
 from eqx_decoders.serving.http.metrics import Metrics, RequestTimer
+from eqx_decoders.serving.http.openapi import describe_api
 from eqx_decoders.serving.http.protocol import (
-    ApiConfig,
-    ChatCompletionRequest,
+    Body,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     choice_seed,
-    read_chat,
-    read_completion,
-    read_messages,
-    read_variables,
+    read_body,
+)
+from eqx_decoders.serving.http.response_types import (
+    DetokenizedText,
+    Health,
+    Model,
+    ModelList,
+    TokenizedText,
+    TokenizerInfo,
 )
 from eqx_decoders.serving.http.responses import ChatResponseBuilder, Choice, Echo, ResponseBuilder
-from eqx_decoders.serving.http.streaming import EventStream, HttpResponse, PendingResponse
+from eqx_decoders.serving.http.streaming import EventStream, PendingResponse, json_response
 
 
-LEAST_ENTRIES = 10_000  # of a list in a large body, which may have more for longer prompts
 MAX_ECHO = 1 << 22  # characters of prompts in one response
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
+
+read_completion = functools.partial(read_body, CompletionRequest)
+read_chat = functools.partial(read_body, ChatCompletionRequest)
+read_tokenize = functools.partial(read_body, TokenizeRequest)
+read_detokenize = functools.partial(read_body, DetokenizeRequest)
 
 Result = TypeVar("Result")
 
@@ -79,7 +93,6 @@ class Api:
         self._grammars = GrammarCompiler(frontend.tokenizer, config.vocab_size, frontend.stop_ids)
         self._grammars.warm_up()
         self._texts = TokenTexts(frontend.tokenizer)
-        self._entries = max(config.max_length, config.max_choices, LEAST_ENTRIES)  # of a list in a large body
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
         options = dict(takes_images=frontend.takes_images, needs_key=bool(config.api_keys))
@@ -101,35 +114,37 @@ class Api:
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
-    async def health(self, http_request: HttpRequest) -> HttpResponse:
+    async def health(self, http_request: HttpRequest) -> Response:
         """Report 200 while requests are taken, 503 when the server is stopping, or its engine has failed or hangs."""
         state = "hanging" if self.engine_thread.hangs else "ok" if self.engine_thread.state == "running" else "stopping"
         state = "failed" if self.engine_thread.state == "failed" else "stopping" if self.stopping else state
-        healthy = state == "ok"
-        return HttpResponse.json({"status": state}, 200 if healthy else 503)
+        return json_response(Health(status=state), 200 if state == "ok" else 503)
 
-    async def show_metrics(self, http_request: HttpRequest) -> HttpResponse:
+    async def show_metrics(self, http_request: HttpRequest) -> Response:
         """Return the metrics for Prometheus."""
-        return HttpResponse(content=self.metrics.text(), content_type=self.metrics.content_type)
+        return Response(self.metrics.text(), media_type=self.metrics.content_type)
 
-    async def show_page(self, http_request: HttpRequest) -> HttpResponse:
+    async def show_page(self, http_request: HttpRequest) -> Response:
         """Return the chat page."""
-        html = "text/html; charset=utf-8"
-        return HttpResponse(content=self._page.content, content_type=html, headers=self._page.headers)
+        return Response(self._page.content, headers=self._page.headers, media_type="text/html")
 
-    async def models(self, http_request: HttpRequest) -> HttpResponse:
+    async def show_description(self, http_request: HttpRequest) -> Response:
+        """Describe the API in OpenAPI 3.1."""
+        return json_response(describe_api(Api, importlib.metadata.version("eqx_decoders"), bool(self.config.api_keys)))
+
+    async def models(self, http_request: HttpRequest) -> Response:
         """List the model."""
-        return HttpResponse.json({"object": "list", "data": [self._model]})
+        return json_response(ModelList(data=[self._model]))
 
-    async def model(self, http_request: HttpRequest, name: str) -> HttpResponse:
+    async def model(self, http_request: HttpRequest, name: str) -> Response:
         """Describe the model."""
         self._check_model(name)
-        return HttpResponse.json(self._model)
+        return json_response(self._model)
 
     @property
-    def _model(self) -> dict[str, Any]:
-        model = {"id": self.config.name, "object": "model", "created": self._created, "owned_by": "eqx_decoders"}
-        return {**model, "root": self.config.name, "parent": None, "max_model_len": self.config.max_length}
+    def _model(self) -> Model:
+        name, max_length = self.config.name, self.config.max_length
+        return Model(id=name, root=name, created=self._created, max_model_len=max_length)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.config.name:
@@ -138,62 +153,52 @@ class Api:
 
     # --- the tokenizer ------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, http_request: HttpRequest) -> HttpResponse:
+    async def tokenize(self, http_request: HttpRequest) -> Response:
         """Return the token ids of a text, or of a conversation as it is rendered for an answer."""
 
-        def read(body: dict[str, Any]) -> tuple[str, bool, Sequence[dict[str, Any]], dict[str, Any]]:
-            fields = JsonFields(body)
-            fields.check_known(request_fields.TOKENIZE, request_fields.NEUTRAL, request_fields.ADVICE)
-            if fields.has("messages"):
-                answer, variables = fields.flag("add_generation_prompt", True), read_variables(fields)
-                return "", answer, read_messages(fields, self.config), variables
-            text = fields.text("prompt")
-            if text is None:
-                raise ApiError(400, "prompt is missing: give a text.", param="prompt")
-            return text, fields.flag("add_special_tokens", True), (), {}
-
-        text, flag, messages, variables = await self._read(http_request, read)
-        work = self._preparer.chat(messages, variables, answer=flag, client=http_request.client) if messages else None
-        if work is None:
-            work = self._preparer.text(text, special=flag, client=http_request.client)
+        request = await self._read(http_request, read_tokenize)
+        if request.messages is not None:
+            answer = request.add_generation_prompt
+            work = self._preparer.chat(*conversation(request), answer=answer, client=http_request.client)
+        else:
+            text, special = request.prompt or "", request.add_special_tokens
+            work = self._preparer.text(text, special=special, client=http_request.client)
         prompt = await self._with_client_errors(work)
-        body = {"tokens": prompt.ids, "count": len(prompt.ids), "max_model_len": self.config.max_length}
-        return await run_in_worker_if_large(len(prompt.ids), lambda: HttpResponse.json(body))
+        count = len(prompt.ids)
+        body = TokenizedText(tokens=prompt.ids, count=count, max_model_len=self.config.max_length)
+        return await run_in_worker_if_large(count, lambda: json_response(body))
 
-    async def detokenize(self, http_request: HttpRequest) -> HttpResponse:
+    async def detokenize(self, http_request: HttpRequest) -> Response:
         """Return the text of some token ids."""
-        vocab_size = self.config.vocab_size
-
-        def read(body: dict[str, Any]) -> tuple[int, ...]:
-            fields = JsonFields(body)
-            fields.check_known(request_fields.DETOKENIZE, request_fields.NEUTRAL, request_fields.ADVICE)
-            rule = f"token ids from 0 to {vocab_size - 1}"
-            return fields.many("tokens", lambda value: token_of(value, vocab_size), rule, maximum=self._entries)
-
-        tokens = await self._read(http_request, read)
+        tokens = (await self._read(http_request, read_detokenize)).tokens
         work = self._preparer.run(decode, self.frontend.tokenizer, tokens, special=True, client=http_request.client)
         text = await self._with_client_errors(work)
-        return await run_in_worker_if_large(len(text) // 8, lambda: HttpResponse.json({"prompt": text}))
+        return await run_in_worker_if_large(len(text) // 8, lambda: json_response(DetokenizedText(prompt=text)))
 
-    async def tokenizer_info(self, http_request: HttpRequest) -> HttpResponse:
+    async def tokenizer_info(self, http_request: HttpRequest) -> Response:
         """Describe the tokenizer, for clients that write prompts themselves."""
         tokenizer, chat = self.frontend.tokenizer, self.frontend.chat
 
         def name(token: int | None) -> str | None:
             return None if token is None or not isinstance(tokenizer, JsonTokenizer) else tokenizer.name_of(token)
 
-        info: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size}
-        info |= {"bos_token": name(tokenizer.bos_id), "eos_token": name(tokenizer.eos_id), "pad_token": None}
-        info |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        info |= {"model_max_length": self.config.max_length, "chat_template": None if chat is None else chat.source}
-        return HttpResponse.json(info)
+        info = TokenizerInfo(
+            tokenizer_class=type(tokenizer).__name__,
+            vocab_size=tokenizer.vocab_size,
+            bos_token=name(tokenizer.bos_id),
+            eos_token=name(tokenizer.eos_id),
+            bos_token_id=tokenizer.bos_id,
+            eos_token_id=tokenizer.eos_id,
+            model_max_length=self.config.max_length,
+            chat_template=None if chat is None else chat.source,
+        )
+        return json_response(info)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def completions(self, http_request: HttpRequest) -> HttpResponse | EventStream:
+    async def completions(self, http_request: HttpRequest) -> Response:
         """Continue texts or token ids."""
-        seed = self._seeds.getrandbits(63)
-        request = await self._read(http_request, lambda body: read_completion(body, self.config, seed))
+        request = await self._read(http_request, read_completion)
         prompts: list[PreparedPrompt] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -208,12 +213,11 @@ class Api:
         builder = ResponseBuilder(http_request.request_id, self.config.name, request, self._texts)
         return await self._respond(http_request, request, builder, prompts, limits, choices, echo=request.echo)
 
-    async def chat(self, http_request: HttpRequest) -> HttpResponse | EventStream:
+    async def chat(self, http_request: HttpRequest) -> Response:
         """Answer a conversation."""
-        seed = self._seeds.getrandbits(63)
-        request: ChatCompletionRequest = await self._read(http_request, lambda body: read_chat(body, self.config, seed))
+        request = await self._read(http_request, read_chat)
         answer = request.add_generation_prompt
-        work = self._preparer.chat(request.messages, request.variables, answer=answer, client=http_request.client)
+        work = self._preparer.chat(*conversation(request), answer=answer, client=http_request.client)
         prompt = await self._with_client_errors(work)
         limits = self._answer_limits(request, [prompt])
         choices = [Choice(request, self.frontend.tokenizer) for _ in range(request.n)]
@@ -232,7 +236,7 @@ class Api:
             raise ApiError(400, f"{message}: at most {MAX_ECHO:,} are given.", param="echo", code="too_many")
 
         def detokenizers() -> list[Detokenizer]:
-            return [Detokenizer(tokenizer, each.ids, special=request.keep_special_tokens) for each in prompts]
+            return [Detokenizer(tokenizer, each.ids, special=not request.skip_special_tokens) for each in prompts]
 
         texts = await run_in_worker_if_large(2 * CONTEXT * SLOW * len(prompts), detokenizers)
         wanted = request.max_tokens != 0
@@ -254,18 +258,18 @@ class Api:
         echo: bool = False,
     ) -> list[int]:
         """Return the maximum length of the answers to each prompt; ApiError where no tokens or scores are left."""
-        limits = [self._answer_limit(prompt, request.max_tokens, default) for prompt in prompts]
-        if request.logprobs is None:
+        limits = [self._answer_limit(prompt, request.max_answer, default) for prompt in prompts]
+        if request.alternatives is None:
             return limits
-        scores_per_token, max_scores = request.n * (1 + request.logprobs), self.config.max_scores
+        scores_per_token, max_scores = request.n * (1 + request.alternatives), self.config.max_scores
         num_scored = sum(len(prompt.ids) for prompt in prompts) if echo else 0
         remaining = max_scores // scores_per_token - num_scored  # tokens of the answers to all prompts
-        num_wanted = len(prompts) if request.max_tokens is None else sum(limits)
+        num_wanted = len(prompts) if request.max_answer is None else sum(limits)
         if num_wanted > remaining:
-            message = f"{num_scored + num_wanted:,} tokens with {1 + request.logprobs} log-probabilities each"
+            message = f"{num_scored + num_wanted:,} tokens with {1 + request.alternatives} log-probabilities each"
             message = f"{message}, {request.n} times, are more than {max_scores:,}: ask for fewer."
             raise ApiError(400, message, param="logprobs", code="too_many")
-        return [min(limit, remaining // len(prompts)) if request.max_tokens is None else limit for limit in limits]
+        return [min(limit, remaining // len(prompts)) if request.max_answer is None else limit for limit in limits]
 
     def _answer_limit(self, prompt: PreparedPrompt, max_tokens: int | None, default: int) -> int:
         """Return the maximum length of an answer; ApiError for a prompt that leaves no room for it."""
@@ -295,8 +299,9 @@ class Api:
         choices: list[Choice],
         *,
         echo: bool = False,
-    ) -> HttpResponse | EventStream:
+    ) -> Response:
         self._check_running()
+        sampling = request.sampling(self.config, self._seeds.getrandbits(63))
         constraints = await self._constraints(request, len(choices), http_request.client)
         client = http_request.client if http_request.with_key else request.user or http_request.client
         # prefixes are not shared between keys: the time of an answer would tell what others have sent
@@ -304,18 +309,17 @@ class Api:
 
         def engine_request(index: int) -> Request:
             prompt, choice = divmod(index, request.n)
-            seed = choice_seed(request.sampling.seed, choice)
             return Request(
                 prompt=prompts[prompt].ids,
                 media=prompts[prompt].media,
                 max_new_tokens=limits[prompt],
                 min_new_tokens=min(request.min_tokens, limits[prompt]),
-                sampling=dataclasses.replace(request.sampling, seed=seed),
+                sampling=dataclasses.replace(sampling, seed=choice_seed(sampling.seed, choice)),
                 stop_ids=(*(() if request.ignore_eos else self.frontend.stop_ids), *request.stop_token_ids),
-                logprobs=request.logprobs,
-                prompt_logprobs=request.logprobs if echo else None,
+                logprobs=request.alternatives,
+                prompt_logprobs=request.alternatives if echo else None,
                 constraint=constraints[index],
-                priority=request.priority,
+                priority=-request.priority,  # the engine's highest comes first, in vLLM's API the lowest
                 client=client,
                 cache_salt=salt,
             )
@@ -334,18 +338,19 @@ class Api:
             constraints=constraints,
             stop_ids=self.frontend.stop_ids,
         )
-        return EventStream(content=pending.events(), close=pending.close) if request.stream else await pending.whole()
+        return EventStream(pending.events(), pending.close) if request.stream else await pending.whole()
 
     async def _constraints(
         self, request: GenerationRequest, count: int, client: str
     ) -> Sequence[TokenConstraint | None]:
-        if request.grammar is None:
+        field, grammar = request.grammar
+        if grammar is None:
             return [None] * count
         try:
             with client_errors():
-                return await self._grammars.prepare(request.grammar, count, client)
+                return await self._grammars.prepare(grammar, count, client)
         except ApiError as error:
-            error.param = request.grammar_field
+            error.param = field
             raise
 
     async def _submit(self, requests: Sequence[Request]) -> RequestOutputs:
@@ -362,19 +367,13 @@ class Api:
         if self.stopping:
             raise ApiError(503, "The server is stopping: no new requests are taken.", retry_after=RETRY_AFTER)
 
-    def _body(self, http_request: HttpRequest) -> dict[str, Any]:
+    async def _read(self, http_request: HttpRequest, read: Callable[[bytes, ApiConfig], Body]) -> Body:
+        """Read a body; a large one in a worker thread."""
         self._check_running()
-        body = parse(http_request.body, self._entries)
-        self._check_model(JsonFields(body).text("model"))
-        return body
-
-    async def _read(self, http_request: HttpRequest, read: Callable[[dict[str, Any]], Result]) -> Result:
-        """Parse a body and `read` it; a large one is read in a worker thread."""
-
-        def parse_and_read() -> Result:
-            return read(self._body(http_request))
-
-        return parse_and_read() if len(http_request.body) <= SMALL else await run_in_worker(parse_and_read)
+        call = functools.partial(read, http_request.body, self.config)
+        request = call() if len(http_request.body) <= SMALL else await run_in_worker(call)
+        self._check_model(request.model)
+        return request
 
     async def _with_client_errors(self, work: Awaitable[Result]) -> Result:
         """Await `work`; this library's errors about what clients have sent become responses."""

@@ -6,12 +6,31 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
-from eqx_decoders.serving.frontend.json_fields import ApiError
 from eqx_decoders.serving.http.protocol import GenerationRequest
+from eqx_decoders.serving.http.response_types import (
+    AnswerMessage,
+    AnyChoice,
+    AnyResponse,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    Logprobs,
+    MessageDelta,
+    ScoredToken,
+    TokenLogprob,
+    Usage,
+)
 
 
 LEAST_LOGPROB = -9999.0  # of impossible tokens: JSON has no infinity
@@ -91,8 +110,8 @@ class Choice:
         wanted: bool = True,
     ):
         self._request, self._tokenizer, self._echo, self._wanted = request, tokenizer, echo, wanted
-        self._text = Detokenizer(tokenizer, special=request.keep_special_tokens) if text is None else text.copy()
-        self._stops = StopStrings(request.stop, include=request.include_stop)
+        self._text = Detokenizer(tokenizer, special=not request.skip_special_tokens) if text is None else text.copy()
+        self._stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
         self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
         self.count = 0  # tokens of the answer
         self.cached = 0
@@ -106,7 +125,7 @@ class Choice:
             raise ApiError(503, "The server is stopping: this answer was cut off.")
         self.cached = max(self.cached, output.cached_tokens)
         delta = Delta()
-        if self._echo is not None and (self._request.logprobs is None or output.prompt_scores or output.tokens):
+        if self._echo is not None and (self._request.alternatives is None or output.prompt_scores or output.tokens):
             self._add_echo(delta, self._echo, output.prompt_scores)
             self._echo = None
         for index, (token, score) in enumerate(itertools.zip_longest(output.tokens, output.scores)):
@@ -120,7 +139,7 @@ class Choice:
 
     def _add_echo(self, delta: Delta, echo: Echo, scores: Sequence[TokenScore]) -> None:
         delta.text = echo.text
-        if self._request.logprobs is None:
+        if self._request.alternatives is None:
             return
         text, offset = Detokenizer(self._tokenizer), 0
         for token, score in zip(echo.ids, [None, *scores], strict=True):
@@ -134,11 +153,11 @@ class Choice:
             self._finish(delta, "length")
             return
         delta.tokens.append(token)
-        if self._request.logprobs is not None:
+        if self._request.alternatives is not None:
             self._add_score(delta, token, score, self._length)
         if finish != "stop":
             self._add_text(delta, self._text.push(token))
-        elif self._request.include_stop:
+        elif self._request.include_stop_str_in_output:
             self._add_text(delta, self._text.push(token), search=False)
         if self._stops.found is not None:
             self._finish(delta, "stop", self._stops.found)
@@ -166,85 +185,59 @@ class Choice:
         delta.finish, delta.reason, self.finished = finish, reason, True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Token counts of prompts and answers."""
-
-    prompt: int
-    answers: int
-    cached: int
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """Usage object of OpenAI's API."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.answers,
-            "total_tokens": self.prompt + self.answers,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
 class ResponseBuilder:
-    """Builder of the JSON objects of one response of /v1/completions."""
+    """Builder of the bodies of one response of /v1/completions."""
 
     prefix = "cmpl"
-    whole_object = chunk_object = "text_completion"
+    whole_type: Any = Completion
+    chunk_type: Any = Completion
 
     def __init__(self, request_id: str, model: str, request: GenerationRequest, texts: TokenTexts):
-        self.id, self._model, self._request, self._texts = f"{self.prefix}-{request_id}", model, request, texts
-        self._created = int(time.time())
+        self._request, self._texts = request, texts
+        self._frame: dict[str, Any] = dict(id=f"{self.prefix}-{request_id}", created=int(time.time()), model=model)
+        self._chunk_frame: dict[str, Any] = self._frame | dict(usage=None if request.include_usage else msgspec.UNSET)
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage, prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], usage: Usage, prompts: Mapping[int, tuple[int, ...]]) -> AnyResponse:
         """Build a complete response. `prompts` has the token ids of each choice's prompt, where they are returned."""
-        choices = [
-            self._choice(index, delta) | self._ids(delta, prompts.get(index)) for index, delta in enumerate(deltas)
-        ]
-        return self._frame(self.whole_object, choices) | {"usage": usage.body}
+        ends = [self._end(index, delta, prompts.get(index)) for index, delta in enumerate(deltas)]
+        choices = [self._choice(delta, end) for delta, end in zip(deltas, ends, strict=True)]
+        return self.whole_type(**self._frame, choices=choices, usage=usage)
 
-    def chunk(self, index: int, delta: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
+    def chunk(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> AnyResponse:
         """Build a chunk of a streamed response."""
-        choice = self._delta(index, delta) | self._ids(delta, prompt)
-        return self._frame(self.chunk_object, [choice]) | ({"usage": None} if self._request.include_usage else {})
+        choice = self._delta(delta, self._end(index, delta, prompt))
+        return self.chunk_type(**self._chunk_frame, choices=[choice])
 
-    def last(self, usage: Usage) -> dict[str, Any]:
+    def last(self, usage: Usage) -> AnyResponse:
         """Build the last chunk, with the usage."""
-        return self._frame(self.chunk_object, []) | {"usage": usage.body}
+        return self.chunk_type(**self._frame, choices=[], usage=usage)
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first(self, index: int) -> AnyResponse | None:
         """Build the first chunk of a choice, if there is one."""
         return None
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+    def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
+        return CompletionChoice(**end, text=delta.text, logprobs=self._logprobs(delta))
 
-    def _ids(self, delta: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
-        if not self._request.return_token_ids:
-            return {}
-        ids: dict[str, Any] = {"token_ids": delta.tokens}
-        return ids if prompt is None else {**ids, "prompt_token_ids": list(prompt)}
+    def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
+        return self._choice(delta, end)
 
-    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": delta.text,
-            "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish,
-            "stop_reason": delta.reason,
-        }
+    def _end(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> dict[str, Any]:
+        """Return the fields that choices of all kinds have."""
+        fields = dict(index=index, finish_reason=delta.finish, stop_reason=delta.reason)
+        if self._request.return_token_ids:
+            fields |= dict(token_ids=delta.tokens, prompt_token_ids=msgspec.UNSET if prompt is None else prompt)
+        return fields
 
-    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self._choice(index, delta)
-
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if self._request.logprobs is None:
+    def _logprobs(self, delta: Delta) -> Logprobs | None:
+        if self._request.alternatives is None:
             return None
-        return {
-            "tokens": [self._texts.key(token) for token in delta.scored],
-            "token_logprobs": [None if score is None else finite(score.logprob) for score in delta.scores],
-            "top_logprobs": [None if score is None else self._top(score) for score in delta.scores],
-            "text_offset": delta.offsets,
-        }
+        return Logprobs(
+            tokens=[self._texts.key(token) for token in delta.scored],
+            token_logprobs=[None if score is None else finite(score.logprob) for score in delta.scores],
+            top_logprobs=[None if score is None else self._top(score) for score in delta.scores],
+            text_offset=delta.offsets,
+        )
 
     def _top(self, score: TokenScore) -> dict[str, float]:
         """Return the most likely tokens and the sampled one; of two with the same text the likelier counts."""
@@ -256,38 +249,33 @@ class ResponseBuilder:
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """Builder of the JSON objects of one response of /v1/chat/completions."""
+    """Builder of the bodies of one response of /v1/chat/completions."""
 
     prefix = "chatcmpl"
-    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+    whole_type, chunk_type = ChatCompletion, ChatCompletionChunk
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        frame = self._frame(self.chunk_object, [choice | {"finish_reason": None}])
-        return frame | ({"usage": None} if self._request.include_usage else {})
+    def first(self, index: int) -> AnyResponse | None:
+        choice = ChatChunkChoice(index=index, delta=MessageDelta(role="assistant", content=""))
+        return ChatCompletionChunk(**self._chunk_frame, choices=[choice])
 
-    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return self._with_end({"index": index, "message": message}, delta)
+    def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
+        return ChatChoice(**end, message=AnswerMessage(content=delta.text), logprobs=self._chat_logprobs(delta))
 
-    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self._with_end({"index": index, "delta": {"content": delta.text} if delta.text else {}}, delta)
+    def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
+        message = MessageDelta(content=delta.text or msgspec.UNSET)
+        return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
 
-    def _with_end(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        end = {"finish_reason": delta.finish, "stop_reason": delta.reason}
-        return choice | {"logprobs": self._logprobs(delta)} | end
-
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if self._request.logprobs is None:
+    def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if self._request.alternatives is None:
             return None
-        return {"content": [self._scored(score) for score in delta.scores if score is not None], "refusal": None}
+        return ChatLogprobs(content=[self._scored(score) for score in delta.scores if score is not None])
 
-    def _scored(self, score: TokenScore) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in score.top[: self._request.logprobs]]
-        return {**self._named(score.token, score.logprob), "top_logprobs": top}
+    def _scored(self, score: TokenScore) -> ScoredToken:
+        top = [TokenLogprob(**self._named(*pair)) for pair in score.top[: self._request.alternatives]]
+        return ScoredToken(**self._named(score.token, score.logprob), top_logprobs=top)
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._texts.text(token), "logprob": finite(logprob), "bytes": list(self._texts.content(token))}
+        return dict(token=self._texts.text(token), logprob=finite(logprob), bytes=list(self._texts.content(token)))
 
 
 def finite(logprob: float) -> float:

@@ -5,6 +5,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import socket
@@ -14,10 +15,8 @@ from typing import Any
 
 from eqx_decoders.errors import ConfigError, check_number, need_extra
 from eqx_decoders.serving.frontend.prompts import TextFrontend
-from eqx_decoders.serving.http.api import Api
-from eqx_decoders.serving.http.app import create_app
+from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.engine_thread import EngineLike, EngineThread
-from eqx_decoders.serving.http.protocol import ApiConfig
 
 
 POLL = 0.05  # seconds between checks if it should stop
@@ -109,6 +108,9 @@ async def serve(
     Returns whether the engine's thread has ended, too: a step that hangs cannot be interrupted.
     """
     uvicorn = _uvicorn()
+    from eqx_decoders.serving.http.api import Api
+    from eqx_decoders.serving.http.app import create_app
+
     engine_thread = EngineThread(engine)
     api = Api(frontend, engine_thread, config)
     options: dict[str, Any] = dict(
@@ -209,10 +211,12 @@ def _receiving(connections: Iterable[Any]) -> Any:
 
 
 def _uvicorn() -> Any:
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise need_extra("uvicorn", "serve") from error
+    """Return uvicorn; MissingPackage where it, or another package of the server, is not installed."""
+    for package in ("uvicorn", "starlette", "msgspec"):
+        if importlib.util.find_spec(package) is None:
+            raise need_extra(package, "serve")
+    import uvicorn
+
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # each bad request is a warning to it
     return uvicorn
 

@@ -1,44 +1,81 @@
 """Responses in progress: whole or as server-sent events, from the engine's outputs for one request."""
 
+import asyncio
 import dataclasses
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from eqx_decoders.serving.frontend.incremental_json import write
-from eqx_decoders.serving.frontend.json_fields import ApiError
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.structured_output import TokenConstraint
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
 from eqx_decoders.serving.http.engine_thread import RequestOutputs
+from eqx_decoders.serving.http.json_body import write
 from eqx_decoders.serving.http.metrics import RequestTimer
 from eqx_decoders.serving.http.protocol import GenerationRequest
-from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, ResponseBuilder, Usage
+from eqx_decoders.serving.http.response_types import CachedTokens, ErrorBody, ResponseFields, Usage
+from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, ResponseBuilder
 
+
+PING = 15.0  # seconds without an event after which a comment is sent: proxies close silent connections
+PART = 1 << 17  # bytes of a response that are sent at once
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HttpResponse:
-    """Complete HTTP response."""
+class WholeResponse(StreamingResponse):
+    """Complete response. It is sent in parts: all of it would wait in memory, and count as sent, for a slow client."""
 
-    content: bytes
-    status: int = 200
-    content_type: str = "application/json"
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    def __init__(self, content: bytes, status: int, headers: Mapping[str, str], media_type: str):
+        async def parts() -> AsyncIterator[bytes]:
+            for begin in range(0, len(content), PART):
+                yield content[begin : begin + PART]
 
-    @classmethod
-    def json(cls, value: Any, status: int = 200, **headers: str) -> "HttpResponse":
-        return cls(content=write(value), status=status, headers=headers)
+        super().__init__(parts(), status, {**headers, "content-length": str(len(content))}, media_type)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EventStream:
-    """Response that is sent piece by piece. The sender calls `close` afterwards in any case."""
+def json_response(value: ResponseFields | dict[str, Any], status: int = 200, **headers: str) -> Response:
+    """Create the response with a value in JSON."""
+    content = write(value)
+    if len(content) <= PART:
+        return Response(content, status, headers, "application/json")
+    return WholeResponse(content, status, headers, "application/json")
 
-    content: AsyncIterator[bytes]
-    close: Callable[[], None]
+
+class EventStream(StreamingResponse):
+    """Response of server-sent events; `close` is called at its end in any case."""
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]):
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_with_pings(events), headers=headers, media_type="text/event-stream")
+        self.close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.close()
+
+
+async def _with_pings(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield events, and a comment where there are none for a while."""
+    next_event = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({next_event}, timeout=PING)
+            content = next_event.result() if done else b": ping\n\n"
+            if content is None:
+                return
+            yield content
+            if done:
+                next_event = asyncio.ensure_future(anext(events, None))
+    finally:
+        next_event.cancel()
+        await asyncio.gather(next_event, return_exceptions=True)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,13 +95,17 @@ class PendingResponse:
     def usage(self) -> Usage:
         """Token usage; each prompt counts once, also with several answers to it."""
         first_choices = range(0, len(self.choices), self.request.n)
+        prompt = sum(len(self.prompts[index]) for index in first_choices)
+        answers = sum(choice.count for choice in self.choices)
+        cached = CachedTokens(cached_tokens=sum(self.choices[index].cached for index in first_choices))
         return Usage(
-            prompt=sum(len(self.prompts[index]) for index in first_choices),
-            answers=sum(choice.count for choice in self.choices),
-            cached=sum(self.choices[index].cached for index in first_choices),
+            prompt_tokens=prompt,
+            completion_tokens=answers,
+            total_tokens=prompt + answers,
+            prompt_tokens_details=cached,
         )
 
-    async def whole(self) -> HttpResponse:
+    async def whole(self) -> Response:
         """Return the complete response."""
         collected = [CollectedDeltas() for _ in self.choices]
         try:
@@ -76,11 +117,11 @@ class PendingResponse:
         prompts = dict(enumerate(self.prompts)) if self.request.return_token_ids else {}
         size = sum(self._json_size(delta) for delta in deltas) + sum(map(len, prompts.values()))
         build = functools.partial(self.builder.whole, deltas, self.usage, prompts)
-        return await run_in_worker_if_large(size, lambda: HttpResponse.json(build()))
+        return await run_in_worker_if_large(size, lambda: json_response(build()))
 
     def _json_size(self, delta: Delta) -> int:
         """Estimate the numbers and characters in the JSON of a delta."""
-        return len(delta.tokens) + len(delta.text) // 8 + len(delta.scores) * (1 + (self.request.logprobs or 0))
+        return len(delta.tokens) + len(delta.text) // 8 + len(delta.scores) * (1 + (self.request.alternatives or 0))
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
@@ -100,10 +141,10 @@ class PendingResponse:
             if request.include_usage:
                 yield event(builder.last(self.usage))
         except ApiError as error:
-            yield event(error.body)
+            yield event(ErrorBody.of(error))
         except Exception:
             _log.exception("a stream has failed")
-            yield event(ApiError(500, "The server could not answer this request.").body)
+            yield event(ErrorBody.of(ApiError(500, "The server could not answer this request.")))
         yield b"data: [DONE]\n\n"
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -139,7 +180,7 @@ def _check_grammar(constraint: TokenConstraint | None, delta: Delta, stop_ids: S
         raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
 
 
-def _chunk(builder: ResponseBuilder, index: int, delta: Delta, prompt: Sequence[int] | None) -> bytes:
+def _chunk(builder: ResponseBuilder, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> bytes:
     return event(builder.chunk(index, delta, prompt))
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
-from eqx_decoders.serving.frontend.json_fields import ApiError
 
 
 async def settle() -> None:

@@ -16,7 +16,7 @@ import pytest
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
-from eqx_decoders.serving.frontend.json_fields import ApiError
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from tests.encoders.directories import AUDIO_RULES
 from tests.io.processors.media_files import KINDS, audio, image, video

@@ -13,8 +13,8 @@ from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend import chat_rendering
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
-from eqx_decoders.serving.frontend.json_fields import ApiError
 from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, longest_token
 from tests.encoders.directories import vision_directory
 from tests.serving.fake_engine import FakeEngine

@@ -12,7 +12,7 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.serving.frontend import structured_output
-from eqx_decoders.serving.frontend.json_fields import ApiError
+from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, MAX_CACHED, Grammar, GrammarCompiler
 from tests.serving.servers import CHAT
 

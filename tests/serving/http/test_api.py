@@ -13,7 +13,8 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
-from eqx_decoders.serving.http.protocol import ApiConfig, choice_seed
+from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.protocol import choice_seed
 from eqx_decoders.serving.http.server import ServerConfig
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import Running, chat_frontend, serving
@@ -510,7 +511,7 @@ def test_tokenizers_can_be_asked(chats):
 def test_the_page_asks_nobody_else(server):
     status, headers, content = server.call("/")
     assert status == 200 and headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in headers["Content-Security-Policy"] and b'"model": "fake"' in content
+    assert "default-src 'none'" in headers["content-security-policy"] and b'"model": "fake"' in content
     assert b"http://" not in content and b"https://" not in content and b"/*settings*/" not in content
 
 

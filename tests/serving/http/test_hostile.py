@@ -329,7 +329,8 @@ def test_connections_that_are_half_closed_or_cut_leave_nothing_behind(server):
 def test_a_client_that_reads_nothing_holds_nobody_up():
     engine = FakeEngine(per_step=50, max_length=60_000, seconds=0.005)
     frontend = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
-    with serving(engine, frontend, ServerConfig(write=0.5, drain=0.5, end=0.5)) as server, socket.socket() as link:
+    times = ServerConfig(write=0.5, drain=0.5, end=0.5)
+    with serving(engine, frontend, times, max_scores=1 << 21) as server, socket.socket() as link:
         body = json.dumps({"prompt": "a", "max_tokens": 50_000, "stream": True, "logprobs": 20}).encode()
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         link.connect(("127.0.0.1", server.port))

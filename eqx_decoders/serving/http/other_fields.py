@@ -1,35 +1,10 @@
-"""Fields that request bodies may have. Others are refused: a client that sends them expects another answer."""
+"""Fields of other servers, which no declared type has: values that change nothing here, and what to do instead."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_FORMS = _words("response_format structured_outputs guided_json guided_regex guided_choice guided_grammar")
-_SAMPLING = _words(
-    "temperature top_p top_k min_p repetition_penalty frequency_penalty presence_penalty logit_bias seed"
-)
-_ANSWERS = _FORMS | _SAMPLING | _words(
-    "model n max_tokens min_tokens logprobs stop stop_token_ids include_stop_str_in_output ignore_eos stream "
-    "stream_options skip_special_tokens return_token_ids priority user cache_salt"
-)  # fmt: skip
-# About the caller and the accounts of a service: they change no answer.
-_HINTS = _words("metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention")
-_TEMPLATE = _words("messages add_generation_prompt chat_template_kwargs tools tool_choice reasoning_effort")
-
-COMPLETION = _ANSWERS | _HINTS | _words("prompt echo add_special_tokens")
-CHAT = _ANSWERS | _HINTS | _TEMPLATE | _words("max_completion_tokens top_logprobs modalities")
-TOKENIZE = _TEMPLATE | _words("model prompt add_special_tokens")
-DETOKENIZE = _words("model tokens count max_model_len")  # so that it takes the response of /tokenize
-STREAM_OPTIONS = _words("include_usage include_obfuscation")
-STRUCTURED_OUTPUTS = _words("json regex choice grammar json_object")
-RESPONSE_FORMAT = _words("type json_schema")
-JSON_SCHEMA = _words("name description schema strict")
-
-# Values of other servers' fields that change nothing here.
+# Values that change nothing here; others are refused: a client that sends them expects another answer.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "best_of": (1,),
     "length_penalty": (1, 1.0),

@@ -1,0 +1,209 @@
+"""Bodies with conversations as declared types: messages, their parts, tools and variables of the chat template."""
+
+from typing import Annotated, Any, Literal
+
+from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
+from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.json_body import Meta, RequestFields, convert
+from eqx_decoders.serving.http.protocol import (
+    Count,
+    Flag,
+    GenerationRequest,
+    RequestBody,
+    Size,
+    Text,
+    check_alternatives,
+)
+
+
+# Variables of a chat template that clients may not set; the last five are names of arguments here.
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self", "prompt", "images", "videos", "audio"}
+
+
+class Url(RequestFields, forbid_unknown_fields=False):
+    """Address of a file, which has its content in base64."""
+
+    url: Text
+
+
+class AudioData(RequestFields, forbid_unknown_fields=False):
+    """Sound in base64."""
+
+    data: Text
+
+
+FileUrl = Annotated[Url, Meta(description="an object with the file")]
+
+
+class TextPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="text"):
+    """Text in a message."""
+
+    text: Text
+
+
+class ImagePart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="image_url"):
+    """Image in a message."""
+
+    image_url: FileUrl
+
+
+class VideoPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="video_url"):
+    """Video in a message."""
+
+    video_url: FileUrl
+
+
+class AudioPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="audio_url"):
+    """Audio in a message."""
+
+    audio_url: FileUrl
+
+
+class InputAudioPart(RequestFields, forbid_unknown_fields=False, tag_field="type", tag="input_audio"):
+    """Audio in a message, as OpenAI's API has it."""
+
+    input_audio: Annotated[AudioData, Meta(description="an object with the file")]
+
+
+PARTS = "an object with a type: text, image_url, video_url, audio_url, input_audio"
+Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Meta(description=PARTS)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ToolCall(RequestFields, forbid_unknown_fields=False):
+    """Call of a tool by an answer."""
+
+    function: dict[str, Any]
+
+
+class Message(RequestFields, forbid_unknown_fields=False):
+    """Message of a conversation. Other fields of it are those of the model's chat template."""
+
+    role: Annotated[Role, Meta(description="one of system, developer, user, assistant, tool")]
+    content: Annotated[str | list[Part], Meta(description="a text or a list of parts")] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(description="objects with a function")] | None = None
+
+
+class NamedFunction(RequestFields, forbid_unknown_fields=False):
+    """Function that an answer may call. Other fields of it are those of the model's chat template."""
+
+    name: Text
+
+
+class Tool(RequestFields, forbid_unknown_fields=False):
+    """Tool that an answer may call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+# Templates get all fields of messages and tools: so these are checked by their types, and used as they are.
+Messages = Annotated[
+    list[Any],
+    Meta(
+        min_length=1,
+        description="a list with at least one message",
+        extra_json_schema={"items": {"$ref": "#/components/schemas/Message"}},
+    ),
+]
+Tools = Annotated[
+    tuple[Any, ...],
+    Meta(
+        max_length=1000,
+        description="a list of at most 1,000 functions with a name",
+        extra_json_schema={"items": {"$ref": "#/components/schemas/Tool"}},
+    ),
+]
+_MESSAGES = list[Annotated[Message, Meta(description="an object with role and content")]]
+_TOOLS = Annotated[tuple[Tool, ...], Meta(description="a list of functions with a name")]
+Object = Annotated[dict[str, Any], Meta(description="an object")]
+ToolChoice = Annotated[Any, Meta(description="'auto' or 'none'", extra_json_schema={"enum": ["auto", "none", None]})]
+Effort = Annotated[str, Meta(max_length=100, description="a text of at most 100 characters")]
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True):
+    """Request to answer a conversation."""
+
+    messages: Messages
+    add_generation_prompt: Flag = True
+    chat_template_kwargs: Object | None = None
+    tools: Tools = ()
+    tool_choice: ToolChoice = None
+    reasoning_effort: Effort | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: Flag = False
+    top_logprobs: Size | None = None
+    modalities: Annotated[tuple[Literal["text"], ...], Meta(max_length=1, description='["text"]')] = ()
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_answer(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check(self, config: ApiConfig) -> None:
+        check_alternatives("top_logprobs", self.top_logprobs, config)
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", self.top_logprobs, "needs logprobs=true")
+        super().check(config)
+        check_conversation(self, config)
+
+
+class TokenizeRequest(RequestBody):
+    """Request for the token ids of a text, or of a conversation as it is rendered for an answer."""
+
+    prompt: Text | None = None
+    add_special_tokens: Flag = True
+    messages: Messages | None = None
+    add_generation_prompt: Flag = True
+    chat_template_kwargs: Object | None = None
+    tools: Tools = ()
+    tool_choice: ToolChoice = None
+    reasoning_effort: Effort | None = None
+
+    def check(self, config: ApiConfig) -> None:
+        if self.messages is not None:
+            check_conversation(self, config)
+        elif self.prompt is None:
+            raise ApiError(400, "prompt is missing: give a text.", param="prompt")
+
+
+def check_conversation(request: ChatCompletionRequest | TokenizeRequest, config: ApiConfig) -> None:
+    """Raise ApiError for invalid messages, tools or variables of the chat template."""
+    messages = request.messages or []
+    if len(messages) > config.max_length:  # each has a token at least: before they are looked at, and rendered
+        error = f"messages has {len(messages):,} entries, and {config.max_length:,} tokens are taken"
+        raise ApiError(400, f"{error}: shorten it.", param="messages", code="context_length_exceeded")
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    if sum(len(content) for content in contents if isinstance(content, list)) > config.max_length:
+        error = "messages have more parts than the model takes tokens: send fewer"
+        raise ApiError(400, f"{error}.", param="messages", code="context_length_exceeded")
+    for index, message in enumerate(convert(messages, _MESSAGES, "messages")):
+        if message.content is None and message.tool_calls is None and message.role != "assistant":
+            raise refuse(f"messages[{index}].content", None, "must be a text or a list of parts")
+    convert(request.tools, _TOOLS, "tools")
+    reserved = sorted(RESERVED & (request.chat_template_kwargs or {}).keys())
+    if reserved:
+        rule = f"must not have {reserved[0]!r}: it's set by the server"
+        raise refuse("chat_template_kwargs", request.chat_template_kwargs, rule)
+    if request.tool_choice not in (None, "none", "auto"):
+        rule = "is not offered: give 'auto' or 'none'"
+        raise refuse("tool_choice", request.tool_choice, rule, "unsupported_parameter")
+
+
+def conversation(request: ChatCompletionRequest | TokenizeRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the messages and the variables of the chat template.
+
+    The message of an assistant that neither says anything nor calls a tool has an empty text.
+    """
+    variables = dict(request.chat_template_kwargs or {})
+    if request.tools and request.tool_choice != "none":
+        variables["tools"] = list(request.tools)
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    messages = request.messages or []
+    silent = [each.get("content") is None and each.get("tool_calls") is None for each in messages]
+    return [{**each, "content": ""} if empty else each for each, empty in zip(messages, silent, strict=True)], variables

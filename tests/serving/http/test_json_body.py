@@ -1,0 +1,165 @@
+"""Bodies as declared types: what is no JSON, what is too long, and errors with the field, its value and the rule."""
+
+import json
+import random
+import time
+
+import pytest
+
+from eqx_decoders.serving.frontend.api_errors import ApiError
+from eqx_decoders.serving.http import json_body
+from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest
+from eqx_decoders.serving.http.json_body import parse, write
+from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest, read_body
+
+
+CONFIG = ApiConfig(name="m", max_length=8192, vocab_size=1000)
+
+
+def drawn(pick: random.Random, depth: int):
+    """A value of JSON, with strings and lists that are longer than what is counted at once."""
+    kind = pick.randrange(8 if depth else 5)
+    if kind < 5:
+        letters = "".join(pick.choice('ab"\\\n€😀\u2028é[{,:') for _ in range(pick.randrange(40)))
+        return [pick.random() * 10.0 ** pick.randrange(-5, 6), pick.randrange(-9, 9), letters, None, "x" * 3000][kind]
+    if kind < 7:
+        return [drawn(pick, depth - 1) for _ in range(pick.randrange(12))]
+    return {str(drawn(pick, 0)): drawn(pick, depth - 1) for _ in range(pick.randrange(12))}
+
+
+def entries_of(value) -> int:
+    """Lists, objects and names in a value."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(entries_of, value.values()))
+    return 1 + sum(map(entries_of, value)) if isinstance(value, list) else 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bodies_are_read_and_their_entries_counted(seed, monkeypatch):
+    """Wherever the text is cut."""
+    monkeypatch.setattr(json_body, "SMALL", 7 + 11 * seed)
+    pick = random.Random(seed)
+    value = {"a": [drawn(pick, 5) for _ in range(12)], "b": list(range(900))}
+    text = json.dumps(value, ensure_ascii=seed % 2 == 0, indent=2 if seed % 3 == 0 else None).encode()
+    count = entries_of(value)
+    assert parse(text, count) == json.loads(write(value)) == value
+    with pytest.raises(ApiError, match=f"more than {count - 1:,} lists"):
+        parse(text, count - 1)
+
+
+PAD = " " * json_body.SMALL
+WRONG = ["", "{", '{"a" 1}', '{"a": 1,}', "{1: 2}", '{"a": [1 2]}', '{"a": 1} 2', '{"a": nul}', '{"a": "b', "[1]"]
+WRONG += ['{"a": NaN}', '{"a": 1e999}', '{"a": -1e999}', '{"a": "\\ud800"}', '{"a": [{"b": "\\udc00"}]}']
+WRONG += ['{"\\ud800": 1}', '{"a": ' + "9" * 5000 + "}", "[" * 10_000, '{"a":' * 10_000]
+
+
+@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
+def test_what_is_no_object_of_json_is_refused_by_both_ways(text):
+    long = '["' + "x" * 70_000 + '"]'
+    bodies = [text, text + PAD]
+    bodies += [] if text == "[1]" else [f'{{"long": {long}, "given": {text}}}', f'{{"given": [{text}, {long}]}}']
+    for body in bodies:
+        with pytest.raises(ApiError, match=r"is no (valid JSON|UTF-8 text)|must be a JSON object"):
+            parse(body.encode())
+
+
+WRONG_STRINGS = [
+    "\\ud83d",
+    "\\ude00",
+    "\\ud83d\\n",
+    "\\ud83d\\u0041",
+    "\\x",
+    "\\u12",
+    "\\u12g4",
+    "\n",
+    "\\",
+    "\\ud83dx",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_STRINGS, ids=range(len(WRONG_STRINGS)))
+def test_a_long_string_with_a_mistake_is_refused(wrong):
+    for before, behind in ((70_000, 0), (0, 70_000), (json_body.SMALL - 3, 70_000)):
+        with pytest.raises(ApiError, match=r"is no (valid JSON|UTF-8 text)"):
+            parse(f'{{"a": "{"x" * before}{wrong}{"x" * behind}"}}'.encode())
+    with pytest.raises(ApiError, match="is no UTF-8 text"):
+        parse(b'{"a": "' + b"x" * 70_000 + b'\xff"}')
+
+
+@pytest.mark.parametrize("text", ['{"prompt": [%s]}', '{"prompt": "a", "metadata": {"b": [[%s]]}}'])
+@pytest.mark.parametrize("entry", ["[]", "{}", '{"a":"b"}', "12345"])
+def test_too_many_entries_are_not_read(text, entry):
+    """They are refused in a fraction of the time that it takes to read them."""
+    body = (text % ",".join([entry] * 3_000_000)).encode()
+    begin = time.process_time()
+    with pytest.raises(ApiError, match="it has more than 82,768 lists, objects and names of fields, or") as found:
+        read_body(CompletionRequest, body, CONFIG)
+    assert time.process_time() - begin < 0.5 and found.value.code == "context_length_exceeded"
+
+
+def processor_seconds(body: bytes) -> float:
+    begin = time.thread_time()
+    parse(body)
+    return time.thread_time() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", ["hello world and more of it, ", "a line\\n", "é漢 ", "\\u00e9"])
+def test_a_large_body_takes_little_of_the_interpreter_s_lock(piece):
+    """Of 32 MB the counting takes some 50 ms, which other threads interrupt, and the one call after it some 40 ms."""
+    text = piece * (32_000_000 // len(piece.encode()))
+    body = f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
+    assert min(processor_seconds(body) for _ in range(5)) < 0.25
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+# Of each error: the type of the body, the body, and what is said.
+ERRORS = [
+    (CompletionRequest, {}, "prompt is missing: it must be a text, a list of token ids, or a list of texts or"),
+    (CompletionRequest, {"prompt": "a", "temprature": 1}, "temprature=1 is not known here: leave it out."),
+    (CompletionRequest, {"prompt": "a", "best_of": 2}, "best_of=2 is not offered: ask for n answers and choose."),
+    (CompletionRequest, {"prompt": "a", "temperature": -1}, "temperature=-1 must be a number from 0 to 1000."),
+    (CompletionRequest, {"prompt": "a", "n": "two"}, 'n="two" must be an integer of at least 1.'),
+    (CompletionRequest, {"prompt": "a", "stream": 1}, "stream=1 must be true or false."),
+    (CompletionRequest, {"prompt": "a", "seed": 2**63}, "seed=9223372036854775808 must be an integer of 64 bits."),
+    (CompletionRequest, {"prompt": ["a", 5]}, "prompt=5 must be a text, a list of token ids, or a list of"),
+    (CompletionRequest, {"prompt": [1000]}, "prompt=1000 must be a token id from 0 to 999."),
+    (CompletionRequest, {"prompt": "a", "stop": [5]}, "stop=[5] must be a text or a list of texts."),
+    (CompletionRequest, {"prompt": "a", "logprobs": 21}, "logprobs=21 must be at most 20."),
+    (CompletionRequest, {"prompt": "a", "stream_options": {"usage": True}, "stream": True},
+     "stream_options.usage=true is not known here: leave it out."),
+    (CompletionRequest, {"prompt": "a", "response_format": {"type": "xml"}},
+     'response_format.type="xml" must be one of text, json_object, json_schema.'),
+    (CompletionRequest, {"prompt": "a", "response_format": {}},
+     "response_format.type is missing: it must be one of text, json_object, json_schema."),
+    (ChatCompletionRequest, CHAT | {"top_logprobs": 2}, "top_logprobs=2 needs logprobs=true."),
+    (ChatCompletionRequest, CHAT | {"tools": [{"type": "function"}]},
+     'tools[0].function is missing'),
+    (ChatCompletionRequest, CHAT | {"tool_choice": "required"}, "is not offered: give 'auto' or 'none'."),
+    (ChatCompletionRequest, {"messages": [{"role": "king", "content": "a"}]},
+     'messages[0].role="king" must be one of system, developer, user, assistant, tool.'),
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": ["a"]}]},
+     'messages[0].content[0]="a" must be an object with a type: text, image_url'),
+    (TokenizeRequest, {}, "prompt is missing: give a text."),
+    (DetokenizeRequest, {"tokens": [5] * 10_001}, "has 10,001 entries: at most 10,000 are taken."),
+    (CompletionRequest, {"prompt": "a", "logit_bias": {"5": 101}}, 'logit_bias={"5": 101} must be an object of token'),
+    (DetokenizeRequest, {"tokens": "a"}, 'tokens="a" must be a list of token ids.'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, body, says", ERRORS, ids=range(len(ERRORS)))
+def test_errors_name_the_field_its_value_and_the_rule(kind, body, says):
+    with pytest.raises(ApiError) as found:
+        read_body(kind, json.dumps(body).encode(), CONFIG)
+    assert says in found.value.message and found.value.param
+
+
+def test_whole_numbers_and_null():
+    body = b'{"prompt": "a", "n": 2.0, "temperature": 1.0, "seed": null, "other": null, "max_tokens": 1e2}'
+    request = read_body(CompletionRequest, body, CONFIG)
+    assert (request.n, request.temperature, request.seed, request.max_tokens) == (2, 1.0, None, 100)
+    assert type(request.n) is type(request.max_tokens) is int
+    body = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1.0, "b": null}}'
+    variables = read_body(ChatCompletionRequest, body, CONFIG).chat_template_kwargs
+    assert variables == {"a": 1.0, "b": None} and isinstance(variables["a"], float)  # as the template would write them

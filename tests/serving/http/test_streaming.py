@@ -1,0 +1,47 @@
+"""Responses: sent in parts, and streams that are silent."""
+
+import asyncio
+import json
+
+from eqx_decoders.serving.http import streaming
+from eqx_decoders.serving.http.streaming import PART, EventStream, json_response
+
+
+def messages_of(response) -> list[dict]:
+    """What an application sends of a response to a client that stays."""
+    messages = []
+
+    async def run() -> None:
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def send(message):
+            messages.append(message)
+
+        await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+
+    asyncio.run(run())
+    return messages
+
+
+def test_large_responses_are_sent_in_parts():
+    """A client that does not read has a request open, and not all of the response in the server's memory."""
+    value = {"a": "x" * 300_000}
+    start, *bodies = messages_of(json_response(value))
+    content = b"".join(each["body"] for each in bodies)
+    assert json.loads(content) == value and dict(start["headers"])[b"content-length"] == str(len(content)).encode()
+    assert max(len(each["body"]) for each in bodies) <= PART and not bodies[-1]["more_body"]
+
+
+def test_silent_streams_send_pings_and_are_closed(monkeypatch):
+    monkeypatch.setattr(streaming, "PING", 0.02)
+    closed = []
+
+    async def events():
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.1)
+        yield b"data: 2\n\n"
+
+    bodies = [each["body"] for each in messages_of(EventStream(events(), lambda: closed.append(1)))[1:]]
+    assert bodies[0] == b"data: 1\n\n" and b": ping\n\n" in bodies and bodies[-2:] == [b"data: 2\n\n", b""]
+    assert closed == [1]
