@@ -30,7 +30,7 @@ from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore, digest
 from eqx_decoders.data.store.tokenization import Recipe, ShardTask, make_shards, make_task, shard_path
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically, writing_to
-from eqx_decoders.io.file_lock import locked
+from eqx_decoders.io.file_lock import file_lock
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def open_store(
     if manifest is not None and media is not None and media.reads_files:
         check_draws(folder, manifest, [_info(shards, task) for _, task in tasks])
     corpus = _Corpus(shards, tasks, recipe, request, entries)
-    with locked(folder / "lock"):
+    with file_lock(folder / "lock"):
         current = read_manifest(folder)
         # counted as training data before, if only now all of it is held out
         counted = current is not None and (not all_held_out or current["held_out"]["below"] >= 1)
