@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from eqx_decoders.data.sources.compressed import is_compressed, open_stream, plain_suffix
+from eqx_decoders.data.sources.data_files import File, RemoteFile, is_compressed, local_copy, open_stream, plain_suffix
 from eqx_decoders.data.sources.documents import (
     Document,
     decode,
@@ -24,8 +24,7 @@ from eqx_decoders.data.sources.documents import (
     used_columns,
 )
 from eqx_decoders.data.sources.hub_datasets import HubDataset, open_saved, saved_rows
-from eqx_decoders.data.sources.remote import RemoteFile, local_copy
-from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, File, Location, Source, folder_of
+from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, Location, Source, folder_of
 from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.data.sources.compressed import is_compressed, plain_suffix
+from eqx_decoders.data.sources.data_files import File, RemoteFile, find_remote, is_compressed, is_remote, plain_suffix
 from eqx_decoders.data.sources.hub_datasets import HubDataset, hub_dataset, saved_files, saved_split
-from eqx_decoders.data.sources.remote import RemoteFile, find_remote, is_remote
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.file_lock import file_lock
@@ -29,7 +28,6 @@ from eqx_decoders.io.status import StatusLine
 
 
 Paths = str | Sequence[str] | None
-File = Path | RemoteFile
 Location = File | HubDataset
 Entry = dict[str, Any]  # of a source in manifests: its size, the time of its last change, the hash of its content
 

@@ -10,8 +10,8 @@ import pytest
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, training_texts
 from eqx_decoders.data.media_documents import ProcessorReader
+from eqx_decoders.data.sources.data_files import RemoteFile
 from eqx_decoders.data.sources.documents import parse_reference
-from eqx_decoders.data.sources.remote import RemoteFile
 from eqx_decoders.data.sources.sources import folder_of
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.huggingface.load import abstract_hf, read_config
