@@ -523,10 +523,11 @@ def test_a_file_of_tokens_is_not_known_by_its_content_alone(tmp_path):
 
 
 def test_a_manifest_with_other_names_of_shards_goes_on(corpus):
+    """As where its images have moved."""
     first = build(corpus)
     manifest = corpus.parent / "run" / "manifest.json"
     content = json.loads(manifest.read_bytes())
-    content["shards"][3]["key"] = "of an earlier version"
+    content["shards"][3]["key"] = "of another folder"
     manifest.write_text(json.dumps(content))
     again = build(corpus)
     assert all_tokens(again) == all_tokens(first) and again.order_hash == first.order_hash
