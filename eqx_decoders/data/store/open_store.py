@@ -17,14 +17,14 @@ from eqx_decoders.data.sources.sources import DATA, HELD_OUT, Entry, Paths, Sour
 from eqx_decoders.data.store.corpus import read_documents
 from eqx_decoders.data.store.count_corpus import count_corpus
 from eqx_decoders.data.store.shard_writer import write_shard
-from eqx_decoders.data.store.shards import ShardInfo, read_info
+from eqx_decoders.data.store.shards import ShardInfo, checksum, read_info
 from eqx_decoders.data.store.token_manifest import (
     check_unchanged,
     describe_shards,
     part_of,
     read_manifest,
 )
-from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore, digest
+from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore
 from eqx_decoders.data.store.tokenization import Recipe, ShardTask, make_shards, make_task, shard_path
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically, writing_to
@@ -174,7 +174,7 @@ def _new_manifest(corpus: _Corpus, cache: Path, all_held_out: bool) -> dict[str,
     if recipe.template is not None and any(info.has_chats for info in infos):
         request = {**request, "chat_template": recipe.template.content_hash}
     content = json.dumps([request, {name: entry["hash"] for name, entry in entries.items()}], sort_keys=True)
-    fingerprint = digest(content)
+    fingerprint = checksum(content.encode())
     manifest = {**request, **described, "sources": dict(entries), "fingerprint": fingerprint, "shards": rows}
     file = cache / "counts" / f"{fingerprint}.{recipe.digest}{'.held_out' * all_held_out}.json"
     manifest["counts"] = _counts(TokenStore(manifest, shards), [task for _, task in tasks], recipe, file)

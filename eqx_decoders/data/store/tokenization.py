@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,38 +236,31 @@ def _in_processes(folder: Path, queue: _Queue, setup: dict[str, Any], tasks: int
     """Make the queue's shards by one process for each core that this one may use."""
     cores = max(1, _cores() // processes_here())
     count = min(cores, tasks)
-    errors: list[BaseException] = []
     workers: list[_Worker] = []
-    threads: list[threading.Thread] = []
-
-    def work(worker: _Worker) -> None:
+    threads: list[Future[None]] = []
+    with ThreadPoolExecutor(count) as pool:
         try:
-            queue.work(lambda task, partial: worker.make(task, partial, queue.status.add))
-        except Exception as error:
-            errors.append(error)
+            for _ in range(count):
+                workers.append(_Worker({**setup, "folder": str(folder)}, max(1, cores // count), queue.status.add))
+                threads.append(pool.submit(queue.work, workers[-1].make))
+            ended: set[Future[None]] = set()
+            while len(ended) < count:
+                ended, _ = wait(threads, POLL[0], FIRST_EXCEPTION)  # signals are handled between two of them
+                for thread in ended:
+                    thread.result()
+        finally:
             queue.ended.set()
-
-    try:
-        for _ in range(count):
-            workers.append(_Worker({**setup, "folder": str(folder)}, max(1, cores // count)))
-            threads.append(threading.Thread(target=work, args=(workers[-1],), daemon=True))
-            threads[-1].start()
-        while not errors and any(thread.is_alive() for thread in threads):
-            time.sleep(POLL[0])  # signals are handled between two pauses
-    finally:
-        queue.ended.set()
-        for worker in workers:
-            worker.end()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
+            for worker in workers:
+                worker.end()
 
 
 class _Worker:
-    """Worker process that makes shards (`tokenization_worker`), with so many threads for its tokenizer."""
+    """Worker process that makes shards (`tokenization_worker`), with so many threads for its tokenizer.
 
-    def __init__(self, setup: dict[str, Any], threads: int):
+    `done` is called with the number of characters of each batch that is tokenized.
+    """
+
+    def __init__(self, setup: dict[str, Any], threads: int, done: Callable[[int], None]):
         settings = {"RAYON_NUM_THREADS": str(threads), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
         settings |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
         self._process = subprocess.Popen(
@@ -278,17 +271,17 @@ class _Worker:
             text=True,
             start_new_session=True,  # Ctrl-C on a terminal is for the process that started it
         )
-        self._ended = False
+        self._ended, self._done = False, done
         self._send(setup)
 
-    def make(self, task: ShardTask, partial: Path, done: Callable[[int], None]) -> None:
+    def make(self, task: ShardTask, partial: Path) -> None:
         """Let the process make a shard, and wait for it."""
         self._send({**task_to_json(task), "partial": str(partial)})
         assert self._process.stdout is not None
         for line in self._process.stdout:
             match json.loads(line):
                 case {"characters": int(count)}:
-                    done(count)
+                    self._done(count)
                 case {"made": True}:
                     return
                 case {"error": [str(kind), str(text)]}:

@@ -17,7 +17,7 @@ from eqx_decoders.data.dataset import open_tokens
 from eqx_decoders.data.sources import sources
 from eqx_decoders.data.store import count_corpus as counts_module, open_store as store_module, tokenization
 from eqx_decoders.data.store.corpus import held_out_rule, read_documents
-from eqx_decoders.data.store.gzip_baseline import Gzip
+from eqx_decoders.data.store.count_corpus import Gzip
 from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
