@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eqx_decoders.errors import CheckpointError, check
-from eqx_decoders.io.file_lock import file_lock
+from eqx_decoders.io.file_lock import lock_descriptor
 
 
 # Files that a run writes into its directory before its first step, or restores from where its checkpoints are.
@@ -19,7 +19,6 @@ RUN_FILES = ("settings.json", "model.json", "source", "tokenizer", "data", "chec
 RUN_FILES += ("metrics.jsonl", "trackers.json", "tensorboard", "wandb", "mlflow.db")
 LATER_FILES = ("loss.png", "expert_load.png", "answers.png", "profile")
 OWNER = "owner.json"
-BRIEFLY = 0.2  # seconds: a start that failed may be deleting the file at this moment
 _OWN_SETTINGS = {"run_dir", "model", "steps"}  # of every run's settings.json
 
 
@@ -72,7 +71,7 @@ class RunLock:
 
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir).expanduser().resolve() / ".lock"
-        self._lock: Any = None
+        self._file: int | None = None
         self._before: set[str] | None = None
 
     def __enter__(self) -> "RunLock":
@@ -87,23 +86,31 @@ class RunLock:
         directory = self.path.parent
         existing = {path for path in (directory, self.path) if path.exists()}
         try:
-            self._lock = file_lock(self.path, self._write_owner)
-            self._lock.acquire(timeout=BRIEFLY)
-        except TimeoutError as error:
-            rule = "stop that run or choose another directory"
-            raise CheckpointError(f"run directory {directory} is in use by {self._owner()}: {rule}.") from error
+            directory.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise CheckpointError(f"run directory {directory} cannot be written and locked: {error}.") from error
-        names = {path.name for path in directory.iterdir() if path != self.path or path in existing}
-        self._before = names if names or directory in existing else None
-
-    def _write_owner(self, file: int) -> None:
-        before = os.read(file, 1 << 16)
-        rule = f"{self.path} is no lock of a run: choose another run directory"
-        check(not before or _is_lock(before), f"{rule}.", CheckpointError)
-        os.ftruncate(file, 0)
-        os.lseek(file, 0, os.SEEK_SET)
-        os.write(file, b"\n" + json.dumps(own_process()).encode() + b"\n")
+            raise CheckpointError(f"run directory {directory} cannot be written: {error}.") from error
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, file)
+            try:
+                is_free = lock_descriptor(file)
+            except OSError as error:
+                raise CheckpointError(f"run directory {directory} cannot be locked: {error}.") from error
+            if not is_free:
+                rule = "stop that run or choose another directory"
+                raise CheckpointError(f"run directory {directory} is in use by {self._owner()}: {rule}.")
+            if not self.path.exists() or not os.path.samestat(os.fstat(file), self.path.stat()):
+                return self.acquire()  # a start that failed meanwhile has taken the file away
+            before = os.read(file, 1 << 16)
+            rule = f"{self.path} is no lock of a run: choose another run directory"
+            check(not before or _is_lock(before), f"{rule}.", CheckpointError)
+            names = {path.name for path in directory.iterdir() if path != self.path or path in existing}
+            self._before = names if names or directory in existing else None
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, b"\n" + json.dumps(own_process()).encode() + b"\n")
+            self._file = file
+            stack.pop_all()
 
     def _owner(self) -> str:
         """Read who holds the lock, but for the first byte: on Windows that is the one which is locked."""
@@ -125,8 +132,9 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock. The file stays, since another process may be opening it at this moment."""
-        if self._lock is not None:
-            self._lock.release()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def own_process() -> dict[str, Any]:

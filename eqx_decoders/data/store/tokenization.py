@@ -114,6 +114,7 @@ def make_shards(folder: Path, tasks: Sequence[ShardTask], recipe: Recipe) -> Non
         return
     sizes = [task.size for task in missing.values()]
     small = None not in sizes and sum(size or 0 for size in sizes) <= SMALL
+    folder.mkdir(parents=True, exist_ok=True)
     delete_unfinished(folder)
     with StatusLine("tokenizing", remains=KEPT) as status, contextlib.ExitStack() as stack:
         queue = _Queue(folder, list(missing.values()), status)
