@@ -545,10 +545,10 @@ DATA = {
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
-    "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "CachedBlock", "Echo", "EngineStats",
-    "EventStream", "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
-    "PreparedRun", "AtLeast", "InRange", "Backend", "ProductPlan", "OneOf", "NonEmpty",
-    "HttpResponse", "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "Usage", "RequestQueue",
+    "CachedBlock", "Echo", "EngineStats",
+    "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
+    "PreparedRun", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
+    "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue",
 }  # fmt: skip
 
 

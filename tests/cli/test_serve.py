@@ -194,7 +194,7 @@ def test_what_the_model_was_published_with_is_the_default(asked):
         (("--port", "70000"), 2, "--port=70000 must be below 65536"),
         (("--port", "-1"), 2, "--port=-1 must be"),
         (("--quantize", "int8", "--group-size", "32"), 2, "--group-size=32 is of"),
-        (("--max-length", "1"), 2, "--max-length=1 has no room for an answer"),
+        (("--max-length", "1"), 2, "--max-length=1 must be an integer of at least 2"),
         (("--max-batch-size", "0"), 2, "--max-batch-size=0 must be"),
         (("--drain-seconds", "-1"), 2, "--drain-seconds=-1"),
         (("--draft", "prompt", "--draft-model", "x"), 2, "exclude each other"),
