@@ -292,7 +292,7 @@ def test_every_setting_explains_itself(kind):
         assert len(texts[name]) > 8 and texts[name].endswith("."), name
 
 
-def test_options_of_an_execution_are_settings_of_runs_and_plans():
+def test_options_of_an_execution_are_settings():
     """Each reaches the execution under its own name, without a word about it in any other file."""
     changes: dict = dict(attention="dot", experts="dense", expert_exchange="gather", scan=False, layer_stats=True)
     changes |= dict(lookup="one_hot", head_bytes=5, exchange_bytes=6, context_order="zigzag", context_form="ring")

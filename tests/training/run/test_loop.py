@@ -821,7 +821,7 @@ ELSEWHERE = {
     "Offload.optimizer": "tests/training/step/test_offload.py::test_steps_are_the_same",
     "TrainConfig.xla_flags": "tests/cli/test_plan.py::test_train_sets_them_before_jax_starts",
     **{
-        f"TrainConfig.{name}": "tests/training/test_config.py::test_options_of_an_execution_are_settings_of_runs_and_plans"
+        f"TrainConfig.{name}": "tests/training/test_config.py::test_options_of_an_execution_are_settings"
         for name in ("attention", "experts", "expert_exchange", "lookup", "scan")
     },
     # in a process of its own: the profiler writes down every program that a process holds
