@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eqx_decoders.errors import CheckpointError, check
-from eqx_decoders.io.file_lock import lock_descriptor
+from eqx_decoders.io.file_lock import lock_file
 
 
 # Files that a run writes into its directory before its first step, or restores from where its checkpoints are.
@@ -83,43 +83,37 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock. Raises CheckpointError that names its holder."""
-        directory = self.path.parent
-        existing = {path for path in (directory, self.path) if path.exists()}
+        existing = {path for path in (self.path.parent, self.path) if path.exists()}
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise CheckpointError(f"run directory {directory} cannot be written: {error}.") from error
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, file)
-            try:
-                is_free = lock_descriptor(file)
-            except OSError as error:
-                raise CheckpointError(f"run directory {directory} cannot be locked: {error}.") from error
-            if not is_free:
-                rule = "stop that run or choose another directory"
-                raise CheckpointError(f"run directory {directory} is in use by {self._owner()}: {rule}.")
-            if not self.path.exists() or not os.path.samestat(os.fstat(file), self.path.stat()):
-                return self.acquire()  # a start that failed meanwhile has taken the file away
-            before = os.read(file, 1 << 16)
-            rule = f"{self.path} is no lock of a run: choose another run directory"
-            check(not before or _is_lock(before), f"{rule}.", CheckpointError)
-            names = {path.name for path in directory.iterdir() if path != self.path or path in existing}
-            self._before = names if names or directory in existing else None
-            os.ftruncate(file, 0)
-            os.lseek(file, 0, os.SEEK_SET)
-            os.write(file, b"\n" + json.dumps(own_process()).encode() + b"\n")
-            self._file = file
-            stack.pop_all()
-
-    def _owner(self) -> str:
-        """Read who holds the lock, but for the first byte: on Windows that is the one which is locked."""
+            raise CheckpointError(f"run directory {self.path.parent} cannot be written: {error}.") from error
         try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(1)
-                return owner_text(file.read())
-        except OSError:
-            return owner_text(b"")
+            lock_file(file, wait=False)
+        except BlockingIOError as error:
+            os.close(file)
+            owner = _owner(self.path.read_bytes())
+            raise CheckpointError(
+                f"run directory {self.path.parent} is in use by {owner}: stop that run or choose another directory."
+            ) from error
+        except OSError as error:
+            os.close(file)
+            raise CheckpointError(f"run directory {self.path.parent} cannot be locked: {error}.") from error
+        if not self.path.exists() or not os.path.samestat(os.fstat(file), self.path.stat()):
+            os.close(file)  # of a start that failed meanwhile, and took its directory away
+            return self.acquire()
+        if (before := os.read(file, 1 << 16)) and not _is_lock(before):
+            os.close(file)
+            raise CheckpointError(f"{self.path} is no lock of a run: choose another run directory.")
+        names = {path.name for path in self.path.parent.iterdir() if path != self.path or path in existing}
+        self._before = names if names or self.path.parent in existing else None
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)
+        os.write(file, json.dumps(who).encode() + b"\n")
+        self._file = file
 
     def undo(self) -> None:
         """Delete the files that the run has made since it took the lock, and the directory if it is new."""
@@ -137,15 +131,8 @@ class RunLock:
             self._file = None
 
 
-def own_process() -> dict[str, Any]:
-    """Return what identifies this process as an owner: its number, its host, and the time."""
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
-
-
-def owner_text(content: bytes) -> str:
-    """Name the owner in the content of a `.lock` or an `owner.json`."""
+def _owner(content: bytes) -> str:
     if not _is_lock(content):
-        return "another process"  # one that has not written its name yet
+        return "another process"  # one that has the lock and has not written its name yet
     who = _json(content)
     return f"pid {who['pid']} on {who['host']} since {who['since']}"

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.config import DataConfig
-from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
+from eqx_decoders.training.run.trackers import PACKAGES
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
@@ -140,6 +141,11 @@ class ProcessSettings(CheckedFields):
     """First and last step of a trace, written to `<run-dir>/profile`."""
     peak_tflops: PositiveFloat | None = None
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for tracker in self.trackers or ():
+            check_word("trackers", tracker, PACKAGES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

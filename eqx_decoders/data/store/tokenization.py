@@ -1,6 +1,6 @@
 """Tokenization of a corpus into the shards that its cache lacks, by one process for each core, in all runs at once.
 
-A shard is made by the first process that takes its lock (`data.store.shard_lock`). Small corpora are tokenized in this
+A shard is made by the first process that takes its lease (`data.sources.leases`). Small corpora are tokenized in this
 process. For larger ones worker processes are started that end with this one, however it ends: each reads its tasks
 from its standard input, and exits when that is closed.
 """
@@ -14,16 +14,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.sources.hub_datasets import HubDataset
+from eqx_decoders.data.sources.leases import Leases, copy_path
 from eqx_decoders.data.sources.readers import LONG, PIECE, Part, ReadOptions, kind_of, read_source
 from eqx_decoders.data.sources.sources import Entry, Source, folder_of, hash_json, is_as_described, parse_location
-from eqx_decoders.data.store.shard_lock import ShardLock, copy_path, delete_unfinished
 from eqx_decoders.data.store.shard_writer import separators, write_shard
 from eqx_decoders.data.store.shards import FORMAT, read_info
 from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage, check
@@ -114,15 +114,17 @@ def make_shards(folder: Path, tasks: Sequence[ShardTask], recipe: Recipe) -> Non
         return
     sizes = [task.size for task in missing.values()]
     small = None not in sizes and sum(size or 0 for size in sizes) <= SMALL
-    folder.mkdir(parents=True, exist_ok=True)
-    delete_unfinished(folder)
-    with StatusLine("tokenizing", remains=KEPT) as status, contextlib.ExitStack() as stack:
-        queue = _Queue(folder, list(missing.values()), status)
-        setup = None if small else stack.enter_context(_setup(recipe))
-        if setup is None:
-            queue.work(lambda task, partial: make_shard(folder, task, recipe, partial, status.add))
-        else:
-            _in_processes(folder, queue, setup, len(missing))
+    with StatusLine("tokenizing", remains=KEPT) as status, Leases(folder) as leases:
+        leases.sweep()
+        queue = _Queue(folder, list(missing.values()), leases, status)
+        with contextlib.ExitStack() as stack:
+            setup = None if small else stack.enter_context(_setup(recipe))
+            if setup is None:
+                for task in queue.tasks():
+                    make_shard(folder, task, recipe, leases.partial(task.key), status.add)
+                    queue.done(task)
+            else:
+                _in_processes(folder, queue, setup, len(missing))
 
 
 def make_shard(folder: Path, task: ShardTask, recipe: Recipe, partial: Path, done: Callable[[int], None]) -> None:
@@ -132,62 +134,58 @@ def make_shard(folder: Path, task: ShardTask, recipe: Recipe, partial: Path, don
     """
     target, reading = shard_path(folder, task), recipe.reading._replace(copy=copy_path(partial))
     with writing_to(folder):
-        while True:
-            documents = read_source(task.source, reading, task.part)
-            write_shard(partial, documents, recipe.tokenizer, recipe.template, done, recipe.media)
-            same = is_as_described(task.source.file, task.content_hash, task.seen)
-            rule = f"{task.source.file} was changed while it was read"
-            check(same, f"{rule}: start again when it stays as it is.", DataError)
+        for may_retry in (True, False):
             try:
+                documents = read_source(task.source, reading, task.part)
+                write_shard(partial, documents, recipe.tokenizer, recipe.template, done, recipe.media)
+                same = is_as_described(task.source.file, task.content_hash, task.seen)
+                rule = f"{task.source.file} was changed while it was read"
+                check(same, f"{rule}: start again when it stays as it is.", DataError)
                 return os.replace(partial, target)
-            except FileNotFoundError:  # deleted by another host, each of which does so once: it does not see our lock
+            except FileNotFoundError:  # another machine took the lease, as this one had been asleep for too long
                 if read_info(target) is not None:
                     return
+                if not may_retry:
+                    raise
 
 
 class _Queue:
-    """Queue of the shards to be made, in order: each task goes to one of the threads that call `work`."""
+    """Queue of the shards to be made, in order: each task goes to one of the threads that iterate `tasks`."""
 
-    def __init__(self, folder: Path, tasks: list[ShardTask], status: StatusLine):
-        self._folder, self.status = folder, status
+    def __init__(self, folder: Path, tasks: list[ShardTask], leases: Leases, status: StatusLine):
+        self._folder, self.leases, self.status = folder, leases, status
         self._remaining = collections.deque(tasks)
         self._count, self._done = len(tasks), 0
         self._lock = threading.Lock()
         self.ended = threading.Event()
 
-    def work(self, make: Callable[[ShardTask, Path], None]) -> None:
-        """Call `make` with one task after another and the file for its shard, until no task remains.
-
-        Waits for the shards whose locks other processes hold.
-        """
-        while (taken := self._next()) is not None:
-            task, lock = taken
+    def tasks(self) -> Iterator[ShardTask]:
+        """Yield one task after another until none remains, waiting for those whose lease another process holds."""
+        while (task := self._next()) is not None:
             try:
-                make(task, lock.partial)
+                yield task
             finally:
-                lock.release()
-            self._count_done()
+                self.leases.release(task.key)
 
-    def _count_done(self) -> None:
+    def done(self, task: ShardTask) -> None:
+        """Count a task whose shard exists."""
         self._done += 1
         if self._count > 1:
             self.status.what = f"tokenizing, {self._done} of {self._count} parts done"
 
-    def _next(self) -> tuple[ShardTask, ShardLock] | None:
+    def _next(self) -> ShardTask | None:
         with self._lock:  # the thread that waits for other processes does so for all
             pause, refused = POLL[0], 0
             while self._remaining and not self.ended.is_set():
                 task = self._remaining.popleft()
-                lock = ShardLock(shard_path(self._folder, task))
-                made = self._is_made(task)
-                if not made and lock.take():
-                    made = self._is_made(task)  # by a process that has just released it
-                    if not made:
-                        return task, lock
-                    lock.release()
-                if made:
-                    self._count_done()
+                if self._is_made(task):
+                    self.done(task)
                     refused = 0
+                elif self.leases.take(task.key):
+                    if not self._is_made(task):  # by a process that has just released it
+                        return task
+                    self.leases.release(task.key)
+                    self.done(task)
                 else:
                     self._remaining.append(task)
                     refused += 1
@@ -237,31 +235,40 @@ def _in_processes(folder: Path, queue: _Queue, setup: dict[str, Any], tasks: int
     """Make the queue's shards by one process for each core that this one may use."""
     cores = max(1, _cores() // processes_here())
     count = min(cores, tasks)
+    errors: list[BaseException] = []
     workers: list[_Worker] = []
-    threads: list[Future[None]] = []
-    with ThreadPoolExecutor(count) as pool:
+    threads: list[threading.Thread] = []
+
+    def work(worker: _Worker) -> None:
         try:
-            for _ in range(count):
-                workers.append(_Worker({**setup, "folder": str(folder)}, max(1, cores // count), queue.status.add))
-                threads.append(pool.submit(queue.work, workers[-1].make))
-            ended: set[Future[None]] = set()
-            while len(ended) < count:
-                ended, _ = wait(threads, POLL[0], FIRST_EXCEPTION)  # signals are handled between two of them
-                for thread in ended:
-                    thread.result()
-        finally:
+            for task in queue.tasks():
+                worker.make(task, queue.leases.partial(task.key), queue.status.add)
+                queue.done(task)
+        except Exception as error:
+            errors.append(error)
             queue.ended.set()
-            for worker in workers:
-                worker.end()
+
+    try:
+        for _ in range(count):
+            workers.append(_Worker({**setup, "folder": str(folder)}, max(1, cores // count)))
+            threads.append(threading.Thread(target=work, args=(workers[-1],), daemon=True))
+            threads[-1].start()
+        while not errors and any(thread.is_alive() for thread in threads):
+            time.sleep(POLL[0])  # signals are handled between two pauses
+    finally:
+        queue.ended.set()
+        for worker in workers:
+            worker.end()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 class _Worker:
-    """Worker process that makes shards (`tokenization_worker`), with so many threads for its tokenizer.
+    """Worker process that makes shards (`tokenization_worker`), with so many threads for its tokenizer."""
 
-    `done` is called with the number of characters of each batch that is tokenized.
-    """
-
-    def __init__(self, setup: dict[str, Any], threads: int, done: Callable[[int], None]):
+    def __init__(self, setup: dict[str, Any], threads: int):
         settings = {"RAYON_NUM_THREADS": str(threads), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
         settings |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
         self._process = subprocess.Popen(
@@ -272,17 +279,17 @@ class _Worker:
             text=True,
             start_new_session=True,  # Ctrl-C on a terminal is for the process that started it
         )
-        self._ended, self._done = False, done
+        self._ended = False
         self._send(setup)
 
-    def make(self, task: ShardTask, partial: Path) -> None:
+    def make(self, task: ShardTask, partial: Path, done: Callable[[int], None]) -> None:
         """Let the process make a shard, and wait for it."""
         self._send({**task_to_json(task), "partial": str(partial)})
         assert self._process.stdout is not None
         for line in self._process.stdout:
             match json.loads(line):
                 case {"characters": int(count)}:
-                    self._done(count)
+                    done(count)
                 case {"made": True}:
                     return
                 case {"error": [str(kind), str(text)]}:
