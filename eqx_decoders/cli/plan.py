@@ -20,7 +20,7 @@ from eqx_decoders.cli import program, require
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.cli.xla_flags import options
 from eqx_decoders.context import Execution, ExecutionConfig
-from eqx_decoders.errors import ConfigError, NonNegativeInt, PositiveInt, check, check_word, need_extra
+from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeInt, PositiveInt, check, check_word, need_extra
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
@@ -58,7 +58,7 @@ class PlanConfig(StepSettings, ModelSettings):
     """How many of them; mesh.data crosses the slower network between them."""
     batch_size: PositiveInt = 16
     """Sequences per step."""
-    seq_len: PositiveInt = 2048
+    seq_len: Annotated[int, AtLeast(2)] = 2048
     """Tokens per sequence."""
     images: NonNegativeInt = 0
     """Images at the beginning of each sequence, for a model that sees."""

@@ -101,7 +101,10 @@ def _documented(cls: type) -> dict[str, str]:
     """Return the texts about fields in the source of a class: below a field, or in the list of its docstring."""
     listed = re.findall(r"^- ((?:`\w+`,? ?)+): (.*?)(?=\n- `|\Z)", inspect.getdoc(cls) or "", re.S | re.M)
     texts = {name: text for names, text in listed for name in re.findall(r"`(\w+)`", names)}
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    try:
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except (OSError, TypeError):  # installed without sources: flags without help are flags
+        return texts
     assert isinstance(node, ast.ClassDef)
     for field, below in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -78,10 +79,11 @@ def merge_lora(model: Decoder) -> Decoder:
 
 
 def _merged_shapes(model: Decoder, nodes: Mapping[str, LowRank]) -> dict[str, Any]:
-    """Return the shape of each merged weight."""
-    shapes = {path: jax.ShapeDtypeStruct(node.shape, node.dtype) for path, node in nodes.items()}
-    shardings = named_leaves(model.execution.layout.shardings(replaced(model, shapes)))
-    return {path: shape.update(sharding=shardings[path]) for path, shape in shapes.items()}
+    """Return an array or shape like each merged weight: a plain one stays where it is."""
+    plain = {path: node.base for path, node in nodes.items() if not isinstance(node.base, eqx.Module)}
+    shapes = {path: jax.ShapeDtypeStruct(nodes[path].shape, nodes[path].dtype) for path in nodes.keys() - plain.keys()}
+    shardings = named_leaves(model.execution.layout.shardings(replaced(model, shapes))) if shapes else {}
+    return plain | {path: shape.update(sharding=shardings[path]) for path, shape in shapes.items()}
 
 
 def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:

@@ -25,7 +25,7 @@ from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.chat_page import page
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest, conversation
 from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
-from eqx_decoders.serving.http.json_body import LARGEST, SMALL
+from eqx_decoders.serving.http.json_body import LARGEST, SMALL, write
 from eqx_decoders.serving.http.metrics import Metrics, RequestTimer
 from eqx_decoders.serving.http.openapi import describe_api
 from eqx_decoders.serving.http.protocol import (
@@ -96,6 +96,7 @@ class Api:
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
         options = dict(takes_images=frontend.takes_images, needs_key=bool(config.api_keys))
+        self._description = write(describe_api(Api, _version(), bool(config.api_keys)))
         self._page = page(config.name, max_length=config.max_length, **options)
 
     def find_key(self, header: str | None) -> int | None:
@@ -130,7 +131,7 @@ class Api:
 
     async def show_description(self, http_request: HttpRequest) -> Response:
         """Describe the API in OpenAPI 3.1."""
-        return json_response(describe_api(Api, importlib.metadata.version("eqx_decoders"), bool(self.config.api_keys)))
+        return Response(self._description, media_type="application/json")
 
     async def models(self, http_request: HttpRequest) -> Response:
         """List the model."""
@@ -198,7 +199,7 @@ class Api:
 
     async def completions(self, http_request: HttpRequest) -> Response:
         """Continue texts or token ids."""
-        request = await self._read(http_request, read_completion)
+        request, seed = await self._read(http_request, read_completion), self._seeds.getrandbits(63)
         prompts: list[PreparedPrompt] = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
@@ -211,18 +212,18 @@ class Api:
         limits = await run_in_worker_if_large(size, count_limits)
         choices = await self._choices(request, prompts, http_request.client)
         builder = ResponseBuilder(http_request.request_id, self.config.name, request, self._texts)
-        return await self._respond(http_request, request, builder, prompts, limits, choices, echo=request.echo)
+        return await self._respond(http_request, request, builder, prompts, limits, choices, seed, echo=request.echo)
 
     async def chat(self, http_request: HttpRequest) -> Response:
         """Answer a conversation."""
-        request = await self._read(http_request, read_chat)
+        request, seed = await self._read(http_request, read_chat), self._seeds.getrandbits(63)
         answer = request.add_generation_prompt
         work = self._preparer.chat(*conversation(request), answer=answer, client=http_request.client)
         prompt = await self._with_client_errors(work)
         limits = self._answer_limits(request, [prompt])
         choices = [Choice(request, self.frontend.tokenizer) for _ in range(request.n)]
         builder = ChatResponseBuilder(http_request.request_id, self.config.name, request, self._texts)
-        return await self._respond(http_request, request, builder, [prompt], limits, choices)
+        return await self._respond(http_request, request, builder, [prompt], limits, choices, seed)
 
     async def _choices(
         self, request: CompletionRequest, prompts: Sequence[PreparedPrompt], client: str
@@ -297,11 +298,12 @@ class Api:
         prompts: Sequence[PreparedPrompt],
         limits: Sequence[int],
         choices: list[Choice],
+        seed: int,
         *,
         echo: bool = False,
     ) -> Response:
         self._check_running()
-        sampling = request.sampling(self.config, self._seeds.getrandbits(63))
+        sampling = request.sampling(self.config, seed)
         constraints = await self._constraints(request, len(choices), http_request.client)
         client = http_request.client if http_request.with_key else request.user or http_request.client
         # prefixes are not shared between keys: the time of an answer would tell what others have sent
@@ -392,3 +394,10 @@ def client_errors():
         raise ApiError(500, f"The server lacks a package for this. {error}") from error
     except EqxDecodersError as error:
         raise ApiError(400, str(error)) from error
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("eqx_decoders")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0"

@@ -19,11 +19,11 @@ from eqx_decoders.serving.http.other_fields import ADVICE, NEUTRAL
 SMALL = 1 << 16  # bytes that are read without a look at them, on the event loop
 NUMBERS = 1 << 21  # maximum commas of a body, as those between token ids: reading these takes some 50 ms
 LARGEST = 2**63  # bound of whole numbers
+DIGITS = 5_000  # characters of a number: megabytes of them would stop all threads
 
 Kind = TypeVar("Kind")
 Meta = msgspec.Meta  # rules and description of a declared type
 
-_path = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
 _step = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
@@ -69,6 +69,8 @@ def _check_entries(content: bytes, max_entries: int) -> None:
 
 def _number(text: str) -> float:
     """Convert a number with a point or an exponent, which must be finite."""
+    if len(text) > DIGITS:
+        raise ValueError(f"the number {text[:20]}… has more than {DIGITS:,} characters")
     value = float(text)
     if value in (float("inf"), -float("inf")):
         raise ValueError(f"the number {text[:20]} is too large")
@@ -89,9 +91,10 @@ def convert(value: Any, kind: Any, param: str = "") -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        match = _path.fullmatch(str(error))
-        assert match is not None
-        raise _refusal(match[1], match[2] or "", value, kind, param) from error
+        # a message may hold text of the client's, megabytes of it: the path is what comes last
+        message, at, path = str(error).rpartition(" - at `$")
+        parts = (message, path.removesuffix("`")) if at else (path, "")
+        raise _refusal(*parts, value, kind, param) from None
 
 
 def _known(body: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
@@ -152,24 +155,29 @@ def _rule(hint: Any) -> str | None:
 
 def _refusal(message: str, path: str, value: Any, hint: Any, param: str) -> ApiError:
     """Create the error for the value at a path, or for the innermost one around it that has a rule."""
-    error = refuse(param, value, _must_be(hint, message))
+    error, missing = refuse(param, value, _must_be(hint, message)), message.startswith("Object missing")
+    whole = f"{param or 'The body'} {_must_be(hint, message)}"
     for name, index in _step.findall(path.partition("[...]")[0]):
         inner = (_entry(each, name) for each in _alternatives(hint))
         hint = next((each for each in inner if each is not None), None)
-        value = value[name] if name else value[int(index)]
+        try:
+            value = value[name] if name else value[int(index)]
+        except (LookupError, TypeError):  # no path of the value: a text of the client's
+            break
         param = (f"{param}.{name}" if param else name) if name else f"{param}[{index}]"
         if _rule(hint):
-            error = refuse(param, value, _must_be(hint, message))
-    if message.startswith("Object missing"):
+            error, whole = refuse(param, value, _must_be(hint, message)), f"{param} {_must_be(hint, message)}"
+    if missing:
         name = message.split("`")[1]
         inner = next((fields_of(each)[name] for each in _alternatives(hint) if name in fields_of(each)), None)
         param = f"{param}.{name}" if param else name
-        error = ApiError(400, f"{param} is missing: it {_must_be(inner, '')}.", param=param, code="missing_field")
+        rule = f"it must be {_rule(inner)}" if _rule(inner) else whole
+        error = ApiError(400, f"{param} is missing: {rule}.", param=param, code="missing_field")
     return error
 
 
 def _must_be(hint: Any, message: str) -> str:
-    return f"must be {_rule(hint) or message.partition(', got')[0].removeprefix('Expected ')}"
+    return f"must be {_rule(hint) or message[:200].partition(', got')[0].removeprefix('Expected ')}"
 
 
 def _entry(hint: Any, name: str) -> Any:

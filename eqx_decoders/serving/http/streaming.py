@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response, StreamingResponse
@@ -51,17 +51,18 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(_with_pings(events), headers=headers, media_type="text/event-stream")
-        self.close = close
+        self._events, self.close = _with_pings(events), close
+        super().__init__(self._events, headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.close()
+            await self._events.aclose()  # which waits for its next event still, if the client has left
 
 
-async def _with_pings(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_pings(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
     """Yield events, and a comment where there are none for a while."""
     next_event = asyncio.ensure_future(anext(events, None))
     try:

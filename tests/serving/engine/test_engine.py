@@ -20,7 +20,7 @@ from eqx_decoders.serving.engine.sampler import (
     adjust_logits,
     sample_tokens,
 )
-from tests.encoders.samples import patches, text
+from tests.encoders.samples import media_decoder, patches, text
 from tests.models import filled
 from tests.serving.engines import SMALL, alone, engine_for, generated, request_pool
 
