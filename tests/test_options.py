@@ -520,7 +520,7 @@ SHOWN_IN = {
     "StepConfig": "training/step/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),
     **dict.fromkeys(("TrainedModelSettings", "RunSettings", "StepSettings"), "training/run/test_loop.py"),
-    **dict.fromkeys(("EvaluationSettings", "ProcessSettings"), "training/run/test_loop.py"),
+    **dict.fromkeys(("DataSettings", "ProcessSettings"), "training/run/test_loop.py"),
     **dict.fromkeys(("Pipeline", "PipelineConfig"), "sharding/test_pipeline.py"),
     **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "numerics/test_low_precision.py"),
     "Offload": "training/step/test_offload.py",

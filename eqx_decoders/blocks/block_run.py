@@ -53,7 +53,7 @@ class AnyBlock(Protocol):
 class BlockRun:
     """One forward pass of a block: arguments of its layers other than the stream, and their other results."""
 
-    def __init__(self, block: "AnyBlock", ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None):
+    def __init__(self, block: AnyBlock, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None):
         self.ctx, self.past, self.dropout_rate = ctx, past, block.config.dropout
         self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)
         self.entries: dict[str, Any] = {}

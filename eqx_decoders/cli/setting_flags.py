@@ -8,12 +8,14 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+from eqx_decoders.context import ExecutionConfig
 from eqx_decoders.training.config_file import field_types, flat_settings, with_settings
 from eqx_decoders.training.flags import flag
 
@@ -102,13 +104,14 @@ def _documented(cls: type) -> dict[str, str]:
     listed = re.findall(r"^- ((?:`\w+`,? ?)+): (.*?)(?=\n- `|\Z)", inspect.getdoc(cls) or "", re.S | re.M)
     texts = {name: text for names, text in listed for name in re.findall(r"`(\w+)`", names)}
     try:
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):  # installed without sources: flags without help are flags
-        return texts
-    assert isinstance(node, ast.ClassDef)
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            texts[field.target.id] = str(ast.literal_eval(below.value))
+        tree = ast.Module([], [])
+    body = [node for each in tree.body if isinstance(each, ast.ClassDef) for node in each.body]
+    for field, below in itertools.pairwise(body):
+        documented = below.value if isinstance(below, ast.Expr) else None
+        if isinstance(documented, ast.Constant) and isinstance(field, ast.AnnAssign):
+            texts[ast.unparse(field.target)] = str(documented.value)
     return {name: " ".join(text.split()) for name, text in texts.items()}
 
 
@@ -126,4 +129,5 @@ def flag_names(kind: type[Any]) -> dict[str, str]:
     for prefix, owner in _PREFIX_CLASSES.items():
         inside = [name for name in names if name.startswith(prefix)]
         by_name |= {owner + name.removeprefix(prefix): flag(name) for name in inside}
-    return by_name | {f"Execution.{name}": flag(name) for name in names if "." not in name}
+    options = {field.name for field in dataclasses.fields(ExecutionConfig)}
+    return by_name | {f"Execution.{name}": flag(name) for name in names if name in options}

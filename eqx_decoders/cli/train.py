@@ -26,7 +26,7 @@ from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
 from eqx_decoders.training import train
 from eqx_decoders.training.config import (
-    EvaluationSettings,
+    DataSettings,
     ProcessSettings,
     RunSettings,
     TrainConfig,
@@ -60,7 +60,7 @@ TITLES = {
     RunSettings: "run",
     ModelSettings: "model",
     TrainedModelSettings: "model",
-    EvaluationSettings: "evaluation",
+    DataSettings: "evaluation",
     StepSettings: "step",
     ExecutionConfig: "execution",
     ProcessSettings: "process",

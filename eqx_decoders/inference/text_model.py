@@ -25,6 +25,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.backend import backend_of
 
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -201,6 +202,6 @@ def load_text_model(
     """
     folder = resolve(source, revision).path
     if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = backend_of(jax.default_backend()).compute_dtype
     tokenizer = load_tokenizer(folder)  # first, since it fails faster than the weights
     return build_text_model(load_hf(folder, dtype, quantized=quantized, **execution), tokenizer, folder)

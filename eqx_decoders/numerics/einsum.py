@@ -81,12 +81,10 @@ class AbstractWeight(eqx.Module):
         return self, None
 
 
-class ArrayWeight(AbstractWeight):
-    """Plain array as an `AbstractWeight`; models hold the array itself."""
+class AbstractArrayWeight(AbstractWeight):
+    """Weight that is one array, `values`, however it is multiplied."""
 
     values: Float[AnyArray, "..."]
-
-    plain_product: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,6 +95,12 @@ class ArrayWeight(AbstractWeight):
     def dtype(self) -> np.dtype:
         """Dtype of the array."""
         return self.values.dtype
+
+
+class ArrayWeight(AbstractArrayWeight):
+    """Plain array as an `AbstractWeight`; models hold the array itself."""
+
+    plain_product: ClassVar[bool] = True
 
     def part_axes(self, words: Axes) -> dict[str, Axes]:
         """Return the axes of the array."""

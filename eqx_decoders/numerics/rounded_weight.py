@@ -16,19 +16,20 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.numerics.einsum import AbstractWeight, ProductOptions
+from eqx_decoders.numerics.einsum import AbstractArrayWeight, ProductOptions
 from eqx_decoders.numerics.grouped_matmul import columns_times_rows, in_groups, of_rows, rows_times_groups
 from eqx_decoders.numerics.low_precision import LowPrecision, quantize_array, seeds_of
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import AXES, AnyArray, Axes, axes, named_leaves, names_of, replaced
+from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import Layout
 
 
 T = TypeVar("T")
 
 
-class Rounded(AbstractWeight):
+class Rounded(AbstractArrayWeight):
     """Weight whose products are of 8-bit numbers.
 
     **Arguments:**
@@ -39,19 +40,8 @@ class Rounded(AbstractWeight):
     - `config`: formats and rounding.
     """
 
-    values: Float[AnyArray, "..."]
     seed: Float[AnyArray, "..."] | None
     config: LowPrecision = eqx.field(static=True)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.values.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the weight."""
-        return self.values.dtype
 
     def part_axes(self, words: Axes) -> dict[str, Axes]:
         """Return the axes of both arrays, given the axes of the weight."""
@@ -189,7 +179,7 @@ def rounded_product(
     sharding: ProductSharding | None = None,
 ) -> Float[Array, "..."]:
     """Multiply `x` by a weight in 8 bits; `words` are the axes of `x`, of the weight and of the result."""
-    sharding = ProductSharding(jax.default_backend() != "cpu") if sharding is None else sharding
+    sharding = ProductSharding(backend_of(jax.default_backend()).native_int8) if sharding is None else sharding
     plan = _Product(*words, weight.config, np.dtype(dtype), sharding)
     return _product(plan, x, weight.values, weight.seed)
 

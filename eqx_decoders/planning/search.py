@@ -90,11 +90,11 @@ def _to_experts(model: Decoder, activations: int) -> Iterator[tuple[str, int, in
     Forward, recomputed and backward; there tokens are sent, or gathered, and results are sent back, or scattered.
     """
     execution = model.execution
-    parts, platform = execution.layout.sizes["expert"], execution.layout.platform
+    parts = execution.layout.sizes["expert"]
     for config, times in Counter(expert_configs(model.config)).items():
         slots = config.num_experts_per_token
         passes = times * (2 if execution.remat is None else 3)
-        if sends_rows(execution, slots, parts, platform == "tpu"):
+        if sends_rows(execution, slots, parts):
             yield "all-to-all", activations * slots, 2 * passes
         else:
             yield "all-gather", activations * parts, passes

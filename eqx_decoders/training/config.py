@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.config import DataConfig
-from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
-from eqx_decoders.training.run.trackers import PACKAGES
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
@@ -100,7 +99,7 @@ class TrainedModelSettings(ModelSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(CheckedFields):
+class DataSettings(CheckedFields):
     """Data, tokenizer, held-out evaluations and samples."""
 
     checked_name = ""
@@ -142,14 +141,9 @@ class ProcessSettings(CheckedFields):
     peak_tflops: PositiveFloat | None = None
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        for tracker in self.trackers or ():
-            check_word("trackers", tracker, PACKAGES)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(ProcessSettings, StepSettings, EvaluationSettings, TrainedModelSettings, RunSettings):
+class TrainConfig(ProcessSettings, StepSettings, DataSettings, TrainedModelSettings, RunSettings):
     """Train a decoder. Started again on the same run directory, the run is resumed."""
 
     def __post_init__(self):

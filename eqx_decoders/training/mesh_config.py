@@ -57,5 +57,5 @@ def describe_low_precision(execution: Execution) -> str | None:
     text = f"{rounding.mode} products of {', '.join(rounding.weights)}"
     device = jax.devices()[0] if layout.mesh is None else layout.mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
-    slower = device.platform == "cpu" or (chip is not None and rounding.format not in chip.formats)
+    slower = not layout.backend.native_int8 or (chip is not None and rounding.format not in chip.formats)
     return text + f"; {device.device_kind} multiplies no {rounding.format}: right, but not faster" * slower

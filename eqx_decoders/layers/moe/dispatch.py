@@ -178,21 +178,21 @@ def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts
     (stays,) = map(names_of, layout.activation_spec("mlp"))
     hidden = tuple(name for name in mlp if name in stays and name not in owners)
     parts, ragged = math.prod(layout.sizes[name] for name in owners), layout.backend.ragged_exchange
-    routed = bool(owners) and set(owners) <= set(splitting) and sends_rows(execution, slots, parts, ragged)
+    routed = bool(owners) and set(owners) <= set(splitting) and sends_rows(execution, slots, parts)
     shared = tuple(name for name in owners + hidden if name in splitting and not (routed and name in owners))
     summed = tuple(name for name in owners + hidden if name not in splitting)
     sharing = math.prod(layout.sizes[name] for name in shared)
     return _ExchangePlan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts, sharing)
 
 
-def sends_rows(execution: Execution, slots: int, parts: int, ragged: bool) -> bool:
+def sends_rows(execution: Execution, slots: int, parts: int) -> bool:
     """Return whether rows travel instead of being gathered.
 
     A piece of one size has room for all tokens, so gathering these never moves more; rows as they are number `slots` a
     token, against one for each of the other parts: they must be half of that at most, since a torus gathers at the full
     rate of its links but not so when all send to all.
     """
-    chosen = execution.expert_exchange
+    chosen, ragged = execution.expert_exchange, execution.layout.backend.ragged_exchange
     return chosen == "all_to_all" or (chosen == "auto" and ragged and 2 * slots <= parts)
 
 

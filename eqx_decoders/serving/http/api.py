@@ -156,7 +156,6 @@ class Api:
 
     async def tokenize(self, http_request: HttpRequest) -> Response:
         """Return the token ids of a text, or of a conversation as it is rendered for an answer."""
-
         request = await self._read(http_request, read_tokenize)
         if request.messages is not None:
             answer = request.add_generation_prompt

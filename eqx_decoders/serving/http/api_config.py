@@ -1,13 +1,14 @@
 """Limits and defaults of the HTTP API."""
 
 import dataclasses
+from typing import Annotated
 
 from eqx_decoders.core.sampling import GenerationConfig
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveInt, check, check_integer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ApiConfig:
+class ApiConfig(CheckedFields):
     """Limits and defaults of the API.
 
     **Arguments:**
@@ -34,30 +35,26 @@ class ApiConfig:
     """
 
     name: str
-    max_length: int
-    vocab_size: int
-    max_logprobs: int = 20
-    max_choices: int = 128
-    max_stops: int = 16
-    max_stop_length: int = 1000
-    max_bias: int = 300
-    max_files: int = 16
-    max_body_bytes: int = 32_000_000
-    max_scores: int = 1 << 18
+    max_length: PositiveInt
+    vocab_size: PositiveInt
+    max_logprobs: NonNegativeInt = 20
+    max_choices: PositiveInt = 128
+    max_stops: NonNegativeInt = 16
+    max_stop_length: NonNegativeInt = 1000
+    max_bias: NonNegativeInt = 300
+    max_files: NonNegativeInt = 16
+    max_body_bytes: PositiveInt = 32_000_000
+    max_scores: PositiveInt = 1 << 18
     allow_priority: bool = False
-    max_open: int = 1000
+    max_open: PositiveInt = 1000
     max_open_bytes: int = 512_000_000
-    body_seconds: int | float = 30.0
+    body_seconds: Annotated[int | float, InRange(above=0)] = 30.0
     api_keys: tuple[str, ...] = ()
     seed: int | None = None
     defaults: GenerationConfig = GenerationConfig()
 
     def __post_init__(self):
+        super().__post_init__()
         check(len(self.name) > 0, "ApiConfig.name='' must not be empty: clients ask for the model by it.")
-        for field in ("max_length", "vocab_size", "max_choices", "max_body_bytes", "max_scores", "max_open"):
-            check_integer(f"ApiConfig.{field}", getattr(self, field))
         check_integer("ApiConfig.max_open_bytes", self.max_open_bytes, minimum=self.max_body_bytes)
-        for field in ("max_logprobs", "max_stops", "max_stop_length", "max_bias", "max_files"):
-            check_integer(f"ApiConfig.{field}", getattr(self, field), minimum=0)
-        check_number("ApiConfig.body_seconds", self.body_seconds, above=0)
         check(all(self.api_keys), "ApiConfig.api_keys has an empty key: leave it out, or give one that nobody guesses.")

@@ -1,0 +1,56 @@
+"""Choices by platform: which there are, what a mesh changes, and that each is asked for somewhere."""
+
+import ast
+import dataclasses
+import pathlib
+
+import jax
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.model.weight_table import describe
+from eqx_decoders.sharding import backend as module
+from eqx_decoders.sharding.backend import BACKENDS, Backend, backend_of
+
+
+SOURCES = sorted(pathlib.Path(ed.__path__[0]).rglob("*.py"))
+ON_A_MESH = {"flat_products", "separate_layers", "few_rows", "reads_before_writes", "parallel_programs"}
+
+
+def differing(one: Backend, other: Backend) -> set[str]:
+    return {name for name, value in vars(one).items() if value != getattr(other, name)}
+
+
+def test_each_choice_is_asked_for():
+    """A choice that nothing reads would be a promise; `describe` reads all, and does not count."""
+    trees = [ast.parse(file.read_text()) for file in SOURCES if file != pathlib.Path(str(module.__file__))]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {field.name for field in dataclasses.fields(Backend)} - read == set()
+
+
+def test_each_choice_differs_between_platforms():
+    usual = Backend(platform="any")
+    assert set.union(*(differing(each, usual) for each in BACKENDS.values())) == vars(usual).keys() - {
+        "parallel_programs"  # of a mesh
+    }
+
+
+def test_a_mesh_of_several_devices_leaves_out_what_is_for_one():
+    cpu = backend_of("cpu")
+    assert differing(cpu, backend_of("cpu", single=False)) == ON_A_MESH
+    for platform in ("gpu", "tpu"):
+        assert backend_of(platform) == backend_of(platform, single=False)
+
+
+def test_an_unknown_platform_is_any_accelerator():
+    assert differing(backend_of("new"), Backend(platform="new")) == set()
+    assert backend_of("new").describe() == "new: as any accelerator"
+    assert backend_of("gpu").describe() == "gpu: attention_kernel=cudnn"
+
+
+@pytest.mark.parametrize("sizes, single", [({}, True), ({"fsdp": 1}, True), ({"fsdp": 2}, False)])
+def test_a_layout_has_the_choices_of_its_devices(sizes, single):
+    devices = jax.devices()[: sizes.get("fsdp", 1)]
+    layout = ed.Layout.create(**sizes, devices=devices) if sizes else ed.Layout()
+    assert layout.backend == backend_of("cpu", single=single)
+    assert f"on {layout.backend.describe()}" in describe(ed.abstract(ed.get_config("tiny"), layout=layout))
