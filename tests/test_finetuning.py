@@ -14,9 +14,9 @@ from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.lora import merge_lora
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_loading import load_run
 from eqx_decoders.training.run.run_model import abstract_run
-from eqx_decoders.training.settings_file import load_settings
 from tests.commands import call, steps_of
 
 
@@ -132,8 +132,8 @@ def test_a_run_needs_its_checkpoint_only_once(lora):
     finally:
         (folder / "gone").rename(folder / "base")
     assert "resumed at step 4" in err
-    settings = load_settings(folder / "lora" / "settings.json")
-    model = load_weights(folder / "lora" / "checkpoints", abstract_run(settings, folder / "lora")).tree
+    run = RunDirectory.open(folder / "lora")
+    model = load_weights(run.checkpoint_directory, abstract_run(run)).tree
     frozen = {name: leaf for name, leaf in named_leaves(model).items() if ".lora_" not in name}
     assert all(np.array_equal(leaf, before[name.removesuffix(".base")]) for name, leaf in frozen.items())
     assert ed.abstract_hf(folder / "later").config == ed.abstract_hf(BASE).config

@@ -547,7 +547,7 @@ DATA = {
     "Estimate", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
     "CachedBlock", "Echo", "EngineStats",
     "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
-    "PreparedRun", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
+    "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue",
 }  # fmt: skip
 

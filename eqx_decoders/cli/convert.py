@@ -33,11 +33,11 @@ from eqx_decoders.io.run_lock import RunLock, check_run_dir
 from eqx_decoders.model.init import count_parameters
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig
-from eqx_decoders.training.run.run_directory import SOURCE, local_run
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_export import export_run
 from eqx_decoders.training.run.run_loading import load_run
 from eqx_decoders.training.run.run_model import write_source
-from eqx_decoders.training.settings_file import load_settings, save_settings, settings_json
+from eqx_decoders.training.settings_file import settings_json
 
 
 DIFFERENT = 1
@@ -57,21 +57,22 @@ class Import(Devices):
         expand_paths(self, "source", "run_dir")
 
     def __call__(self) -> int:
-        run, local, writes = Path(self.run_dir), Path(self.source).exists(), jax.process_index() == 0
-        used = from_first("used", any((run / name).exists() for name in ("settings.json", "checkpoints", SOURCE)))
-        check(not used, f"{run} is a run directory already: choose another one.", CheckpointError)
-        check_run_dir(run) if writes else None
-        folder = resolve(self.source).path
-        model = load_hf(folder, layout=self.layout())
-        settings = TrainConfig(run_dir=self.run_dir, init_from=str(folder.resolve()) if local else self.source)
-        with RunLock(run) if writes else contextlib.nullcontext():
+        local, writes, folder = Path(self.source).exists(), jax.process_index() == 0, Path(self.run_dir)
+        used = from_first("used", any((folder / name).exists() for name in ("settings.json", "checkpoints", "source")))
+        check(not used, f"{folder} is a run directory already: choose another one.", CheckpointError)
+        check_run_dir(folder) if writes else None
+        source = resolve(self.source).path
+        model = load_hf(source, layout=self.layout())
+        settings = TrainConfig(run_dir=self.run_dir, init_from=str(source.resolve()) if local else self.source)
+        run = RunDirectory(settings)
+        with RunLock(run.path) if writes else contextlib.nullcontext():
             if writes:
-                write_source(model, run)
-                save_settings(settings, run / "settings.json")  # a run there goes on with this model in any case
-            with Checkpoints(run / "checkpoints") as checkpoints:
+                write_source(model, run.source)
+                run.save_settings()  # a run there goes on with this model in any case
+            with Checkpoints(run.checkpoint_directory) as checkpoints:
                 checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(settings))
             if writes:
-                print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run}")
+                print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run.path}")
         return 0
 
 
@@ -97,11 +98,10 @@ class Export(Devices):
         check_number("shard_gb", self.shard_gb, above=0)
 
     def __call__(self) -> int:
-        run = local_run(self.run_dir)
-        settings = load_settings(run / "settings.json")
+        run = RunDirectory.open(self.run_dir)
         check_new_directory(self.directory)
-        model = load_run(run, self.step, ema=self.ema, layout=self.layout())
-        export_run(model, settings, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
+        model = load_run(run.path, self.step, ema=self.ema, layout=self.layout())
+        export_run(model, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
         if jax.process_index() == 0:
             print(f"{count_parameters(model.config):,} weights of {self.run_dir} are in {self.directory}")
         return 0

@@ -34,10 +34,10 @@ from eqx_decoders.training.config import (
 )
 from eqx_decoders.training.config_file import with_settings
 from eqx_decoders.training.run.data_preview import describe_data
-from eqx_decoders.training.run.run_directory import find_run
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import abstract_run
 from eqx_decoders.training.run.trackers import check_installed
-from eqx_decoders.training.settings_file import load_settings, of_a_new_start, with_file
+from eqx_decoders.training.settings_file import of_a_new_start, with_file
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
@@ -89,7 +89,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 def _train(config: TrainConfig) -> int:
     if config.describe:
-        print(describe(abstract_run(config, config.run_dir, config.execution())))
+        print(describe(abstract_run(RunDirectory(config), config.execution())))
         return 0
     return train(config)
 
@@ -143,10 +143,10 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     new = TrainConfig() if arguments.config is None else with_file(TrainConfig(), arguments.config)
     expand_paths(new, "run_dir", "checkpoint_dir")
     run_dir, elsewhere = arguments.run_dir or new.run_dir, arguments.checkpoint_dir or new.checkpoint_dir
-    started = find_run(run_dir, elsewhere)
+    started = RunDirectory.find(run_dir, elsewhere)
     if started is None:
         return new
-    run = of_a_new_start(load_settings(started / "settings.json"), run_dir)
+    run = of_a_new_start(started.settings, run_dir)
     return run if arguments.config is None else with_file(run, arguments.config)
 
 

@@ -16,7 +16,8 @@ from eqx_decoders.io.huggingface import verify
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run.resume_run import resume_settings
+from eqx_decoders.training.run.resume_run import resume
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import load_settings, save_settings
 from tests.commands import ROOT, outcome
 
@@ -86,7 +87,7 @@ def test_an_import_that_was_killed_is_not_taken_for_a_new_run(tmp_path, monkeypa
         Import(source=str(CHAT), run_dir=str(run))()
     config = parse(["--run-dir", str(run)])
     assert config.init_from == str(CHAT) and not (run / "checkpoints").exists()
-    assert resume_settings(TrainConfig(run_dir=str(run)), run)[0].init_from == str(CHAT)
+    assert resume(RunDirectory(TrainConfig(run_dir=str(run))))[0].settings.init_from == str(CHAT)
 
 
 def test_an_import_leaves_files_of_others_alone(tmp_path):

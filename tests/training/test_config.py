@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -23,7 +22,7 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import field_types, with_settings
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
-from eqx_decoders.training.run.run_directory import local_run
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import changed_settings, load_settings, save_settings, settings_json, with_file
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.commands import call
@@ -271,7 +270,8 @@ def test_a_tilde_is_the_user_s_directory_in_every_path(monkeypatch):
     )
     lora = TrainConfig(lora_rank=1, export_adapter="~/x", model_config="~/m.json")
     assert (lora.export_adapter, lora.model_config) == ("/home/me/x", "/home/me/m.json")
-    assert local_run("~/x") == Path("/home/me/x")
+    with pytest.raises(ConfigError, match=r"/home/me/x/settings\.json is not there"):
+        RunDirectory.open("~/x")
 
 
 def test_a_tilde_in_the_directory_of_a_checkpoint(monkeypatch, tmp_path):

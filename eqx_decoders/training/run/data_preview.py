@@ -21,8 +21,8 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokeni
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.media_eval import placeholders, with_images
-from eqx_decoders.training.run.resume_run import resume_settings
-from eqx_decoders.training.run.run_directory import SOURCE, has_started, run_template
+from eqx_decoders.training.run.resume_run import resume
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import run_config
 
 
@@ -36,20 +36,21 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
 
     A run's own tokens are used where it has them. Otherwise the first thousand documents are tokenized, and counted.
     """
-    settings, _ = resume_settings(settings, settings.run_dir)
-    run = Path(settings.run_dir)
-    source = run / SOURCE
-    if settings.init_from is not None and not (source.exists() and has_started(run)):
+    run, _ = resume(RunDirectory(settings))
+    settings, source = run.settings, run.source
+    if settings.init_from is not None and not (source.exists() and run.has_started):
         source = resolve(settings.init_from).path
-    config = read_config(source)[0] if source.exists() else run_config(settings, run)
+    config = read_config(source)[0] if source.exists() else run_config(run)
     data, reader = with_images(settings.dataset, config, source)
-    tokenizer, template = _tokenizer_and_template(dataclasses.replace(settings, dataset=data), source, config)
+    tokenizer, template = _tokenizer_and_template(
+        RunDirectory(dataclasses.replace(settings, dataset=data)), source, config
+    )
     template = written_by(data, template, tokenizer)
-    recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run / "data").values()
+    recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run.data).values()
     tokenized = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
     parts = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder, most = (run / "data", None) if tokenized else (scratch, MOST)
+        folder, most = (run.data, None) if tokenized else (scratch, MOST)
         for name, store in open_tokens(data, tokenizer, folder, template=template, media=reader, most=most).items():
             chosen = itertools.islice(_documents(store), SHOWN)
             parts += [f"=== {name} ==="] * bool(name)
@@ -59,12 +60,12 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
 
 
 def _tokenizer_and_template(
-    settings: TrainConfig, source: Path, config: DecoderConfig
+    run: RunDirectory, source: Path, config: DecoderConfig
 ) -> tuple[Tokenizer, ChatTemplate | None]:
     """Load those of the run, or those of a new run; a new BPE is trained on less text."""
-    run = Path(settings.run_dir)
-    if (run / "tokenizer").exists():
-        return load_tokenizer(run / "tokenizer"), run_template(settings, run)
+    settings, folder = run.settings, run.path / "tokenizer"
+    if folder.exists():
+        return load_tokenizer(folder), run.template()
     spec = settings.tokenizer or ("bpe" if settings.init_from is None else str(source))
     if spec != "bpe":
         folder = source if settings.tokenizer is None else Path(spec)

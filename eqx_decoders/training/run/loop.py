@@ -5,7 +5,6 @@ import dataclasses
 import math
 import os
 import time
-from pathlib import Path
 
 import jax
 
@@ -32,8 +31,9 @@ from eqx_decoders.training.run.messages import out_of_memory, print_status, summ
 from eqx_decoders.training.run.metrics import read_metrics
 from eqx_decoders.training.run.plots import plot_loads, plot_losses
 from eqx_decoders.training.run.progress import Progress
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_export import write_exports
-from eqx_decoders.training.run.setup import first_state, prepare_run, undo_on_failure
+from eqx_decoders.training.run.setup import first_state, prepare_run
 from eqx_decoders.training.run.trackers import Trackers, open_trackers
 from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
@@ -68,16 +68,16 @@ class TrainingLoop:
 
     def train(self) -> int:
         """Prepare the run, take its steps and finish it; return the exit code."""
-        directory, writes = Path(self.config.run_dir), jax.process_index() == 0
+        directory, writes = RunDirectory(self.config), jax.process_index() == 0
         if writes:
-            check_run_dir(directory)
+            check_run_dir(directory.path)
         with contextlib.ExitStack() as stack:
-            lock = stack.enter_context(RunLock(directory)) if writes else None
+            lock = stack.enter_context(RunLock(directory.path)) if writes else None
             stack.enter_context(self.interrupt)
             if writes:
                 stack.enter_context(showing())
-            with undo_on_failure(directory, lock):
-                self.run = prepare_run(self.config, self.execution, stack)
+            with directory.undo_on_failure(lock):
+                self.run = prepare_run(directory, self.execution, stack)
                 state, start = first_state(self.run)
                 self._open_hooks(start, stack)
                 all_gather_json("started", seconds=LONG)
@@ -97,12 +97,12 @@ class TrainingLoop:
         self.log, trackers = self._step_log(start + 1), Trackers()
         if run.writes:
             settings = flat_settings(config)
-            trackers = open_trackers(config.trackers, run.directory, settings, start=start + 1, warn=print_status)
+            trackers = open_trackers(config.trackers, run.directory.path, settings, start=start + 1, warn=print_status)
         stack.enter_context(contextlib.closing(trackers))
         self.progress = Progress(config.steps, start=start)
         show = self.progress.message
-        file = run.directory / "metrics.jsonl"
-        self.metrics = MetricsReporter(file, run.checkpoints, config.max_skipped, self.log, trackers, self.progress)
+        file, most = run.directory.metrics, config.max_skipped
+        self.metrics = MetricsReporter(file, run.checkpoints, most, self.log, trackers, self.progress)
         self.trace = TraceHook(run, self.metrics)
         self.checkpoints = CheckpointHook(run, self.metrics, self.time)
         self.evaluation = EvaluationHook(run, trackers, show, self.time, self.stop)
@@ -111,7 +111,7 @@ class TrainingLoop:
         self.hooks: tuple[Hook, ...] = (self.trace, self.checkpoints, self.evaluation, self.samples)
 
     def _step_log(self, first_step: int) -> StepLog:
-        run, length, path = self.run, self.run.config.dataset.seq_len, self.run.directory / "metrics.jsonl"
+        run, length, path = self.run, self.run.config.dataset.seq_len, self.run.directory.metrics
         rows = read_metrics(path) if run.writes and path.exists() else ()
         flops = flops_per_token(run.target, length, trainable=run.trainer.trainable)
         compute = self.execution.precision.compute
@@ -137,7 +137,7 @@ class TrainingLoop:
             self.checkpoints.save_and_stop(step, state)
             return next(filter(None, codes), EXIT_SIGTERM)
         run.back_up_metrics()
-        write_exports(state.averaged, run.target, run.config, run.directory)
+        write_exports(state.averaged, run.target, run.directory)
         stuck = self.metrics.skipped_in_a_row
         if stuck:
             print_status(f"warning: the last {stuck} steps were not finite: weights are of step {step - stuck}")
@@ -193,12 +193,12 @@ class TrainingLoop:
         run = self.run
         loads, steps = self.log.loads()
         with failures_as_warnings("drawing the losses", run.config.steps, self.progress.message, local=True):
-            plot_losses(run.directory / "metrics.jsonl", run.directory / "loss.png")
+            plot_losses(run.directory.metrics, run.directory.path / "loss.png")
             if loads:
-                plot_loads(loads, run.directory / "expert_load.png")
+                plot_loads(loads, run.directory.path / "expert_load.png")
         goodput = f"; goodput of the run {self.log.last['goodput']:.0%}" if self.log.last else ""
         print_status(f"time of this process: {self.time.text()}{goodput}")
         sets = {name: batches.parts[0].counts for name, batches in run.held_out.items()}
-        print("\n".join(summary(run.config, run.directory, loads, steps, self.evaluation.results, sets)))
+        print("\n".join(summary(run.config, run.directory.path, loads, steps, self.evaluation.results, sets)))
         if self.samples.text:
             print(f"sample:\n{self.samples.text}")

@@ -1,7 +1,6 @@
 """A training run before its first step: everything that the steps need besides the state."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,11 +10,12 @@ from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.errors import CheckpointError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.io.checkpoint.run_backup import GROWING, RunBackup
+from eqx_decoders.io.checkpoint.run_backup import GROWING
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import Changes
 from eqx_decoders.training.step.step import Trainer
 
@@ -26,8 +26,7 @@ class PreparedRun:
 
     **Arguments:**
 
-    - `config`: the settings, with those of the run directory where none are given; `changes`: what they change.
-    - `directory`: the run directory; `backup`: copies of its files beside checkpoints that are elsewhere.
+    - `directory`: the run directory, with the settings of this start; `changes`: what they change of those before.
     - `target`: the shapes of the model.
     - `reader`: the reader of images, videos and audio; None for a model of text alone.
     - `data`, `held_out`: training batches, and batches of each held-out set.
@@ -35,10 +34,8 @@ class PreparedRun:
     - `writes`: whether this is the one process that writes settings, metrics and images.
     """
 
-    config: TrainConfig
+    directory: RunDirectory
     changes: Changes
-    directory: Path
-    backup: RunBackup
     execution: Execution
     target: Decoder
     trainer: Trainer
@@ -48,6 +45,10 @@ class PreparedRun:
     held_out: dict[str, Batches]
     checkpoints: Checkpoints
     data_state: Any = None
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.directory.settings
 
     @property
     def writes(self) -> bool:
@@ -63,7 +64,7 @@ class PreparedRun:
         """Copy the files that grow to the backup, which is a convenience: a failure is a warning."""
         try:
             if self.writes:
-                self.backup.save(GROWING)
+                self.directory.backup.save(GROWING)
         except CheckpointError as error:
             print_status(f"warning: {error}")
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxtyping import PRNGKeyArray
@@ -11,58 +10,51 @@ from eqx_decoders.errors import check
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, Restored
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.optimizer.resume import adopt, describe_adoption, ema_weights, is_same, trained_weights
-from eqx_decoders.training.run.run_directory import (
-    checkpoint_directory,
-    checkpoints_of,
-    download_run,
-    has_model,
-    has_started,
-    is_imported,
-)
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import model_config, names_same_model, run_config
-from eqx_decoders.training.settings_file import Changes, changed_settings, check_changes, load_settings, settings_of
+from eqx_decoders.training.settings_file import Changes, changed_settings, check_changes, settings_of
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
 
 
-def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainConfig, Changes]:
-    """Return the settings with which a run directory is resumed, or started if it is new, and what they change.
+def resume(run: RunDirectory) -> tuple[RunDirectory, Changes]:
+    """Return a run with the settings with which it is resumed, or started if it is new, and what they change.
 
     `init_from` may be left out. Raises ConfigError for changes that `check_changes` refuses. A directory in which
     nothing was made yet, or that the convert program made, has not been trained, and takes any.
     """
-    run = Path(run_dir)
-    if not has_model(run):
-        return settings, {}
-    old = load_settings(run / "settings.json")
+    if not run.has_model:
+        return run, {}
+    settings, saved = run.settings, run.as_saved()
+    old, checkpoints = saved.settings, saved.checkpoints()
     if settings.init_from is None and settings.model == old.model:
         settings = dataclasses.replace(settings, init_from=old.init_from)
-    if not (has_started(run) or checkpoints_of(old, run).steps) or is_imported(settings, run_dir):
-        return settings, {}
+        run = RunDirectory(settings)
+    if not (run.has_started or checkpoints.steps) or run.is_imported:
+        return run, {}
     if settings.init_from is None and old.init_from is None and not names_same_model(old, settings):
-        config, same = run_config(old, run), names_same_model(dataclasses.replace(old, set=settings.set), settings)
+        config, same = run_config(saved), names_same_model(dataclasses.replace(old, set=settings.set), settings)
         if config == (with_fields(config, settings.set) if same else model_config(settings)):  # in other words
             settings = dataclasses.replace(settings, model=old.model, model_config=old.model_config, set=old.set)
-    changes = changed_settings(old, settings)
-    trained = checkpoints_of(old, run).latest
-    check_changes(changes, run_dir, allowed=settings.allow_changes, trained=trained is not None)
+            run = RunDirectory(settings)
+    changes, trained = changed_settings(old, settings), checkpoints.latest
+    check_changes(changes, run.path, allowed=settings.allow_changes, trained=trained is not None)
     if "checkpoint_dir" in changes and trained is not None:
-        _check_moved(old, settings, run, trained)
-    return settings, changes
+        _check_moved(saved, run, trained)
+    return run, changes
 
 
-def _check_moved(old: TrainConfig, settings: TrainConfig, run: Path, trained: int) -> None:
+def _check_moved(saved: RunDirectory, run: RunDirectory, trained: int) -> None:
     """Raise ConfigError if a run whose checkpoints move to another directory has none of its own there."""
-    was, now = (str(checkpoint_directory(each, run)) for each in (old, settings))
-    rule = f"checkpoint_dir={settings.checkpoint_dir!r}, but step {trained} of {run} is in {was}"
+    was, now, settings = saved.checkpoint_directory, run.checkpoint_directory, run.settings
+    rule = f"checkpoint_dir={settings.checkpoint_dir!r}, but step {trained} of {run.path} is in {was}"
     latest = Checkpoints(now).latest
     check(latest is not None and latest >= trained, f"{rule}: copy {was} to {now}, or leave checkpoint_dir as it was.")
-    backup = download_run(now)
-    if backup is not None:
-        other = load_settings(backup / "settings.json")
-        check_changes(changed_settings(other, settings), now, allowed=settings.allow_changes, trained=True)
+    other = RunDirectory.download(now)
+    if other is not None:
+        changes = changed_settings(other.settings, settings)
+        check_changes(changes, now, allowed=settings.allow_changes, trained=True)
 
 
 def restore_state(

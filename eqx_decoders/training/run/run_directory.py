@@ -1,127 +1,216 @@
-"""The run directory: which files a run has there, and which of them tell that it has started.
+"""The run directory: the one owner of a run's files, settings, lock, backup, tokenizer and checkpoints.
 
 A run that starts from a Hugging Face checkpoint has its `config.json` and tokenizer in `source/`, so that it can be
 resumed, sampled and exported when the checkpoint is gone. Others have their configuration in `model.json`.
 """
 
 import atexit
+import contextlib
 import dataclasses
+import functools
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from eqx_decoders.errors import CheckpointError, check
-from eqx_decoders.io.atomic_files import expanded, write_atomically
+from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
-from eqx_decoders.io.run_lock import OWNER, check_run_dir
+from eqx_decoders.io.heartbeat import ON_FAILURE
+from eqx_decoders.io.run_lock import OWNER, RunLock, check_run_dir
 from eqx_decoders.io.text.chat_template import JINJA, ChatTemplate, load_chat_template, read_chat_template
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.settings_file import Changes, load_settings, save_settings
 
 
-SOURCE = "source"
-MODEL = "model.json"
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """A run's directory as a start with `settings` sees it: `settings.run_dir`, and the checkpoints, maybe elsewhere.
 
-
-def checkpoint_directory(settings: TrainConfig, run_dir: str | Path) -> str | Path:
-    """Return the directory in which a run saves its checkpoints."""
-    return settings.checkpoint_dir or Path(run_dir) / "checkpoints"
-
-
-def checkpoints_of(settings: TrainConfig, run_dir: str | Path) -> Checkpoints:
-    """Return the checkpoints of a run for reading: where it saves, or those of the convert program in the run."""
-    saved = Checkpoints(checkpoint_directory(settings, run_dir))
-    if settings.checkpoint_dir is None or saved.latest is not None:
-        return saved
-    return Checkpoints(Path(run_dir) / "checkpoints")
-
-
-def download_run(checkpoint_dir: str) -> Path | None:
-    """Copy the backup beside the checkpoints of a run into a temporary run directory; return None if there is none."""
-    if not RunBackup("", checkpoint_dir).is_complete:
-        return None
-    folder = Path(tempfile.mkdtemp(prefix="eqx_decoders-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    RunBackup(folder, checkpoint_dir).restore()
-    settings = load_settings(folder / "settings.json")
-    save_settings(dataclasses.replace(settings, checkpoint_dir=checkpoint_dir), folder / "settings.json")
-    return folder
-
-
-def local_run(run_dir: str | Path) -> Path:
-    """Return a run directory, downloaded if it is `gs://…`, the directory of the checkpoints of a run."""
-    if "://" not in str(run_dir):
-        return Path(expanded(run_dir))
-    folder = download_run(str(run_dir))
-    if folder is None:
-        rule = f"run_dir={str(run_dir)!r} is no checkpoint_dir of a run"
-        raise CheckpointError(f"{rule}: it has no run/settings.json. Give the run's directory, or its checkpoint_dir.")
-    return folder
-
-
-def find_run(run_dir: str | Path, checkpoint_dir: str | None) -> Path | None:
-    """Find the files of a run that has started: its directory, or a download of the backup beside its checkpoints.
-
-    The backup counts where this machine has no such directory, or the run was started on another one since.
+    `RunDirectory.open` takes the settings that are saved there. Nothing is read before it is needed, and only what is
+    called save or write changes files.
     """
-    run = Path(run_dir)
-    if has_model(run):
-        check_run_dir(run)
-        checkpoint_dir = checkpoint_dir or load_settings(run / "settings.json").checkpoint_dir
-        if not RunBackup(run, checkpoint_dir).is_taken_over:
-            return run
-    return None if checkpoint_dir is None else download_run(checkpoint_dir)
 
+    settings: TrainConfig
 
-def check_checkpoint_dir(settings: TrainConfig, changes: Changes, run_dir: str | Path) -> None:
-    """Raise CheckpointError if the checkpoint_dir of a run that has taken steps is empty: not mounted?"""
-    metrics = Path(run_dir) / "metrics.jsonl"
-    if settings.checkpoint_dir is None or "checkpoint_dir" in changes or not metrics.exists():
-        return
-    saved = metrics.stat().st_size == 0 or RunBackup(run_dir, settings.checkpoint_dir).is_complete
-    rule = f"checkpoint_dir={settings.checkpoint_dir!r} is empty, but {run_dir} has saved there"
-    check(saved, f"{rule}: is it mounted? To begin anew, choose another run_dir.", CheckpointError)
+    @classmethod
+    def open(cls, run_dir: str | Path) -> "RunDirectory":
+        """Open a run as it was saved; for `gs://…`, the directory of its checkpoints, its backup is downloaded."""
+        if "://" not in str(run_dir):
+            return cls(TrainConfig(run_dir=str(run_dir))).as_saved()
+        run = cls.download(str(run_dir))
+        if run is None:
+            rule = f"run_dir={str(run_dir)!r} is no checkpoint_dir of a run: it has no run/settings.json"
+            raise CheckpointError(f"{rule}. Give the run's directory, or its checkpoint_dir.")
+        return run
 
+    @classmethod
+    def download(cls, checkpoint_dir: str) -> "RunDirectory | None":
+        """Copy the backup beside a run's checkpoints into a temporary run directory; return None if there is none."""
+        if not RunBackup("", checkpoint_dir).is_complete:
+            return None
+        folder = tempfile.mkdtemp(prefix="eqx_decoders-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        RunBackup(folder, checkpoint_dir).restore()
+        saved = cls(TrainConfig(run_dir=folder)).as_saved()
+        run = cls(dataclasses.replace(saved.settings, checkpoint_dir=checkpoint_dir))
+        run.save_settings()
+        return run
 
-def has_started(run_dir: str | Path) -> bool:
-    """Return whether a run has at least a tokenizer or a checkpoint, or has come to its first step.
+    @classmethod
+    def find(cls, run_dir: str, checkpoint_dir: str | None) -> "RunDirectory | None":
+        """Find a run that has started: its directory, or a download of the backup beside its checkpoints.
 
-    An earlier start may have been stopped before. `source/` alone is no sign that anything was made of it.
-    """
-    run = Path(run_dir)
-    results, metrics = ("tokenizer", "checkpoints", OWNER), run / "metrics.jsonl"
-    stepped = metrics.is_file() and metrics.stat().st_size > 0
-    return (run / "settings.json").is_file() and (stepped or any((run / name).exists() for name in results))
+        The backup counts where this machine has no such directory, or the run was started on another one since.
+        """
+        run = cls(TrainConfig(run_dir=run_dir))
+        if run.has_model:
+            check_run_dir(run_dir)
+            checkpoint_dir = checkpoint_dir or run.as_saved().settings.checkpoint_dir
+            if not RunBackup(run_dir, checkpoint_dir).is_taken_over:
+                return run.as_saved()
+        return None if checkpoint_dir is None else cls.download(checkpoint_dir)
 
+    @property
+    def path(self) -> Path:
+        return Path(self.settings.run_dir)
 
-def has_model(run: Path) -> bool:
-    """Return whether a start without `init_from` has a model to go on with, or one to start from."""
-    return has_started(run) or ((run / "settings.json").is_file() and (run / SOURCE).exists())
+    @property
+    def source(self) -> Path:
+        """Directory with the description and the tokenizer of the model that the run starts from."""
+        return self.path / "source"
 
+    @property
+    def model_file(self) -> Path:
+        """File with the configuration of a model that is no other's."""
+        return self.path / "model.json"
 
-def is_imported(settings: TrainConfig, run_dir: str | Path) -> bool:
-    """Return whether the checkpoint of a run is weights alone, from the convert program."""
-    checkpoints = checkpoints_of(settings, run_dir)
-    return checkpoints.latest == 0 and checkpoints.manifest(0)["data_state"] == {}
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
 
+    @property
+    def data(self) -> Path:
+        """Directory of the tokens."""
+        return self.path / "data"
 
-def tokenizer_directory(settings: TrainConfig, run_dir: str | Path) -> Path:
-    """Return the directory of the tokenizer of a run: `tokenizer`, or `source` if it is that of `init_from`."""
-    of_source = settings.tokenizer is None and (Path(run_dir) / SOURCE).exists()
-    return Path(run_dir) / (SOURCE if of_source else "tokenizer")
+    @property
+    def tokenizer(self) -> Path:
+        """Directory of the tokenizer: `tokenizer`, or `source` if it is that of `init_from`."""
+        return self.source if self.settings.tokenizer is None and self.source.exists() else self.path / "tokenizer"
 
+    # --- settings ---
 
-def run_template(settings: TrainConfig, run_dir: str | Path) -> ChatTemplate | None:
-    """Load the chat template of a run: the file in its settings, else the one beside its tokenizer."""
-    folder, file = tokenizer_directory(settings, run_dir), settings.dataset.chat_template
-    copied = file is not None and not Path(file).exists() and (folder / JINJA).exists()
-    return load_chat_template(folder, file=None if copied else file)
+    @property
+    def _settings_file(self) -> Path:
+        return self.path / "settings.json"
 
+    def as_saved(self) -> "RunDirectory":
+        """Return the run with the settings that are saved in this directory."""
+        return RunDirectory(dataclasses.replace(load_settings(self._settings_file), run_dir=str(self.path)))
 
-def write_template(settings: TrainConfig, run_dir: str | Path) -> None:
-    """Copy the file of a chat template beside the tokenizer of the run, with which it is exported."""
-    file = settings.dataset.chat_template
-    if file is not None and Path(file).exists():
-        source = read_chat_template(file).source
-        write_atomically(tokenizer_directory(settings, run_dir) / JINJA, source.encode())
+    def save_settings(self, changes: Changes | None = None, step: int = 0) -> None:
+        """Write the settings, and to their history the `changes` that were made at `step`."""
+        save_settings(self.settings, self._settings_file, changes=changes, step=step)
+
+    # --- what was made of it ---
+
+    @property
+    def has_settings(self) -> bool:
+        return self._settings_file.is_file()
+
+    @property
+    def has_started(self) -> bool:
+        """True if the run has at least a tokenizer or a checkpoint, or has come to its first step.
+
+        An earlier start may have been stopped before. `source/` alone is no sign that anything was made of it.
+        """
+        results = ("tokenizer", "checkpoints", OWNER)
+        stepped = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        return self.has_settings and (stepped or any((self.path / name).exists() for name in results))
+
+    @property
+    def has_model(self) -> bool:
+        """True if a start without `init_from` has a model to go on with, or one to start from."""
+        return self.has_started or (self.has_settings and self.source.exists())
+
+    @property
+    def is_imported(self) -> bool:
+        """True if the checkpoint is weights alone, from the convert program."""
+        checkpoints = self.checkpoints()
+        return checkpoints.latest == 0 and checkpoints.manifest(0)["data_state"] == {}
+
+    # --- checkpoints, their backup, and the lock ---
+
+    @property
+    def checkpoint_directory(self) -> str:
+        """Directory in which the run saves its checkpoints."""
+        return self.settings.checkpoint_dir or str(self.path / "checkpoints")
+
+    def checkpoints(self) -> Checkpoints:
+        """Return the checkpoints for reading: where the run saves, or those of the convert program in the run."""
+        saved = Checkpoints(self.checkpoint_directory)
+        if self.settings.checkpoint_dir is None or saved.latest is not None:
+            return saved
+        return Checkpoints(self.path / "checkpoints")
+
+    @functools.cached_property
+    def backup(self) -> RunBackup:
+        """Copies of the small files beside checkpoints that are elsewhere; the same object for all of a start."""
+        return RunBackup(self.path, self.settings.checkpoint_dir)
+
+    def restore(self) -> None:
+        """Restore the files from the backup, on a machine that has none or older ones."""
+        self.backup.check_writable()
+        if not self.has_started or self.backup.is_taken_over:
+            self.backup.restore()
+
+    def check_checkpoint_dir(self, changes: Changes) -> None:
+        """Raise CheckpointError if the checkpoint_dir of a run that has taken steps is empty: not mounted?"""
+        elsewhere = self.settings.checkpoint_dir
+        if elsewhere is None or "checkpoint_dir" in changes or not self.metrics.exists():
+            return
+        saved = self.metrics.stat().st_size == 0 or self.backup.is_complete
+        rule = f"checkpoint_dir={elsewhere!r} is empty, but {self.path} has saved there"
+        check(saved, f"{rule}: is it mounted? To begin anew, choose another run_dir.", CheckpointError)
+
+    def lock_owner(self) -> str:
+        """Return the text that names the process which holds the lock; empty without any."""
+        file = self.path / ".lock"
+        return file.read_text() if file.exists() else ""
+
+    @contextlib.contextmanager
+    def undo_on_failure(self, lock: RunLock | None) -> Iterator[None]:
+        """Leave the directory as it was if the start fails, here or elsewhere; lock: None but for the writer."""
+        files = (self._settings_file, self.model_file)
+        before = {file: file.read_bytes() for file in files if lock is not None and file.is_file()}
+
+        def undo() -> None:
+            if lock is not None:
+                lock.undo()
+                for file, content in before.items():
+                    file.write_bytes(content)
+
+        ON_FAILURE.append(undo)  # of another process
+        try:
+            yield
+        except Exception:
+            undo()
+            raise
+        finally:
+            ON_FAILURE.remove(undo)
+
+    # --- chat template ---
+
+    def template(self) -> ChatTemplate | None:
+        """Load the chat template: the file in the settings, else the one beside the tokenizer."""
+        file = self.settings.dataset.chat_template
+        copied = file is not None and not Path(file).exists() and (self.tokenizer / JINJA).exists()
+        return load_chat_template(self.tokenizer, file=None if copied else file)
+
+    def write_template(self) -> None:
+        """Copy the file of a chat template beside the tokenizer, with which it is exported."""
+        file = self.settings.dataset.chat_template
+        if file is not None and Path(file).exists():
+            write_atomically(self.tokenizer / JINJA, read_chat_template(file).source.encode())

@@ -14,17 +14,18 @@ from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import merge_lora
-from eqx_decoders.training.run.run_directory import SOURCE
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import is_new
 
 
-def check_exports(target: Decoder, settings: TrainConfig, run_dir: str | Path) -> None:
-    """Raise ConversionError before a run if `settings.export` or `export_adapter` could not be written after it.
+def check_exports(target: Decoder, run: RunDirectory) -> None:
+    """Raise ConversionError before a run if its `export` or `export_adapter` could not be written after it.
 
     `target` is that of `abstract_run`.
     """
+    settings = run.settings
     plans: dict[str, Callable[[], Any]] = {
-        "export": lambda: export_plan(_exported(target, settings), settings=_config_keys(settings, Path(run_dir))),
+        "export": lambda: export_plan(_exported(target, settings), settings=_config_keys(run)),
         "export_adapter": lambda: adapter_plan(_without_added_mtp(target, settings)),
     }
     for field, plan in plans.items():
@@ -38,28 +39,24 @@ def check_exports(target: Decoder, settings: TrainConfig, run_dir: str | Path) -
             raise ConversionError(f"{field}={directory!r} would fail after the last step. {error}") from error
 
 
-def write_exports(model: Decoder, target: Decoder, settings: TrainConfig, run_dir: Path) -> None:
-    """Write `settings.export` and `export_adapter` unless they exist; all processes take part."""
-    model = dataclasses.replace(model, origin=target.origin)
+def write_exports(model: Decoder, target: Decoder, run: RunDirectory) -> None:
+    """Write the `export` and the `export_adapter` of a run unless they exist; all processes take part."""
+    settings, model = run.settings, dataclasses.replace(model, origin=target.origin)
     if settings.export_adapter is not None and from_first("is_new", is_new(settings.export_adapter)):
         export_adapter(model, settings, settings.export_adapter)
     if settings.export is not None and from_first("is_new", is_new(settings.export)):
-        export_run(model, settings, run_dir, settings.export)
+        export_run(model, run, settings.export)
 
 
-def export_run(
-    model: Decoder, settings: TrainConfig, run_dir: str | Path, directory: str | Path, **options: Any
-) -> None:
+def export_run(model: Decoder, run: RunDirectory, directory: str | Path, **options: Any) -> None:
     """Write a run's model, adapters merged, with its tokenizer as a directory that `from_pretrained` opens.
 
     `options` are those of `save_hf`.
     """
-    run = Path(run_dir)
-    of_source = settings.init_from is not None and settings.tokenizer is None
-    keys, tokenizer = _config_keys(settings, run), run / (SOURCE if of_source else "tokenizer")
-    if not of_source:
-        keys |= special_token_ids(load_tokenizer(tokenizer))
-    save_hf(_exported(model, settings), directory, settings=keys, tokenizer=tokenizer, **options)
+    keys = _config_keys(run)
+    if run.tokenizer != run.source:
+        keys |= special_token_ids(load_tokenizer(run.tokenizer))
+    save_hf(_exported(model, run.settings), directory, settings=keys, tokenizer=run.tokenizer, **options)
 
 
 def export_adapter(model: Decoder, settings: TrainConfig, directory: str | Path) -> None:
@@ -76,9 +73,9 @@ def _without_added_mtp(model: Decoder, settings: TrainConfig) -> Decoder:
     return model.without_mtp() if settings.mtp_depths > 0 else model
 
 
-def _config_keys(settings: TrainConfig, run: Path) -> dict[str, Any]:
+def _config_keys(run: RunDirectory) -> dict[str, Any]:
     """Return the keys of `config.json` that a run's model has besides those of its source."""
-    return {} if (run / SOURCE).exists() else {"max_position_embeddings": settings.dataset.seq_len}
+    return {} if run.source.exists() else {"max_position_embeddings": run.settings.dataset.seq_len}
 
 
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:

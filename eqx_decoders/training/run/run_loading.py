@@ -14,9 +14,8 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import merge_lora
 from eqx_decoders.training.optimizer.resume import ema_weights
-from eqx_decoders.training.run.run_directory import SOURCE, checkpoints_of, local_run
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import abstract_run, with_params_dtype
-from eqx_decoders.training.settings_file import load_settings
 
 
 def load_run(
@@ -27,10 +26,12 @@ def load_run(
     They are the running means where the run has them, unless `ema` is False. `run_dir` may also be the
     `checkpoint_dir` of a run, as `gs://…`.
     """
-    run = local_run(run_dir)
-    settings = load_settings(run / "settings.json")
-    checkpoints = checkpoints_of(settings, run)
-    target = abstract_run(settings, run, with_params_dtype(Execution(**execution), settings.params_dtype))
+    return _load_weights(RunDirectory.open(run_dir), step, Execution(**execution), ema)
+
+
+def _load_weights(run: RunDirectory, step: int | None, execution: Execution, ema: bool) -> Decoder:
+    checkpoints, settings = run.checkpoints(), run.settings
+    target = abstract_run(run, with_params_dtype(execution, settings.params_dtype))
     model, _, step = load_weights(checkpoints.directory, target, step)  # all of what follows is of this step
     if ema and settings.optimizer.ema_decay is not None:
         weights = named_leaves(model)
@@ -46,12 +47,9 @@ def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unp
 
     A run with the tokenizer of a published model has its chat template and its defaults, too.
     """
-    run = local_run(run_dir)
-    settings = load_settings(run / "settings.json")
-    model = load_run(run, step, **execution)
-    source = run / SOURCE
-    if settings.tokenizer is None and source.exists():
-        return build_text_model(model, load_tokenizer(source), source)
-    tokenizer = load_tokenizer(run / "tokenizer")
-    chat = load_chat_template(run / "tokenizer") if isinstance(tokenizer, JsonTokenizer) else None
+    run = RunDirectory.open(run_dir)
+    model, tokenizer = _load_weights(run, step, Execution(**execution), True), load_tokenizer(run.tokenizer)
+    if run.tokenizer == run.source:
+        return build_text_model(model, tokenizer, run.source)
+    chat = load_chat_template(run.tokenizer) if isinstance(tokenizer, JsonTokenizer) else None
     return TextModel(model=model, tokenizer=tokenizer, chat=chat)

@@ -24,8 +24,7 @@ from eqx_decoders.model.init import abstract, add_mtp, init
 from eqx_decoders.sharding.axes import matching, named_leaves, replaced
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import add_lora
-from eqx_decoders.training.run.run_directory import MODEL, SOURCE, is_imported
-from eqx_decoders.training.settings_file import load_settings, save_settings
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.step_settings import ModelSettings
 
 
@@ -46,12 +45,11 @@ def _read_config_file(path: str) -> DecoderConfig:
     return decode_config(parse_json(text.encode(), str(path)), str(path))[0]
 
 
-def run_config(settings: TrainConfig, run_dir: str | Path) -> DecoderConfig:
+def run_config(run: RunDirectory) -> DecoderConfig:
     """Return the configuration of a run without `source/`: its `model.json`, if the settings still name that model."""
-    file, own_settings = Path(run_dir) / MODEL, Path(run_dir) / "settings.json"
-    if file.is_file() and own_settings.is_file() and names_same_model(load_settings(own_settings), settings):
-        return DecoderConfig.from_json(file.read_text())
-    return model_config(settings)
+    if run.model_file.is_file() and run.has_settings and names_same_model(run.as_saved().settings, run.settings):
+        return DecoderConfig.from_json(run.model_file.read_text())
+    return model_config(run.settings)
 
 
 def names_same_model(one: TrainConfig, other: TrainConfig) -> bool:
@@ -59,25 +57,23 @@ def names_same_model(one: TrainConfig, other: TrainConfig) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("model", "model_config", "set", "init_from"))
 
 
-def write_config(settings: TrainConfig, run_dir: str | Path, *, save: bool = False) -> None:
+def write_config(run: RunDirectory, *, save: bool = False) -> None:
     """Write the configuration of a run into its directory, where no flag is needed to find it again.
 
     save: write the settings, too, and first: they tell that the directory is a run's.
     """
-    file = Path(run_dir) / MODEL
-    has_config = settings.init_from is None and not (Path(run_dir) / SOURCE).exists()
-    content = run_config(settings, run_dir).to_json().encode() if has_config else b""
+    file, has_config = run.model_file, run.settings.init_from is None and not run.source.exists()
+    content = run_config(run).to_json().encode() if has_config else b""
     if save:
         if has_config and file.is_file() and file.read_bytes() != content:
             file.unlink()  # of an earlier start: these never stand beside the configuration of another model
-        save_settings(settings, Path(run_dir) / "settings.json")
+        run.save_settings()
     if has_config:
         write_atomically(file, content)
 
 
-def write_source(model: Decoder, run_dir: str | Path) -> None:
-    """Write the description of a loaded model, its tokenizer and its generation settings to `<run_dir>/source`."""
-    folder = Path(run_dir) / SOURCE
+def write_source(model: Decoder, folder: Path) -> None:
+    """Write the description of a loaded model, its tokenizer and its generation settings to a run's `source`."""
     if model.origin is None:
         return
     _, settings = export_config(model)
@@ -87,9 +83,9 @@ def write_source(model: Decoder, run_dir: str | Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # of a start that did not come to its end
 
 
-def abstract_run(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
+def abstract_run(run: RunDirectory, execution: Execution = Execution()) -> Decoder:
     """Return the shapes of a run's model, with its LoRA pairs."""
-    return _with_additions(_abstract_base(settings, run_dir, execution), settings, jax.random.key(0))
+    return _with_additions(_abstract_base(run, execution), run.settings, jax.random.key(0))
 
 
 def _with_additions(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Decoder:
@@ -100,29 +96,29 @@ def _with_additions(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) ->
     return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))
 
 
-def _abstract_base(settings: TrainConfig, run_dir: str | Path, execution: Execution) -> Decoder:
-    options, source = vars(execution), Path(run_dir) / SOURCE
-    if source.exists():
-        config, origin = read_config(source)
-        return dataclasses.replace(abstract(config, **options), origin=origin)
-    if settings.init_from is not None:
-        return abstract_hf(settings.init_from, **options)
-    return abstract(run_config(settings, run_dir), **options)
-
-
-def new_model(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
-    """Make a run's model before its first step."""
-    key = jax.random.fold_in(jax.random.key(settings.dataset.seed), 0)
-    return _with_additions(_new_base(settings, run_dir, execution, key), settings, key)
-
-
-def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, key: PRNGKeyArray) -> Decoder:
+def _abstract_base(run: RunDirectory, execution: Execution) -> Decoder:
     options = vars(execution)
+    if run.source.exists():
+        config, origin = read_config(run.source)
+        return dataclasses.replace(abstract(config, **options), origin=origin)
+    if run.settings.init_from is not None:
+        return abstract_hf(run.settings.init_from, **options)
+    return abstract(run_config(run), **options)
+
+
+def new_model(run: RunDirectory, execution: Execution = Execution()) -> Decoder:
+    """Make a run's model before its first step."""
+    key = jax.random.fold_in(jax.random.key(run.settings.dataset.seed), 0)
+    return _with_additions(_new_base(run, execution, key), run.settings, key)
+
+
+def _new_base(run: RunDirectory, execution: Execution, key: PRNGKeyArray) -> Decoder:
+    options, settings = vars(execution), run.settings
     if settings.init_from is None:
-        return init(run_config(settings, run_dir), key=key, **options)
-    if is_imported(settings, run_dir):
-        target = _abstract_base(settings, run_dir, with_params_dtype(execution, "float32"))  # as they were imported
-        model = load_weights(Path(run_dir) / "checkpoints", target, 0).tree.replace(precision=execution.precision)
+        return init(run_config(run), key=key, **options)
+    if run.is_imported:
+        target = _abstract_base(run, with_params_dtype(execution, "float32"))  # as they were imported
+        model = load_weights(run.checkpoints().directory, target, 0).tree.replace(precision=execution.precision)
         model = jax.tree.map(lambda leaf: leaf.astype(execution.precision.params), model)
     else:
         model = load_hf(settings.init_from, **options)

@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,11 +17,8 @@ from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.io.checkpoint.run_backup import RunBackup
 from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
-from eqx_decoders.io.heartbeat import ON_FAILURE
 from eqx_decoders.io.huggingface.load import abstract_hf
-from eqx_decoders.io.run_lock import RunLock
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
@@ -33,138 +29,93 @@ from eqx_decoders.training.flags import flag
 from eqx_decoders.training.run.media_eval import placeholders, with_images
 from eqx_decoders.training.run.messages import describe_model, format_setting, print_status
 from eqx_decoders.training.run.prepared_run import PreparedRun
-from eqx_decoders.training.run.resume_run import restore_state, resume_settings
-from eqx_decoders.training.run.run_directory import (
-    MODEL,
-    SOURCE,
-    check_checkpoint_dir,
-    checkpoint_directory,
-    checkpoints_of,
-    has_started,
-    is_imported,
-    run_template,
-    write_template,
-)
+from eqx_decoders.training.run.resume_run import restore_state, resume
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_export import check_exports
 from eqx_decoders.training.run.run_model import abstract_run, new_model, write_config, write_source
-from eqx_decoders.training.settings_file import is_new, save_settings
+from eqx_decoders.training.settings_file import is_new
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
 
 
-@contextlib.contextmanager
-def undo_on_failure(directory: Path, lock: RunLock | None) -> Iterator[None]:
-    """Leave a run directory as it was if the start fails, here or in another process; lock: of the one that writes."""
-    files = (directory / "settings.json", directory / MODEL)
-    before = {file: file.read_bytes() for file in files if lock is not None and file.is_file()}
-
-    def undo() -> None:
-        if lock is not None:
-            lock.undo()
-            for file, content in before.items():
-                file.write_bytes(content)
-
-    ON_FAILURE.append(undo)  # of another process
-    try:
-        yield
-    except Exception:
-        undo()
-        raise
-    finally:
-        ON_FAILURE.remove(undo)
-
-
-def prepare_run(config: TrainConfig, execution: Execution, stack: contextlib.ExitStack) -> PreparedRun:
+def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitStack) -> PreparedRun:
     """Open the model and the data of a run, in all processes at once; `stack` closes them."""
-    directory, writes = Path(config.run_dir), jax.process_index() == 0
-    backup = _restore_directory(directory, config, writes)
-    config, changes = resume_settings(config, directory)
+    writes = jax.process_index() == 0
     if writes:
-        check_checkpoint_dir(config, changes, directory)
+        run.restore()
+    all_gather_json("brought back", seconds=LONG)
+    run, changes = resume(run)
+    config = run.settings
+    if writes:
+        run.check_checkpoint_dir(changes)
     for name, (was, now) in changes.items():
         print_status(f"changed: {flag(name)} {format_setting(was)} -> {format_setting(now)}")
-    check_same_settings(config, directory)
+    check_same_settings(run)
     if writes:  # settings now: they say what the tokenizer and the tokens are made with
-        write_config(config, directory, save=not changes and not checkpoints_of(config, directory).steps)
-        fetch_source(config, directory)
+        write_config(run, save=not changes and not run.checkpoints().steps)
+        fetch_source(run)
     all_gather_json("source", seconds=LONG)
-    target = abstract_run(config, directory, execution)
+    target = abstract_run(run, execution)
     check_replicated(target, execution.layout, config.replicated_tolerance)
-    check_exports(target, config, directory)
-    data_config, reader = with_images(config.dataset, target.config, directory / SOURCE)
+    check_exports(target, run)
+    data_config, reader = with_images(config.dataset, target.config, run.source)
     tokenizer = first_then_all(
-        "tokenizer", lambda: make_tokenizer(config, target, data_config, reader), directory / "tokenizer"
+        "tokenizer", lambda: make_tokenizer(run, target, data_config, reader), run.path / "tokenizer"
     )
-    options = _data_options(config, execution, target, reader)
+    options = _data_options(run, execution, target, reader)
     data = stack.enter_context(make_dataset(data_config, tokenizer, **options))  # all processes make tokens together
     held_out = make_held_out_sets(data_config, tokenizer, **options)
     for batches in held_out.values():
         stack.enter_context(batches)
     _check_tokens(tokenizer, [data, *held_out.values()], target)
     return PreparedRun(
-        config=config,
+        directory=run,
         changes=changes,
-        directory=directory,
-        backup=backup,
         execution=execution,
         target=target,
         tokenizer=tokenizer,
         reader=reader,
         data=data,
         held_out=held_out,
-        checkpoints=stack.enter_context(
-            Checkpoints(checkpoint_directory(config, directory), max_checkpoints=config.max_checkpoints)
-        ),
+        checkpoints=stack.enter_context(Checkpoints(run.checkpoint_directory, max_checkpoints=config.max_checkpoints)),
         trainer=Trainer.create(config.optimizer_config(), target, steps=config.steps, config=config.step),
     )
 
 
-def _restore_directory(directory: Path, config: TrainConfig, writes: bool) -> RunBackup:
-    """Restore the files of a run directory from its backup, on a machine that has none or older ones."""
-    backup = RunBackup(directory, config.checkpoint_dir)
-    if writes:
-        backup.check_writable()
-    if writes and (not has_started(directory) or backup.is_taken_over):
-        backup.restore()
-    all_gather_json("brought back", seconds=LONG)
-    return backup
-
-
-def fetch_source(config: TrainConfig, directory: Path) -> None:
+def fetch_source(run: RunDirectory) -> None:
     """Write the description of the model that a run starts from, which may have to be downloaded first."""
-    source, exists = config.init_from, (directory / SOURCE).exists()
-    started = has_started(directory) or bool(checkpoints_of(config, directory).steps)
-    rule = f"{directory / SOURCE} is there, but init_from={source}: of a start or an import that did not come to"
+    source, exists = run.settings.init_from, run.source.exists()
+    started = run.has_started or bool(run.checkpoints().steps)
+    rule = f"{run.source} is there, but init_from={source}: of a start or an import that did not come to"
     check(source is not None or not exists, f"{rule} its end. Give init_from, or choose another run_dir.")
     if source is not None and not (exists and started):  # else it may be another one's
         with StatusLine(f"fetching {source}", remains="what was downloaded is kept"):
-            write_source(abstract_hf(source), directory)
+            write_source(abstract_hf(source), run.source)
 
 
-def check_same_settings(config: TrainConfig, directory: Path) -> None:
+def check_same_settings(run: RunDirectory) -> None:
     """Raise ConfigError unless all processes were started with the same settings, on one run directory."""
-    shared = dataclasses.replace(config, run_dir="", distributed_timeout=1)
+    shared = dataclasses.replace(run.settings, run_dir="", distributed_timeout=1)
     settings = json.loads(json.dumps(flat_settings(shared)))
     first = from_first("settings", settings)
     others = [flag(name) for name in first if settings.get(name) != first[name]]
     rule = "must be the same in all processes, started with one command and one version of this library"
     check(settings.keys() == first.keys() and not others, f"{', '.join(others) or 'the settings'} {rule}.")
     if jax.process_count() > 1:
-        lock = directory / ".lock"
-        holder = from_first("lock", lock.read_text() if jax.process_index() == 0 else "")
-        rule = f"run_dir={config.run_dir!r} is another directory for process {jax.process_index()}"
-        wait_for(lambda: lock.exists() and lock.read_text() == holder, rule)
+        owner = from_first("lock", run.lock_owner() if jax.process_index() == 0 else "")
+        rule = f"run_dir={run.settings.run_dir!r} is another directory for process {jax.process_index()}"
+        wait_for(lambda: run.lock_owner() == owner, rule)
 
 
-def make_tokenizer(config: TrainConfig, target: Decoder, data: DataConfig, reader: MediaReader | None) -> Tokenizer:
+def make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader: MediaReader | None) -> Tokenizer:
     """Load the tokenizer of a run or of the checkpoint that it starts from, or train one; check that it fits."""
-    directory, size = Path(config.run_dir), target.config.vocab_size
-    spec = config.tokenizer or ("bpe" if config.init_from is None else str(directory / SOURCE))
+    config, size = run.settings, target.config.vocab_size
+    spec = config.tokenizer or ("bpe" if config.init_from is None else str(run.source))
     limit = min(size, config.bpe_vocab_size or size, *placeholders(target.config))
-    tokenizer = prepare_tokenizer(directory / "tokenizer", spec, data, limit)
+    tokenizer = prepare_tokenizer(run.path / "tokenizer", spec, data, limit)
     writes = jax.process_index() == 0
     if writes:
-        write_template(config, directory)
+        run.write_template()
     length = config.dataset.seq_len
     rows = getattr(target.config.positions, "max_positions", length)
     check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")
@@ -190,15 +141,14 @@ def _check_sample_length(config: TrainConfig, target: Decoder, tokenizer: Tokeni
 
 
 def _data_options(
-    config: TrainConfig, execution: Execution, target: Decoder, reader: MediaReader | None
+    run: RunDirectory, execution: Execution, target: Decoder, reader: MediaReader | None
 ) -> Mapping[str, Any]:
     """Return the folder of tokens, this process's rows of a batch, the chat template, and the reader of media."""
-    directory = Path(config.run_dir)
-    rows = host_rows(execution.layout, config.dataset.batch_size)
-    options = {"folder": directory / "data", "rows": rows, "template": run_template(config, directory)}
+    rows = host_rows(execution.layout, run.settings.dataset.batch_size)
+    options = {"folder": run.data, "rows": rows, "template": run.template()}
     if reader is None:
         return options
-    by_row = config.step.gradient_accumulation_steps > 1 or not execution.layout.single
+    by_row = run.settings.step.gradient_accumulation_steps > 1 or not execution.layout.single
     return options | {"media": (target.config, reader), "groups": len(rows) if by_row else 1}
 
 
@@ -220,9 +170,9 @@ def first_state(run: PreparedRun) -> tuple[TrainState, int]:
     """Restore the state of the newest checkpoint, or make a new one; return it and the steps that it has taken."""
     config, key, directory = run.config, jax.random.key(run.config.dataset.seed), run.directory
     print_status("\n".join(describe_model(config, run.target, run.trainer.trainable, run.execution)))
-    if from_first("new", run.writes and (run.checkpoints.latest is None or is_imported(config, directory))):
+    if from_first("new", run.writes and (run.checkpoints.latest is None or directory.is_imported)):
         with StatusLine("making the model", remains=run.progress_so_far()):
-            model = new_model(config, directory, run.execution)
+            model = new_model(directory, run.execution)
             state, start = run.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
     else:
         with StatusLine("loading the checkpoint", remains=run.progress_so_far()):
@@ -230,14 +180,14 @@ def first_state(run: PreparedRun) -> tuple[TrainState, int]:
         run.data.set_state(data_state)
         print_status(f"resumed at step {start}")
     print_status(run.data.describe(start, config.steps))
-    check(start <= config.steps, f"steps={config.steps}, but {directory} has done {start} already: ask for more.")
+    check(start <= config.steps, f"steps={config.steps}, but {directory.path} has done {start} already: ask for more.")
     for field in ("export", "export_adapter"):  # checked before the training, not after it
         export = getattr(config, field)
         free = export is None or start == config.steps or is_new(export)
         free = from_first(field, free, seconds=LONG)  # behind the loading of the model
         check(free, f"{field}={export!r} is not empty: give a new directory.")
     if run.writes:
-        save_settings(config, directory / "settings.json", changes=run.changes, step=start)
-        run.backup.claim()
-        run.backup.save()
+        directory.save_settings(run.changes, step=start)
+        directory.backup.claim()
+        directory.backup.save()
     return state, start

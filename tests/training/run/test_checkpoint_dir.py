@@ -16,10 +16,10 @@ from eqx_decoders.io.checkpoint.run_backup import RunBackup
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
 from eqx_decoders.training.run.loop import TrainingLoop
-from eqx_decoders.training.run.resume_run import resume_settings
 from eqx_decoders.training.settings_file import save_settings
 from tests.buckets import bucket
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
+from tests.training.run.starts import resumed
 from tests.training.run.test_loop import OPTIONS, QUICK
 
 
@@ -134,18 +134,18 @@ def test_checkpoints_that_are_moved_must_be_there_and_the_run_s_own(elsewhere, t
         checkpoints.save(4, {"x": jnp.zeros(2)}, data_state={"row": 3}, config="")
     rule = rf"checkpoint_dir='{place}', but step 4 of {run} is in {run}/checkpoints: copy .* to {place}, or leave"
     with pytest.raises(ConfigError, match=rule):
-        resume_settings(new, run)
+        resumed(new, run)
     for path in (run / "checkpoints").rglob("*"):
         if path.is_file():
             target = epath.Path(place) / path.relative_to(run / "checkpoints")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    assert resume_settings(new, run) == (new, {"checkpoint_dir": (None, place)})
+    assert resumed(new, run) == (new, {"checkpoint_dir": (None, place)})
     assert Checkpoints(place).restore({"x": jnp.ones(2)}).step == 4
     save_settings(TrainConfig(dataset=DataConfig(seed=1)), tmp_path / "other/settings.json")
     RunBackup(tmp_path / "other", place).save()
     with pytest.raises(ConfigError, match=rf"seed=0, but {place} was begun with 1"):
-        resume_settings(new, run)
+        resumed(new, run)
 
 
 def test_a_run_directory_is_no_bucket():

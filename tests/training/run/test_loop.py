@@ -46,7 +46,6 @@ from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
 from eqx_decoders.training.run.metrics import read_metrics
 from eqx_decoders.training.run.prepared_run import PreparedRun
 from eqx_decoders.training.run.progress import Progress
-from eqx_decoders.training.run.resume_run import resume_settings
 from eqx_decoders.training.run.run_loading import load_run
 from eqx_decoders.training.run.trackers import Trackers
 from eqx_decoders.training.settings_file import load_settings, save_settings
@@ -56,6 +55,7 @@ from eqx_decoders.training.step.step_config import StepConfig
 from eqx_decoders.training.step.step_log import StepLog
 from eqx_decoders.training.step.train_state import TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
+from tests.training.run.starts import resumed, run_at
 
 
 OPTIONS = {
@@ -460,18 +460,18 @@ def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_
     monkeypatch.setattr(setup, "abstract_hf", lambda source: found.append((source, takes_time())))
     monkeypatch.setattr(setup, "write_source", lambda model, run: None)
     config = TrainConfig(init_from="org/name")
-    setup.fetch_source(config, tmp_path)
+    setup.fetch_source(run_at(config, tmp_path))
     assert found == [("org/name", True)]
     (tmp_path / "source").mkdir()
-    setup.fetch_source(config, tmp_path)
+    setup.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2, "nothing was made yet of what is there: it may be that of another start"
     (tmp_path / "tokenizer").mkdir()
     save_settings(config, tmp_path / "settings.json")
-    setup.fetch_source(config, tmp_path)
+    setup.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
     config = TrainConfig()
     with pytest.raises(ConfigError, match=r"source is there, but init_from=None: of a start or an import that did not"):
-        setup.fetch_source(config, tmp_path)
+        setup.fetch_source(run_at(config, tmp_path))
     assert len(found) == 2
 
 
@@ -694,9 +694,9 @@ def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
     saved.write_text(config.to_json())
     run = load_settings(tmp_path / "run" / "settings.json")
     same = replace(run, model_config=str(saved), set=())
-    assert run.set == own[3::2] and resume_settings(same, run.run_dir)[0] == run
+    assert run.set == own[3::2] and resumed(same, run.run_dir)[0] == run
     with pytest.raises(ConfigError, match=r"set=\('mlp_dim=24',\), but .*run was begun with"):
-        resume_settings(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
+        resumed(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
 
 
 @shows("MeshConfig.fsdp_transpose", "MeshConfig.tensor_sequence", "MeshConfig.expert", "TrainConfig.describe")

@@ -19,12 +19,13 @@ from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.optimizer.resume import trained_weights
 from eqx_decoders.training.run import run_loading, run_model
-from eqx_decoders.training.run.resume_run import restore_state, resume_settings
-from eqx_decoders.training.run.run_directory import SOURCE
+from eqx_decoders.training.run.resume_run import restore_state
+from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import abstract_run, new_model, write_config, write_source
 from eqx_decoders.training.settings_file import load_settings, save_settings, settings_json
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
+from tests.training.run.starts import resumed, run_at
 
 
 BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
@@ -32,35 +33,35 @@ BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
 
 def test_only_some_weights_are_taken(tmp_path):
     settings = TrainConfig(init_from=str(BASE), init_weights=("embedding.*", "*.mlp.*"))
-    model, base = named_leaves(new_model(settings, tmp_path)), named_leaves(ed.load_hf(BASE))
+    model, base = named_leaves(new_model(run_at(settings, tmp_path))), named_leaves(ed.load_hf(BASE))
     same = {name for name in base if np.array_equal(model[name], base[name])}
     assert {name for name in base if name.startswith("embedding") or ".mlp." in name} <= same
     assert not any("mixer" in name and "norm" not in name for name in same)
     with pytest.raises(ed.ConfigError, match="init_weights: no weight matches"):
-        new_model(TrainConfig(init_from=str(BASE), init_weights=("*.experts",)), tmp_path)
+        new_model(run_at(TrainConfig(init_from=str(BASE), init_weights=("*.experts",)), tmp_path))
 
 
 def test_the_source_of_a_run_is_kept_as_it_was_read(tmp_path):
     model = ed.abstract_hf(BASE)
-    write_source(model, tmp_path)
-    kept = json.loads((tmp_path / SOURCE / "config.json").read_text())
+    write_source(model, tmp_path / "source")
+    kept = json.loads((tmp_path / "source" / "config.json").read_text())
     original = json.loads((BASE / "config.json").read_text())
     assert {key: kept.get(key) for key in original if key not in ("dtype", "torch_dtype")} == {
         key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")
     }
     settings = TrainConfig(init_from="gone/away")
-    assert abstract_run(settings, tmp_path).config == model.config
+    assert abstract_run(run_at(settings, tmp_path)).config == model.config
 
 
 def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
     begun = TrainConfig(dataset=DataConfig(seed=3))
-    assert resume_settings(begun, tmp_path) == (begun, {})  # nothing there yet
+    assert resumed(begun, tmp_path) == (begun, {})  # nothing there yet
     save_settings(begun, tmp_path / "settings.json")
     other = dataclasses.replace(begun, model="llama3-8b")
-    assert resume_settings(other, tmp_path) == (other, {})  # nothing was made yet
+    assert resumed(other, tmp_path) == (other, {})  # nothing was made yet
     (tmp_path / "tokenizer").mkdir()
     longer = dataclasses.replace(begun, steps=900, optimizer=OptimizerConfig(eps=1e-6))
-    assert resume_settings(longer, tmp_path) == (longer, {"steps": (400, 900), "optimizer.eps": (1e-8, 1e-6)})
+    assert resumed(longer, tmp_path) == (longer, {"steps": (400, 900), "optimizer.eps": (1e-8, 1e-6)})
     changes = (
         dict(model="llama3-8b"),
         dict(tokenizer="bytes"),
@@ -72,7 +73,7 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
     for change in changes:
         name = next(iter(change)).replace("dataset", "seed")
         with pytest.raises(ed.ConfigError, match=f"{name}=.*was begun with"):
-            resume_settings(dataclasses.replace(begun, **change, allow_changes=True), tmp_path)
+            resumed(dataclasses.replace(begun, **change, allow_changes=True), tmp_path)
 
 
 def test_running_means_begin_and_end_with_a_change(tmp_path):
@@ -109,7 +110,7 @@ def trained(tmp_path_factory):
     return folder, model, named_leaves(state)
 
 
-def resumed(trained, **optimizer):
+def adopted(trained, **optimizer):
     """The checkpoint as a state of another optimizer: its arrays by path, and what was said."""
     folder, model, _ = trained
     trainer, said = Trainer.create(OptimizerConfig(**optimizer), model, steps=10), []
@@ -126,7 +127,7 @@ def test_another_optimizer_begins_anew_at_the_same_place_of_its_schedule(trained
     """Weights and running means go on; two buffers are never one, or a step could not be donated."""
     before = trained[2]
     for name in ("lion", "muon", "adafactor"):
-        trainer, state, found, said = resumed(trained, name=name, ema_decay=0.5)
+        trainer, state, found, said = adopted(trained, name=name, ema_decay=0.5)
         assert_kept(found, before, [path for path in before if not path.startswith("optimizer")])
         fresh = named_leaves(trainer.init(trained[1], key=jax.random.key(1)).optimizer)
         own = {path.removeprefix("optimizer."): leaf for path, leaf in found.items() if path.startswith("optimizer.")}
@@ -146,7 +147,7 @@ def test_another_optimizer_begins_anew_at_the_same_place_of_its_schedule(trained
 def test_other_weights_to_train(trained):
     """Of fewer the state is kept, of more it is new; means are those of the weights that are trained."""
     before = trained[2]
-    trainer, state, found, said = resumed(trained, trainable=("*.mlp.*",), ema_decay=0.5)
+    trainer, state, found, said = adopted(trained, trainable=("*.mlp.*",), ema_decay=0.5)
     assert set(state.ema) == trainer.trainable and "kept" in said[0]
     assert_kept(found, before, [path for path in found if path.startswith(("optimizer", "ema", "model"))])
     assert sum(path.startswith("optimizer") for path in found) < sum(path.startswith("optimizer") for path in before)
@@ -154,7 +155,7 @@ def test_other_weights_to_train(trained):
     with Checkpoints(folder) as checkpoints:
         config = settings_json(TrainConfig(optimizer=OptimizerConfig(trainable=("*.mlp.*",), ema_decay=0.5)))
         checkpoints.save(3, state, data_state={"row": 2}, config=config, wait=True)
-    more, again, own, said = resumed((folder, *trained[1:]), ema_decay=0.5)
+    more, again, own, said = adopted((folder, *trained[1:]), ema_decay=0.5)
     assert set(again.ema) == more.trainable > trainer.trainable and "new" in said[0]
     assert_kept(own, found, [f"ema.{name}" for name in trainer.trainable])
     assert all(np.array_equal(own[f"ema.{n}"], own[f"model.{n}"]) for n in more.trainable - trainer.trainable)
@@ -186,7 +187,7 @@ def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
 
 
 def test_the_same_optimizer_goes_on_as_it_is(trained):
-    _, _, found, said = resumed(trained, ema_decay=0.5, learning_rate=1e-2)
+    _, _, found, said = adopted(trained, ema_decay=0.5, learning_rate=1e-2)
     assert said == []
     assert_kept(found, trained[2], list(trained[2]))
 
@@ -197,27 +198,27 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(4, {"x": jnp.zeros(2)}, data_state={"row": 3}, config="")
     free = TrainConfig(steps=900, remat="full", mesh=MeshConfig(fsdp=8), step=StepConfig(gradient_accumulation_steps=2))
-    assert resume_settings(free, tmp_path)[1].keys() == {
+    assert resumed(free, tmp_path)[1].keys() == {
         "steps", "remat", "mesh.fsdp", "step.gradient_accumulation_steps"
     }  # fmt: skip
     other = TrainConfig(dataset=DataConfig(batch_size=16), optimizer=OptimizerConfig(learning_rate=1e-2))
     with pytest.raises(ed.ConfigError) as caught:
-        resume_settings(other, tmp_path)
+        resumed(other, tmp_path)
     for part in ("batch_size=16, but", "was trained with 8; optimizer.learning_rate=0.01", "give allow_changes"):
         assert part in str(caught.value)
     half = TrainConfig(optimizer=OptimizerConfig(moments_dtype="bfloat16"), allow_changes=True)
     with pytest.raises(ed.ConfigError, match=r"moments_dtype='bfloat16', but .*was begun with 'float32'"):
-        resume_settings(half, tmp_path)
-    _, changes = resume_settings(dataclasses.replace(other, allow_changes=True), tmp_path)
+        resumed(half, tmp_path)
+    _, changes = resumed(dataclasses.replace(other, allow_changes=True), tmp_path)
     assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
 
 
 def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
     """Although another one is saved while they are read."""
     settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))
-    write_config(settings, tmp_path)
+    write_config(run_at(settings, tmp_path))
     save_settings(settings, tmp_path / "settings.json")
-    model = new_model(settings, tmp_path)
+    model = new_model(run_at(settings, tmp_path))
     trainer = Trainer.create(settings.optimizer, model, steps=10)
     state = trainer.init(model, key=jax.random.key(0))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -241,27 +242,27 @@ def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tm
     """A start that was killed behind `write_source` has trained nothing; one without init_from goes on with it."""
     first = TrainConfig(init_from="a/b", run_dir=str(tmp_path))
     save_settings(first, tmp_path / "settings.json")
-    (tmp_path / SOURCE).mkdir()
-    (tmp_path / SOURCE / "of_a").touch()
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "of_a").touch()
     other = dataclasses.replace(first, init_from=str(BASE))
-    assert resume_settings(other, tmp_path) == (other, {})
-    assert resume_settings(dataclasses.replace(first, init_from=None), tmp_path) == (first, {})
-    write_source(ed.abstract_hf(BASE), tmp_path)
-    assert not (tmp_path / SOURCE / "of_a").exists() and (tmp_path / SOURCE / "config.json").exists()
+    assert resumed(other, tmp_path) == (other, {})
+    assert resumed(dataclasses.replace(first, init_from=None), tmp_path) == (first, {})
+    write_source(ed.abstract_hf(BASE), tmp_path / "source")
+    assert not (tmp_path / "source" / "of_a").exists() and (tmp_path / "source" / "config.json").exists()
     (tmp_path / "metrics.jsonl").touch()
-    assert resume_settings(other, tmp_path) == (other, {})
+    assert resumed(other, tmp_path) == (other, {})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ed.ConfigError, match=r"init_from=.*was begun with"):
-        resume_settings(other, tmp_path)
+        resumed(other, tmp_path)
 
 
 def test_settings_are_there_before_the_configuration(tmp_path, monkeypatch):
     """They tell whose the directory is; beside them is never the configuration of another start's model."""
-    write_config(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path)), tmp_path, save=True)
+    write_config(RunDirectory(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path))), save=True)
     settings = TrainConfig(model="tiny", run_dir=str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(run_model, "write_atomically", lambda file, content: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            write_config(settings, tmp_path, save=True)
+            write_config(run_at(settings, tmp_path), save=True)
     assert load_settings(tmp_path / "settings.json").model == "tiny"
-    assert run_model.run_config(settings, tmp_path) == ed.get_config("tiny")
+    assert run_model.run_config(run_at(settings, tmp_path)) == ed.get_config("tiny")

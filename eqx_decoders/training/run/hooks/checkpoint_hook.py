@@ -38,7 +38,7 @@ class CheckpointHook(Hook):
         run = self.run
         with self.time.doing("saving"):
             if run.writes:
-                run.backup.check_owner()
+                run.directory.backup.check_owner()
             run.back_up_metrics()
             config, finite = settings_json(run.config), self.metrics.skipped_in_a_row == 0
             run.checkpoints.save(step, state, data_state=run.data_state, config=config, drop=finite)

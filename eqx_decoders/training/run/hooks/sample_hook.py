@@ -58,7 +58,7 @@ class SampleHook(Hook):
             sizes = {"most_new": config.sample_tokens, "at_once": config.dataset.batch_size * config.dataset.seq_len}
             answered = answers(model, run.reader, run.tokenizer, stores, **sizes)
             if draw and answered:
-                draw_answers(run.reader, answered[:DRAWN_ANSWERS], run.directory / "answers.png")
+                draw_answers(run.reader, answered[:DRAWN_ANSWERS], run.directory.path / "answers.png")
             if answered:
                 return describe_answers(answered)
         new, seed = config.sample_tokens, config.dataset.seed

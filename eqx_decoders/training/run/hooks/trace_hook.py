@@ -23,7 +23,7 @@ class TraceHook(Hook):
             return
         self.metrics.read(step - 1)  # nothing is under way where a trace begins and ends
         if wanted:
-            jax.profiler.start_trace(str(self.run.directory / "profile"))
+            jax.profiler.start_trace(str(self.run.directory.path / "profile"))
         else:
             jax.profiler.stop_trace()
         self.tracing = wanted

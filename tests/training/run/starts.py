@@ -1,0 +1,20 @@
+"""Run directories as a start with some settings sees them."""
+
+import dataclasses
+from pathlib import Path
+
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.run.resume_run import resume
+from eqx_decoders.training.run.run_directory import RunDirectory
+from eqx_decoders.training.settings_file import Changes
+
+
+def run_at(settings: TrainConfig, folder: Path | str) -> RunDirectory:
+    """Return the run in a folder, whatever folder the settings name."""
+    return RunDirectory(dataclasses.replace(settings, run_dir=str(folder)))
+
+
+def resumed(settings: TrainConfig, folder: Path | str) -> tuple[TrainConfig, Changes]:
+    """Return the settings with which a run in a folder is resumed, and what they change."""
+    run, changes = resume(run_at(settings, folder))
+    return dataclasses.replace(run.settings, run_dir=settings.run_dir), changes
