@@ -92,7 +92,8 @@ def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
     class Timed(TrainingLoop):
         def _steps(self, state, step):
             for _ in range(7):
-                self.run.config = dataclasses.replace(self.run.config, steps=step + steps)
+                settings = dataclasses.replace(self.run.config, steps=step + steps)
+                self.run.directory = dataclasses.replace(self.run.directory, settings=settings)
                 begin = time.perf_counter()
                 state, step, _ = super()._steps(state, step)
                 runs["run"].append((time.perf_counter() - begin) / steps)

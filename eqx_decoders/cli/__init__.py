@@ -1,12 +1,10 @@
 """The programs: `eqx-decoders train`, `generate`, `serve`, `convert` and `plan`, which `scripts/` starts, too."""
 
-import contextlib
 import functools
 import importlib
-import io
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
 from eqx_decoders.errors import EqxDecodersError, need_extra
@@ -27,13 +25,25 @@ PROGRAMS = {
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the program that the first argument names with the others; return the exit code."""
+
+    def start(name: str) -> Callable[[list[str], str], int]:
+        return lambda args, prog: importlib.import_module(f"eqx_decoders.cli.{name}").main(args, prog=prog)
+
+    return run_command({name: (text, start(name)) for name, text in PROGRAMS.items()}, args, "eqx-decoders")
+
+
+def run_command(
+    commands: Mapping[str, tuple[str, Callable[[list[str], str], int]]], args: Sequence[str] | None, prog: str
+) -> int:
+    """Run the command that the first argument names; print the commands, each with its text, if it names none."""
     name, *rest = [*(sys.argv[1:] if args is None else args), ""]
-    if name in PROGRAMS:
-        return importlib.import_module(f"eqx_decoders.cli.{name}").main(rest[:-1], prog=f"eqx-decoders {name}")
+    if name in commands:
+        return commands[name][1](rest[:-1], f"{prog} {name}")
     help_wanted = name in ("-h", "--help")
-    lines = [f"usage: eqx-decoders {{{','.join(PROGRAMS)}}} [OPTIONS]", ""]
-    lines += [f"  {program:10}{text}" for program, text in PROGRAMS.items()]
-    lines += ["", "eqx-decoders train --help explains the options of train, and so on."]
+    lines = [] if help_wanted or not name else [f"{name!r} is no command.", ""]
+    lines += [f"usage: {prog} {{{','.join(commands)}}} [OPTIONS]", ""]
+    lines += [f"  {command:10}{text}" for command, (text, _) in commands.items()]
+    lines += ["", f"{prog} {next(iter(commands))} --help explains the options of {next(iter(commands))}, and so on."]
     print("\n".join(lines), file=sys.stdout if help_wanted else sys.stderr)
     return 0 if help_wanted else 2
 
@@ -76,23 +86,6 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
     free = rf"(?<![\w./'\"-])(?:{names})(?![\w/'\"-]|\.\w)"  # not a part of a path, of a quotation or of another name
     named = re.sub(free, lambda found: flags[found[0]], text)
     return re.sub(r"(--[\w.-]+) \(\1\)", r"\1", named)  # where a sentence for all has both, flag and field
-
-
-@contextlib.contextmanager
-def own_errors() -> Iterator[None]:
-    """Raise this library's errors in the checks of settings, which a parser of tyro would print in a box."""
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            yield
-    except SystemExit as left:
-        cause: BaseException | None = left
-        while cause is not None and not isinstance(cause, EqxDecodersError):
-            cause = cause.__context__
-        if cause is not None:
-            raise cause from None
-        print(output.getvalue(), end="", file=sys.stderr)
-        raise
 
 
 def require(*packages: str) -> None:

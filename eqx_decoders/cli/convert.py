@@ -10,6 +10,9 @@ which must see the same directories.
 
 import contextlib
 import dataclasses
+import functools
+import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +21,10 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from eqx_decoders.cli import own_errors, program, require
+from eqx_decoders.cli import program, require, run_command
 from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of
-from eqx_decoders.cli.setting_flags import flag_names
-from eqx_decoders.errors import CheckpointError, check, check_integer, check_number
+from eqx_decoders.cli.setting_flags import flag_names, parse_flags
+from eqx_decoders.errors import CheckedFields, CheckpointError, NonNegativeFloat, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import from_first
@@ -90,12 +93,8 @@ class Export(Devices):
     """Dtype of the tensors; None: that of the run's weights."""
     ema: bool = True
     """Where the run keeps running means of its weights, export these; otherwise the weights themselves."""
-    shard_gb: float = 5.0
+    shard_gb: PositiveFloat = 5.0
     """Size of a file at most."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_number("shard_gb", self.shard_gb, above=0)
 
     def __call__(self) -> int:
         run = RunDirectory.open(self.run_dir)
@@ -108,31 +107,28 @@ class Export(Devices):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(CheckedFields):
     """Check that a Hugging Face directory is read as it is meant.
 
     Where transformers and torch are installed its logits are compared with theirs on random ids; elsewhere the tensors
     of the loaded model, exported again, are compared with those in the files, bit by bit. Exits with 1 if they differ.
     """
 
+    checked_name = ""
+
     directory: str
     """Directory with config.json and safetensors files, or "org/name" on huggingface.co."""
     against: str | None = None
     """Compare with this other directory instead: settings, tensors by name, and logits."""
-    tolerance: float = 1e-3
+    tolerance: NonNegativeFloat = 1e-3
     """Largest difference of logits."""
-    rows: int = 2
+    rows: PositiveInt = 2
     """Sequences of random ids."""
-    length: int = 32
+    length: PositiveInt = 32
     """Ids of a sequence."""
     seed: int = 0
     """Seed of the ids."""
     mesh: MeshConfig = ONE_DEVICE
-
-    def __post_init__(self):
-        check_number("tolerance", self.tolerance, least=0)
-        check_integer("rows", self.rows)
-        check_integer("length", self.length)
 
     def __call__(self) -> int:
         folder = resolve(self.directory).path
@@ -183,17 +179,28 @@ def _some(lines: list[str], most: int = 10) -> str:
     return "; ".join(lines[:most]) + more
 
 
+COMMANDS = {
+    "import": (Import(source="", run_dir=""), ("source", "run_dir")),
+    "export": (Export(run_dir="", directory=""), ("run_dir", "directory")),
+    "verify": (Verify(directory=""), ("directory",)),
+}
+
+
 @program(lambda: flag_names(Import) | flag_names(Export) | flag_names(Verify))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; return the exit code."""
     require("tyro")
-    import tyro
+    commands = {
+        name: (inspect.getdoc(default).partition("\n")[0], functools.partial(_run, default, arguments))
+        for name, (default, arguments) in COMMANDS.items()
+    }
+    return run_command(commands, args, prog or sys.argv[0])
 
-    commands = {"import": Import, "export": Export, "verify": Verify}
-    options: dict[str, Any] = dict(
-        args=args, prog=prog, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,)
-    )
-    with own_errors():
-        command: Import | Export | Verify = tyro.extras.subcommand_cli_from_dict(commands, **options)
+
+def _run(default: Import | Export | Verify, required: Sequence[str], args: Sequence[str], prog: str) -> int:
+    """Parse the arguments of a command and run it."""
+    titles = {type(default): "conversion", Devices: "devices"}
+    options: dict[str, Any] = dict(args=args, prog=prog, description=inspect.getdoc(default))
+    command = parse_flags(default, titles=titles, required=required, **options)
     with contextlib.nullcontext() if isinstance(command, Verify) else command.connected():
         return command()

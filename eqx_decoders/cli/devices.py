@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from eqx_decoders.errors import check, check_integer
+from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.heartbeat import connected
 from eqx_decoders.sharding.layout import Layout
@@ -15,17 +15,19 @@ ONE_DEVICE = MeshConfig(data=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Devices:
+class Devices(CheckedFields):
     """Flags of programs that run on any devices, in one or more processes."""
+
+    checked_name = ""  # messages name flags
 
     distributed: bool = False
     """This is one of several processes, started with the same flags as the others (see scripts/train.py)."""
-    distributed_timeout: int = 300
+    distributed_timeout: PositiveInt = 300
     """Seconds in which all of them must have started."""
     mesh: MeshConfig = ONE_DEVICE
 
     def __post_init__(self):
-        check_integer("distributed_timeout", self.distributed_timeout)
+        super().__post_init__()
         spread = self.mesh != ONE_DEVICE or not self.distributed
         check(spread, "distributed=True needs a mesh over the devices of all processes, such as mesh.fsdp=-1.")
 

@@ -24,7 +24,7 @@ from eqx_decoders.cli.model_source import ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.core.sampling import GenerationConfig
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, check
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.coordination import from_first
@@ -47,9 +47,9 @@ class GenerateConfig(ModelSource):
     """File of an audio clip; once for each."""
     system: str | None = None
     """Message of the system, before all others."""
-    max_new_tokens: int = 200
+    max_new_tokens: PositiveInt = 200
     """Tokens to write at most."""
-    temperature: float | None = None
+    temperature: NonNegativeFloat | None = None
     """Divides logits; 0: always the most likely token; None: as published with the model, or 0.7."""
     top_k: int | None = None
     """Draw from the k most likely tokens only; None: as published, or all."""
@@ -59,17 +59,13 @@ class GenerateConfig(ModelSource):
     """Draw from tokens at least this times as likely as the most likely one; None: as published, or all."""
     seed: int = 0
     """Seed of the draws."""
-    num_draft_tokens: int = 0
+    num_draft_tokens: NonNegativeInt = 0
     """Tokens that multi-token prediction drafts for each step (speculative decoding); needs --temperature 0."""
 
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "image", "video", "audio")
         check(self.chat or self.system is None, f"system={self.system!r} needs a chat: leave out --no-chat.")
-        check_integer("max_new_tokens", self.max_new_tokens)
-        check_integer("num_draft_tokens", self.num_draft_tokens, minimum=0)
-        if self.temperature is not None:
-            check_number("temperature", self.temperature, least=0)
         GenerationConfig().sampler(**self.sampling())
 
     @property

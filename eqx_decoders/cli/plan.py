@@ -258,10 +258,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanCon
     """Parse the arguments of a command line; exit with 2 for unknown ones."""
     import tyro
 
-    types = {
-        "model": Annotated[str, tyro.conf.Positional],
-        "set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction],
-    }
+    types = {"set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction]}
     words = single_flags(sys.argv[1:] if args is None else args)
     return parse_flags(
         PlanConfig(),

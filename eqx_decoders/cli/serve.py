@@ -26,14 +26,14 @@ from eqx_decoders.cli.devices import Devices
 from eqx_decoders.cli.model_source import ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
-from eqx_decoders.errors import check, check_integer, check_number, need_extra
+from eqx_decoders.errors import AtLeast, NonNegativeFloat, PositiveInt, check, need_extra
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
-from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, MTPDrafter, PromptLookup
+from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, EngineLimits, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.api_config import ApiConfig
@@ -47,7 +47,7 @@ BASIC = ("model", "run_dir", "host", "port", "max_batch_size", "max_length", "qu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig(ModelSource):
+class ServeConfig(ModelSource, EngineLimits):
     """Serve a model over HTTP."""
 
     quantize: Literal["keep", "none", QuantizationName] = "keep"
@@ -66,42 +66,26 @@ class ServeConfig(ModelSource):
     """Guess tokens that one step verifies: what followed the last ones in the text, or multi-token prediction."""
     draft_model: str | None = None
     """Guess with a smaller model of the same vocabulary: its directory, or "org/name"."""
-    num_draft_tokens: int = 2
+    num_draft_tokens: PositiveInt = 2
     """Tokens to guess at each step."""
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all of this machine."""
-    port: int = 8000
+    port: Annotated[int, AtLeast(0, most=65535)] = 8000
     """Port to listen at; 0: any that is free."""
     served_name: str | None = None
     """Name by which clients ask for the model; None: that of --model or of the run directory."""
-    max_batch_size: int = EngineConfig.max_batch_size
-    """Requests that are worked on at once; memory for each of --max-length tokens is set aside."""
-    max_length: int = EngineConfig.max_length
-    """Tokens that a prompt and its answer may have together."""
-    prefill_chunk: int = EngineConfig.prefill_chunk
-    """Tokens of a prompt that are computed at once, and of a block of the prefix cache."""
-    token_budget: int = EngineConfig.token_budget
-    """Tokens that one step computes at most: fewer keep answers flowing while long prompts come, more are faster."""
     batch_invariant: bool = False
     """The last bits of an answer do not depend on how many others there are; slower on CPU for few at a time."""
-    prefix_cache_bytes: int = EngineConfig.prefix_cache_bytes
-    """Memory for prompts that begin alike; 0: none."""
-    max_waiting: int = EngineConfig.max_waiting
-    """Requests that may wait for their turn; further ones are told to come again (429)."""
-    max_waiting_tokens: int = EngineConfig.max_waiting_tokens
-    """Tokens of their prompts."""
-    preempted_bytes: int = EngineConfig.preempted_bytes
-    """Memory for what was computed of requests that had to give way; beyond it they are computed again."""
     allow_priority: bool = False
     """Clients may say which requests come first (`priority`): these take the places of others."""
-    max_choices: int = ApiConfig.max_choices
+    max_choices: PositiveInt = ApiConfig.max_choices
     """Answers that one request may ask for: its prompts times n."""
-    max_body_bytes: int | None = None
+    max_body_bytes: PositiveInt | None = None
     """Size of a request; None: 32 MB for a model that sees or hears, otherwise 4 MB, or 64 for each of --max-length."""
-    max_open: int | None = None
+    max_open: PositiveInt | None = None
     """Requests that may be open at once, with those that are still sent or read; None: 1000, or as many as may wait and
     be worked on. Further ones are told to come again (429)."""
-    max_open_bytes: int = ApiConfig.max_open_bytes
+    max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
     """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
     special_tokens_in_content: bool = False
     """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
@@ -112,7 +96,7 @@ class ServeConfig(ModelSource):
     """Site whose pages may call the server from browsers, such as https://example.org; once for each; "*": all."""
     seed: int | None = None
     """Seed of the draws of requests that have none; None: another one for each."""
-    drain_seconds: int | float = ServerConfig.drain
+    drain_seconds: NonNegativeFloat = ServerConfig.drain
     """Seconds that open requests get to end when the server is told to."""
     log_level: Literal["error", "warning", "info"] = "warning"
     """info: a line for each request."""
@@ -122,16 +106,10 @@ class ServeConfig(ModelSource):
         check(not self.distributed, "distributed=True is not for serving: one process serves, with all its devices.")
         fits, names = self.group_size is None or self.quantize in GROUPED, " or ".join(map(repr, GROUPED))
         check(fits, f"group_size={self.group_size} is of quantize={names}, not of {self.quantize!r}.")
-        check_integer("port", self.port, minimum=0)
-        check(self.port < 65536, f"port={self.port} must be below 65536.")
-        check_number("drain_seconds", self.drain_seconds, least=0)
         alone = self.draft == "none" or self.draft_model is None
         check(alone, f"draft={self.draft!r} and draft_model={self.draft_model!r} exclude each other: leave one out.")
         paged = self.num_pages is None or self.page_size is not None
         check(paged, f"num_pages={self.num_pages} needs page_size, such as 64.")
-        for field in ("max_open", "max_open_bytes", "max_body_bytes"):
-            if getattr(self, field) is not None:
-                check_integer(field, getattr(self, field))
         self.engine()
 
     def engine(self, draft_model: Decoder | None = None) -> EngineConfig:
@@ -141,11 +119,10 @@ class ServeConfig(ModelSource):
         if draft_model is not None:
             drafts = DraftModel(model=draft_model, num_tokens=self.num_draft_tokens)
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
-        names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes")
-        names += ("max_waiting", "max_waiting_tokens", "batch_invariant", "preempted_bytes")
-        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        limits: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineLimits)}
         cache_dtype = None if self.cache_dtype == "auto" else self.cache_dtype
-        return EngineConfig(**settings, cache_dtype=cache_dtype, pages=pages, drafts=drafts)
+        modes: dict[str, Any] = dict(cache_dtype=cache_dtype, pages=pages, batch_invariant=self.batch_invariant)
+        return EngineConfig(**limits, **modes, drafts=drafts)
 
     @property
     def name(self) -> str:
@@ -205,7 +182,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> ServeCo
     several = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # --api-key a --api-key b
     return parse_flags(
         ServeConfig(),
-        titles={ServeConfig: "server", ModelSource: "model", Devices: "devices"},
+        titles={ServeConfig: "server", EngineLimits: "engine", ModelSource: "model", Devices: "devices"},
         first=BASIC,
         types=dict.fromkeys(("api_key", "allow_origin"), several),
         args=args,

@@ -45,7 +45,7 @@ def parse_flags(
     - `titles`: title of the group of flags for the fields of each class.
     - `first`: dotted names of the settings that most people need; they are the first group, "basic".
     - `types`: types of tyro in place of those of fields, by dotted name.
-    - `required`: dotted names of the settings without a default.
+    - `required`: dotted names of the settings without a default: arguments without a flag, in this order.
     """
     import tyro
 
@@ -56,7 +56,9 @@ def parse_flags(
     for title, names in groups.items():
         fields: list[tuple[str, Any, Any]] = []
         for name in names:
-            marked = Annotated[hints[name], tyro.conf.arg(name=flag(name)[2:], help=texts.get(name, ""))]
+            shown: dict[str, Any] = {"metavar": name.upper()} if name in required else {}
+            marked = Annotated[hints[name], tyro.conf.arg(name=flag(name)[2:], help=texts.get(name, ""), **shown)]
+            marked = Annotated[marked, tyro.conf.Positional] if name in required else marked
             value = dataclasses.field() if name in required else dataclasses.field(default=defaults[name])
             fields.append((name.replace(".", "__"), marked, value))
         group = dataclasses.make_dataclass(title, fields, kw_only=True)
@@ -112,7 +114,7 @@ def _documented(cls: type) -> dict[str, str]:
         documented = below.value if isinstance(below, ast.Expr) else None
         if isinstance(documented, ast.Constant) and isinstance(field, ast.AnnAssign):
             texts[ast.unparse(field.target)] = str(documented.value)
-    return {name: " ".join(text.split()) for name, text in texts.items()}
+    return {name: " ".join((text[:1].upper() + text[1:]).split()) for name, text in texts.items()}
 
 
 def flag_names(kind: type[Any]) -> dict[str, str]:

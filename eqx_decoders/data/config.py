@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated
 
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeInt, PositiveInt, Rate, check
 from eqx_decoders.io.atomic_files import expand_paths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(CheckedFields):
     """Settings of the data: sources, held-out data, tokens and batches."""
 
     path: str | Sequence[str] | None = None
@@ -19,7 +20,7 @@ class DataConfig:
     held_out_path: str | Sequence[str] | None = None
     """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document, a set for each
     source of a mixture. `name=path` for each: sets of these names, whose losses are told apart."""
-    held_out_fraction: float = 0.05
+    held_out_fraction: Rate = 0.05
     """Share of the documents that is held out, chosen by hash, where evaluation has no data of its own; 0: none."""
     text_field: str = "text"
     """Field of records or column of .parquet files that holds the text, or a list of messages; records without it may
@@ -31,28 +32,23 @@ class DataConfig:
     cache_dir: str | None = None
     """Directory of the tokens of all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's
     folder for caches ($XDG_CACHE_HOME or ~/.cache)."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Sequences per step, over all devices and processes."""
-    seq_len: int = 256
+    seq_len: Annotated[int, AtLeast(2)] = 256
     """Tokens per sequence."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the order of documents and sequences; in a training run also of weights, dropout and samples."""
     pack: bool = True
     """Put several documents into one sequence, kept apart by segment ids; otherwise pad each piece to seq_len."""
 
     def __post_init__(self):
+        super().__post_init__()
         for field in ("path", "held_out_path"):  # one path is a string, several are a tuple: as JSON gives them back
             value = getattr(self, field)
             if value is not None and not isinstance(value, str):
                 check(len(value) > 0, f"DataConfig.{field}={value!r} must have at least one path.")
                 object.__setattr__(self, field, value[0] if len(value) == 1 else tuple(value))
         expand_paths(self, "path", "held_out_path", "chat_template", "cache_dir")
-        check_integer("DataConfig.batch_size", self.batch_size)
-        check_integer("DataConfig.seq_len", self.seq_len, 2)
-        check_integer("DataConfig.seed", self.seed, 0)
-        check_number("DataConfig.held_out_fraction", self.held_out_fraction, least=0.0)
-        rule = f"DataConfig.held_out_fraction={self.held_out_fraction} must be below 1"
-        check(self.held_out_fraction < 1, f"{rule}: something must be left to train on.")
 
     @property
     def evaluates(self) -> bool:

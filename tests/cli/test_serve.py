@@ -191,7 +191,7 @@ def test_what_the_model_was_published_with_is_the_default(asked):
     [
         (("--model", CHAT, "--run-dir", "runs/x"), 2, "exclude each other"),
         (("--model", CHAT, "--step", "3"), 2, "--step=3 is of a run"),
-        (("--port", "70000"), 2, "--port=70000 must be below 65536"),
+        (("--port", "70000"), 2, "--port=70000 must be an integer of at least 0 and at most 65535"),
         (("--port", "-1"), 2, "--port=-1 must be"),
         (("--quantize", "int8", "--group-size", "32"), 2, "--group-size=32 is of"),
         (("--max-length", "1"), 2, "--max-length=1 must be an integer of at least 2"),

@@ -241,7 +241,7 @@ def test_states_of_other_text_are_refused(make, corpus, tmp_path):
         ({"batch_size": 0}, r"DataConfig.batch_size=0 must be an integer of at least 1"),
         ({"seq_len": 1}, r"DataConfig.seq_len=1 must be an integer of at least 2"),
         ({"seed": -1}, r"DataConfig.seed=-1 must be"),
-        ({"held_out_fraction": 1.0}, r"held_out_fraction=1.0 must be below 1"),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction=1.0 must be a finite number of at least 0 and below 1"),
         ({"held_out_fraction": -0.1}, r"held_out_fraction=-0.1 must be"),
         ({"share": [0, 4]}, r"rows=\(0, 4\) must be one or more of the rows 0 to 3 .* DataConfig.batch_size=4"),
         ({"share": []}, r"rows=\(\) must be one or more of the rows 0 to 3"),

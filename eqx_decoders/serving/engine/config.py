@@ -79,19 +79,40 @@ Drafts = PromptLookup | MTPDrafter | DraftModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig(CheckedFields):
-    """Limits and modes of an engine.
+class EngineLimits(CheckedFields):
+    """Limits of an engine: requests, tokens and bytes.
 
     **Arguments:**
 
     - `max_batch_size`: requests that are computed at once, each in a slot.
     - `max_length`: maximum tokens of a prompt and its answer together: the length of a slot.
     - `prefill_chunk`: prompt tokens that are computed at once; also the size of a block of the prefix cache.
-    - `token_budget`: maximum tokens of one step, those of answers first; one prompt chunk is computed in any case.
-    - `max_waiting`, `max_waiting_tokens`: maximum of waiting requests, and of the tokens of their prompts.
+    - `token_budget`: maximum tokens of one step, those of answers first, and at least one prompt chunk; fewer keep
+        answers flowing while long prompts come, more are faster.
+    - `max_waiting`: maximum of waiting requests; a server tells others to come again (429).
+    - `max_waiting_tokens`: maximum tokens of their prompts.
     - `prefix_cache_bytes`: memory of the prefix cache; 0 for none.
     - `preempted_bytes`: memory for the contents of preempted slots, and as much again for results that several answers
         to one prompt share; beyond that they are computed again.
+    """
+
+    max_batch_size: PositiveInt = 8
+    max_length: Annotated[int, AtLeast(2)] = 2048
+    prefill_chunk: PositiveInt = 128
+    token_budget: PositiveInt = 512
+    max_waiting: PositiveInt = 1024
+    max_waiting_tokens: PositiveInt = 1 << 20
+    prefix_cache_bytes: NonNegativeInt = 1 << 30
+    preempted_bytes: NonNegativeInt = 1 << 27
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineLimits):
+    """Limits and modes of an engine.
+
+    **Arguments:**
+
+    - those of `EngineLimits`.
     - `max_logprobs`: maximum of `logprobs` of a request.
     - `max_logit_bias`: maximum biases of a request.
     - `cache_dtype`: format of keys and values, as `init_cache` takes it; None: as `generate` stores them.
@@ -104,14 +125,6 @@ class EngineConfig(CheckedFields):
         fast; other rounding can then choose another token where two are almost equally likely.
     """
 
-    max_batch_size: PositiveInt = 8
-    max_length: Annotated[int, AtLeast(2)] = 2048
-    prefill_chunk: PositiveInt = 128
-    token_budget: PositiveInt = 512
-    max_waiting: PositiveInt = 1024
-    max_waiting_tokens: PositiveInt = 1 << 20
-    prefix_cache_bytes: NonNegativeInt = 1 << 30
-    preempted_bytes: NonNegativeInt = 1 << 27
     max_logprobs: NonNegativeInt = 20
     max_logit_bias: NonNegativeInt = 300
     cache_dtype: DTypeLike | CacheFormat | None = None

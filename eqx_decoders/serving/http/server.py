@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from eqx_decoders.errors import ConfigError, check_number, need_extra
+from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeFloat, PositiveFloat, need_extra
 from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.engine_thread import EngineLike, EngineThread
@@ -28,7 +28,7 @@ _log = logging.getLogger("eqx_decoders.serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(CheckedFields):
     """Timeouts of a server, in seconds.
 
     - `head`: until the head of a request has arrived, and between two requests of one connection.
@@ -37,15 +37,10 @@ class ServerConfig:
     - `end`: for telling their clients so, and again for the engine's last step.
     """
 
-    head: int | float = 30.0
-    write: int | float = 60.0
-    drain: int | float = 10.0
-    end: int | float = 3.0
-
-    def __post_init__(self):
-        for field in ("head", "write", "end"):
-            check_number(f"ServerConfig.{field}", getattr(self, field), above=0)
-        check_number("ServerConfig.drain", self.drain, least=0)
+    head: PositiveFloat = 30.0
+    write: PositiveFloat = 60.0
+    drain: NonNegativeFloat = 10.0
+    end: PositiveFloat = 3.0
 
 
 def bind(host: str, port: int) -> socket.socket:
