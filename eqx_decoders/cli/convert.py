@@ -191,7 +191,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; return the exit code."""
     require("tyro")
     commands = {
-        name: (inspect.getdoc(default).partition("\n")[0], functools.partial(_run, default, arguments))
+        name: (str(inspect.getdoc(default)).partition("\n")[0], functools.partial(_run, default, arguments))
         for name, (default, arguments) in COMMANDS.items()
     }
     return run_command(commands, args, prog or sys.argv[0])

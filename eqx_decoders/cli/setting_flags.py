@@ -56,8 +56,10 @@ def parse_flags(
     for title, names in groups.items():
         fields: list[tuple[str, Any, Any]] = []
         for name in names:
-            shown: dict[str, Any] = {"metavar": name.upper()} if name in required else {}
-            marked = Annotated[hints[name], tyro.conf.arg(name=flag(name)[2:], help=texts.get(name, ""), **shown)]
+            shown = tyro.conf.arg(
+                name=flag(name)[2:], help=texts.get(name, ""), metavar=name.upper() if name in required else None
+            )
+            marked = Annotated[hints[name], shown]
             marked = Annotated[marked, tyro.conf.Positional] if name in required else marked
             value = dataclasses.field() if name in required else dataclasses.field(default=defaults[name])
             fields.append((name.replace(".", "__"), marked, value))
