@@ -24,7 +24,15 @@ from jaxtyping import Float, Int
 from eqx_decoders.cli import program, require, run_command
 from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
-from eqx_decoders.errors import CheckedFields, CheckpointError, NonNegativeFloat, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import (
+    CheckedFields,
+    CheckpointError,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check,
+)
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import from_first
@@ -87,7 +95,7 @@ class Export(Devices):
     """Run directory of scripts/train.py, or gs://…: the checkpoint directory of a run."""
     directory: str
     """A new directory."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Checkpoint to export; None: the newest."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the tensors; None: that of the run's weights."""

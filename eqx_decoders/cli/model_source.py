@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from eqx_decoders.cli.devices import Devices
-from eqx_decoders.errors import check
+from eqx_decoders.errors import NonNegativeInt, check
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.huggingface.load import QuantizedName
 from eqx_decoders.numerics.precision import Precision
@@ -19,7 +19,7 @@ class ModelSource(Devices):
     """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
     run_dir: str | None = None
     """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Checkpoint of the run to load; None: the newest."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""

@@ -53,14 +53,14 @@ class ServeConfig(ModelSource, EngineLimits):
     quantize: Literal["keep", "none", QuantizationName] = "keep"
     """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
     so at the start (fp8_block: by 128 x 128)."""
-    group_size: int | None = None
+    group_size: PositiveInt | None = None
     """Rows that share a scale with --quantize int4 and nf4; None: the largest of 128 (nf4: 64), 64 and 32 that divides
     a matrix."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn"] = "auto"
     """Dtype of keys and values; auto: that of activations. Those of 4 and 8 bits have scales."""
-    page_size: int | None = None
+    page_size: PositiveInt | None = None
     """Tokens of a page of the cache, which requests have as they need them; None: --max-length for each of them."""
-    num_pages: int | None = None
+    num_pages: PositiveInt | None = None
     """Pages of each layer; None: as many as --max-batch-size requests of --max-length may need."""
     draft: Literal["none", "prompt", "mtp"] = "none"
     """Guess tokens that one step verifies: what followed the last ones in the text, or multi-token prediction."""

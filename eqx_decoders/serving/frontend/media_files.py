@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from eqx_decoders.errors import DataError, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, DataError, PositiveFloat, PositiveInt
 from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.text.chat_template import ENVIRONMENT
@@ -57,7 +57,7 @@ class Upload(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MediaFilesConfig:
+class MediaFilesConfig(CheckedFields):
     """Limits on the files of clients.
 
     **Arguments:**
@@ -83,22 +83,14 @@ class MediaFilesConfig:
         max_seconds=600.0,
         max_files=64,
     )
-    processes: int | None = None
-    seconds: int | float = 60.0
-    wall_seconds: int | float = 180.0
-    memory: int = 3 << 30
-    max_request_bytes: int = 1 << 29
-    max_bytes: int = 1 << 30
-    max_waiting: int = 256
-    max_waiting_bytes: int = 1 << 28
-
-    def __post_init__(self):
-        for name in ("memory", "max_request_bytes", "max_bytes", "max_waiting", "max_waiting_bytes"):
-            check_integer(f"MediaFilesConfig.{name}", getattr(self, name))
-        if self.processes is not None:
-            check_integer("MediaFilesConfig.processes", self.processes)
-        for name in ("seconds", "wall_seconds"):
-            check_number(f"MediaFilesConfig.{name}", getattr(self, name), above=0)
+    processes: PositiveInt | None = None
+    seconds: PositiveFloat = 60.0
+    wall_seconds: PositiveFloat = 180.0
+    memory: PositiveInt = 3 << 30
+    max_request_bytes: PositiveInt = 1 << 29
+    max_bytes: PositiveInt = 1 << 30
+    max_waiting: PositiveInt = 256
+    max_waiting_bytes: PositiveInt = 1 << 28
 
     @property
     def count(self) -> int:
