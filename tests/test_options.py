@@ -539,7 +539,7 @@ SHOWN_IN = {
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
-    "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor",
+    "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
     "EncoderSizes", "ConformerSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",

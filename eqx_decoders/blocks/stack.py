@@ -17,8 +17,7 @@ from eqx_decoders.blocks.block import Block, BlockConfig
 from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import Context
-from eqx_decoders.layers.cache.base import pasts, slices
-from eqx_decoders.layers.cache.engine_owned import ExternalWrite, stacked_or_listed
+from eqx_decoders.layers.cache.base import pasts, slices, stacked
 from eqx_decoders.sharding.explicit import in_auto_mode, mesh_of, spec_of
 
 
@@ -84,7 +83,7 @@ class Segment(eqx.Module):
             for number, block in enumerate(static):
                 block_ctx = dataclasses.replace(ctx, shared=shared, layer_inputs=inputs[number])
                 if sliced_late:
-                    arrays, read = _slice_late(stacked[number], index_or_arrays, x)
+                    arrays, read = _slice_late(of_all[number], index_or_arrays, x)
                 else:
                     arrays, read = index_or_arrays[number]
                 past = None if read is None else pasts(unit_caches[number], read)
@@ -98,15 +97,14 @@ class Segment(eqx.Module):
             added = {name: shared[name] for name in shared if name not in ctx.shared}
             return (x, carried), (tuple(entries), tuple(stats), added)
 
-        stacked = tuple(zip(weights, (None,) * len(self.unit) if reads is None else reads, strict=True))
+        of_all = tuple(zip(weights, (None,) * len(self.unit) if reads is None else reads, strict=True))
         stream: Any = cut_batch(x, ctx.execution) if overlap else x
         carry = stream, {name: ctx.shared[name] for name in replaced}
-        layers = jnp.arange(self.repeats) if sliced_late else stacked, keys, inputs
-        carry, results = _over_layers(step, carry, layers, self.repeats, scanned)
-        (stream, carried), (entries, stats, added) = carry, results
+        layers = jnp.arange(self.repeats) if sliced_late else of_all, keys, inputs
+        (stream, carried), entries, stats, added = _over_layers(step, carry, layers, unit_caches, self.repeats, scanned)
         if overlap:
             stream, stats = join_batch(stream), tuple(join_parts(stat) for stat in stats)
-        return SegmentOutput(stream, entries, stats, ctx.shared | carried | at_layer(added, -1))
+        return SegmentOutput(stream, entries, stats, ctx.shared | carried | added)
 
     def _block_call(self, ctx: Context, scanned: bool, overlap: bool, trains: bool) -> Callable[..., Any]:
         """Return the function that runs one block under the remat policy; with `overlap` it takes parts of a batch."""
@@ -116,15 +114,22 @@ class Segment(eqx.Module):
         return checkpointed(call, ctx, prevent_cse=several or not scanned, ordered_gradients=ordered)
 
 
-def _over_layers(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, repeats: int, scanned: bool) -> Any:
-    """Run `jax.lax.scan`, or the same layer by layer: return the last carry, and the stacked results."""
+def _over_layers(
+    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, layers: Any, caches: Any, repeats: int, scanned: bool
+) -> tuple[Any, Any, Any, Any]:
+    """Run `jax.lax.scan`, or the same layer by layer.
+
+    Returns the last carry, the stacked entries and statistics, and what the last layer adds to what is shared.
+    """
     if scanned:
-        return jax.lax.scan(step, carry, xs, length=repeats)
+        carry, (entries, stats, added) = jax.lax.scan(step, carry, layers, length=repeats)
+        return carry, entries, stats, at_layer(added, -1)
     results = []
     for index in range(repeats):
-        carry, result = step(carry, at_layer(xs, index))
+        carry, result = step(carry, at_layer(layers, index))
         results.append(result)
-    return carry, jax.tree.map(stacked_or_listed, *results, is_leaf=lambda node: isinstance(node, ExternalWrite))
+    entries, stats, (*_, added) = zip(*results, strict=True)
+    return carry, stacked(caches, entries), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats), added
 
 
 class SegmentOutput(NamedTuple):

@@ -12,7 +12,6 @@ from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import check_integer
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
-from eqx_decoders.layers.cache.kv_cache import KVShape
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
@@ -83,7 +82,7 @@ def block_cache(
     kind = CacheFormat.of(dtype)
 
     def build(shape: Any) -> Any:
-        if pages is not None and isinstance(shape, KVShape):
+        if pages is not None and shape.by_token:
             return build_pages(shape, layers, batch_size, max_length, kind, pages)
         return shape.build(layers, batch_size, kind)
 

@@ -26,7 +26,7 @@ def external_layers(model: Decoder) -> list[KVShape]:
     for index, block in enumerate(model.config.blocks):
         for name, shape in block.cache_shape(1 << 30).items():
             rule = "engines with caches of their own have none for it"
-            if not isinstance(shape, KVShape) or shape.by_slot:
+            if isinstance(shape, dict) or not shape.by_token or shape.by_slot:
                 raise ConfigError(f"layer {index} ({name}) remembers a {type(shape).__name__}: {rule}.")
             shapes.append(shape)
     return shapes

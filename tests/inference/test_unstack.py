@@ -12,12 +12,12 @@ import eqx_decoders as ed
 from eqx_decoders.context import Promises
 from eqx_decoders.inference import generation as generate_module, unstack
 from eqx_decoders.inference.unstack import default_cache_format, inference_cache, unstack_layers
-from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.init import with_mtp
 from tests.commands import ROOT
 from tests.compare import assert_close
+from tests.layers.common import attend_past
 from tests.models import filled, rich_decoder, some_tokens
 
 

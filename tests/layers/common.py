@@ -7,7 +7,8 @@ import numpy as np
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention import context_parallel
-from eqx_decoders.layers.attention.kernels.call import group_arguments
+from eqx_decoders.layers.attention.kernels.call import AttentionOptions, group_arguments
+from eqx_decoders.layers.cache.kv_cache import Queries
 
 
 BF16 = ed.Precision(compute=jnp.bfloat16)
@@ -36,3 +37,9 @@ def attend_on_mesh(query, key, value, *, execution, key_axis="length", contiguou
     """`context_parallel.attend_on_mesh` with the keywords of `attend`."""
     inputs, options = group_arguments(query, key, value, **keywords)
     return context_parallel.attend_on_mesh(inputs, options, execution, key_axis=key_axis, contiguous=contiguous)
+
+
+def attend_past(query, past, *, query_positions, mask, execution, query_spans=None, soft_cap=None):
+    """`Past.attend` with keywords."""
+    options = AttentionOptions(mask=mask, soft_cap=soft_cap)
+    return past.attend(Queries(query, query_positions, query_spans), options, execution)

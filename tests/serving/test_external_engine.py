@@ -1,5 +1,6 @@
 """Engines that own the memory: their caches and their attention give what the model's own give."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.serving.external_engine import external_layers, external_logits, run_with_caches
+from tests.models import filled, rich_decoder
 from tests.serving.engines import FIXTURES
 
 
@@ -80,6 +83,18 @@ def test_pieces_of_several_sequences_have_the_logits_of_each_alone(fixture):
     found = play(model, sequences, [(6, 1), (6, 5), (1, 1)])
     for text, logits in zip(sequences, found, strict=True):
         np.testing.assert_allclose(logits, np.asarray(model(text[None]).logits[0]), atol=2e-4)
+
+
+def test_equal_layers_that_share_keys_share_the_last_ones():
+    """Two equal layers write, each for itself, and two later ones read what the second has written."""
+    config, full = rich_decoder(1), AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    first = dataclasses.replace(config.blocks[0], mixer=full, shares_kv_as="keys")
+    other = dataclasses.replace(config.blocks[0], mixer=dataclasses.replace(full, kv_shared_from="keys"))
+    model = filled(dataclasses.replace(config, blocks=(first, first, other, other)))
+    sequences = [np.arange(3, 10), np.arange(20, 24)]
+    logits = play(model, sequences, [(5, 1), (1, 3), (1, 0)])
+    for text, each in zip(sequences, logits, strict=True):
+        np.testing.assert_allclose(each, np.asarray(model(text[None]).logits[0]), atol=2e-4)
 
 
 def test_what_engines_have_no_memory_for_is_refused():

@@ -10,24 +10,20 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check, check_word
-from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
-from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
-from eqx_decoders.layers.attention.moba import BlockSelection, CachedBlocks
+from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.attention.kernels.registry import with_sink
+from eqx_decoders.layers.attention.moba import BlockSelection
+from eqx_decoders.layers.attention.topk import KeyChoice
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.engine_owned import ExternalCachedKV, ExternalWrite
-from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, KVShape, NewKV, kv_shape
-from eqx_decoders.layers.cache.paged import PagedCachedKV
+from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
-
-
-AnyPast = CachedKV | CachedKVRows | PagedCachedKV | ExternalCachedKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,36 +198,31 @@ class Attention(eqx.Module):
     config: AttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
-    ) -> tuple[Float[Array, "batch length embed"], NewKV | ExternalWrite | None]:
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+    ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: AnyPast | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _attend_heads(self, x: Array, ctx: Context, past: AnyPast | None) -> tuple[Array, NewKV | ExternalWrite | None]:
+    def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Any]:
         """Compute the output of all heads, before the output projection, and the new keys and values."""
-        query, proposed = self._normalize_and_rotate(*self._project(x, ctx), ctx)
-        new_kv: NewKV | ExternalWrite | None = proposed
-        entries: Any = proposed
-        if proposed is None:
-            past, entries = self._shared_kv(ctx)
-        if isinstance(past, ExternalCachedKV):
-            out, written = self._attend_externally(query, entries, past)
-            new_kv = None if new_kv is None else written
+        query, new_kv = self._normalize_and_rotate(*self._project(x, ctx), ctx)
+        if new_kv is None:
+            out, _ = self._attend(query, *self._shared_kv(ctx), ctx)
         else:
-            out = self._attend(query, entries, past, ctx)
+            out, new_kv = self._attend(query, past, new_kv, ctx)
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         if self.gate is not None:
             gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
             out = out * jax.nn.sigmoid(gate)
         return out, new_kv
 
-    def _shared_kv(self, ctx: Context) -> tuple[AnyPast | None, Any]:
+    def _shared_kv(self, ctx: Context) -> tuple[Past | None, Any]:
         """Return the cached and the new keys and values of the earlier layer that shares them."""
         name = self.config.kv_shared_from or ""
         past, entries = ctx.shared[check_word("AttentionConfig.kv_shared_from", name, ctx.shared)]
@@ -256,7 +247,7 @@ class Attention(eqx.Module):
 
     def _normalize_and_rotate(
         self, query: Array, key: Array | None, value: Array | None, ctx: Context
-    ) -> tuple[Array, NewKV | ExternalWrite | None]:
+    ) -> tuple[Array, NewKV | None]:
         """Return queries ready for the kernel, and the layer's own keys and values, if it has any."""
         config = self.config
         query = self._norm_and_rope(query, self.query_norm, ctx)
@@ -288,53 +279,40 @@ class Attention(eqx.Module):
             return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
         return norm(x)
 
-    def _attend(
-        self, query: Array, entries: NewKV, past: CachedKV | CachedKVRows | PagedCachedKV | None, ctx: Context
-    ) -> Array:
-        """Attend to the tokens of this call and to the cached ones, merged by their log-sum-exp."""
-        assert entries.value is not None
+    def _attend(self, query: Array, past: Past | None, entries: Any, ctx: Context) -> tuple[Array, Any]:
+        """Attend to the tokens of this call and to the cached ones; return the entries to be cached, too."""
         config, execution = self.config, ctx.execution
         spans, aligned = ctx.spans if config.spans else None, execution.context_order == "plain"
         chosen = self._choose_blocks(query, entries.key, past, ctx)
         positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids, spans)
         inputs = AttentionInputs(query, entries.key, entries.value, positions, chosen.present)
-        options = AttentionOptions(
-            mask=config.mask,
-            soft_cap=config.soft_cap,
+        options = AttentionOptions(mask=config.mask, soft_cap=config.soft_cap)
+        of_call = dataclasses.replace(
+            options,
             aligned=aligned,
             dense_positions=ctx.dense_positions and aligned,
             needs_lse=past is not None or self.sink is not None,
         )
-        parts = [attend_on_mesh(inputs, options, execution, contiguous=ctx.contiguous)]
+
+        def present() -> Result:
+            return attend_on_mesh(inputs, of_call, execution, contiguous=ctx.contiguous)
+
         if past is not None:
-            masked: dict[str, Any] = dict(mask=config.mask, soft_cap=config.soft_cap)
-            queries: dict[str, Any] = dict(query_positions=ctx.positions, query_spans=spans)
-            parts.append(attend_past(query, past, execution=execution, selected=chosen.past, **queries, **masked))
-        out, lse = merge(parts) if len(parts) > 1 else parts[0]
-        return out if self.sink is None else with_sink(out, lse, self.sink)
+            queries = Queries(query, ctx.positions, spans, chosen.past)
+            return past.attend_with(present, entries, queries, options, execution, self.sink)
+        out, lse = present()
+        return out if self.sink is None else with_sink(out, lse, self.sink), entries
 
-    def _attend_externally(
-        self, query: Array, entries: NewKV | ExternalWrite, past: ExternalCachedKV
-    ) -> tuple[Array, ExternalWrite]:
-        """Attend by an external engine, which stores the keys and values first."""
-        config = self.config
-        plain, rule = config.selection is None and not config.spans, "which engines with caches of their own don't know"
-        check(plain, f"layer {past.layer} selects blocks or sees spans, {rule}.")
-        written = entries.cache if isinstance(entries, ExternalWrite) else None
-        options: dict[str, Any] = dict(mask=config.mask, soft_cap=config.soft_cap, sinks=self.sink, written=written)
-        return past.attend(query, entries.key, entries.value, **options)
-
-    def _choose_blocks(
-        self, query: Array, key: Array, past: CachedKV | CachedKVRows | PagedCachedKV | None, ctx: Context
-    ) -> CachedBlocks:
+    def _choose_blocks(self, query: Array, key: Array, past: Past | None, ctx: Context) -> KeyChoice:
         """Select the tokens of this call and of the cache that are in each query's blocks."""
         blocks = self.config.selection
         if blocks is None:
-            return CachedBlocks(None, None)
-        if past is None:
-            return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous), None)
-        past = past if isinstance(past, CachedKV) else past.whole()
-        return blocks.choose_cached(query, key, ctx.positions, past)
+            return KeyChoice()
+        if past is not None:
+            whole = past.whole()
+            stored = whole.key if whole.key_scale is None else whole.keys(key.dtype)
+            return blocks.choose_cached(query, key, ctx.positions, stored, whole.positions)
+        return KeyChoice(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous))
 
 
 class NarrowAttention(Attention):
@@ -344,8 +322,8 @@ class NarrowAttention(Attention):
     out_bias: Float[Array, "latent"] | None
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
-    ) -> tuple[Float[Array, "batch length latent"], NewKV | ExternalWrite | None]:
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+    ) -> tuple[Float[Array, "batch length latent"], Any]:
         """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)

@@ -17,14 +17,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int, Num, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt
 from eqx_decoders.layers.attention.kernels.common import EMPTY
-from eqx_decoders.layers.attention.topk import map_queries, top_k_mask
-from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, NewKV
-from eqx_decoders.layers.cache.paged import PagedCachedKV
+from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 from eqx_decoders.layers.mask import Mask, visible
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -87,28 +85,12 @@ class Index(NamedTuple):
     weight: Float32[Array, "batch length heads"]
     key: Float[Array, "batch length 1 head_dim"]
 
-    @property
-    def entries(self) -> NewKV:
-        """New entries for the cache."""
-        return NewKV(key=self.key, value=None)
-
 
 class Teacher(NamedTuple):
     """Scaled queries and keys of the attention that the indexer imitates."""
 
     query: Float[Array, "batch length heads qk_dim"]
     key: Float[Array, "batch length heads qk_dim"]
-
-
-class CachedChoice(NamedTuple):
-    """Selection among a call's tokens and a cache's: slots of the cache in any order, or a mask over all of it.
-
-    An index beyond the last slot is none.
-    """
-
-    present: Bool[Array, "batch 1 length length"]
-    past: Bool[Array, "batch 1 length slots"] | None
-    slots: Int[Array, "batch length chosen"] | None
 
 
 class Indexer(eqx.Module):
@@ -190,21 +172,26 @@ class Indexer(eqx.Module):
         return chosen, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
 
     def choose_cached(
-        self, index: Index, past: CachedKV | CachedKVRows | PagedCachedKV, mask: Mask, ctx: Context
-    ) -> CachedChoice | None:
-        """Select the tokens of a call and of a cache that are attended to; None: all visible.
+        self,
+        index: Index,
+        past_key: Num[Array, "batch 1 slots head_dim"],
+        past_scale: Float[Array, "batch 1 slots"] | None,
+        past_positions: Int[Array, "batch slots"],
+        mask: Mask,
+        ctx: Context,
+    ) -> KeyChoice:
+        """Select the tokens of a call and of a cache that are attended to.
 
         The selection is of slots where these are fewer than the cache has, for all queries together; else a mask.
         """
-        past = past if isinstance(past, CachedKV) else past.whole()
-        length, slots, top_k = ctx.positions.shape[1], past.positions.shape[1], self.config.top_k
+        length, slots, top_k = ctx.positions.shape[1], past_positions.shape[1], self.config.top_k
         if slots + length <= top_k or self.config.warmup:
-            return None
-        earlier = _scores(index.query, index.weight, past.key[:, 0].astype(index.query.dtype))
-        if past.key_scale is not None:  # it is positive: relu(s x) = s relu(x)
-            earlier *= past.key_scale.astype(jnp.float32)
+            return KeyChoice()
+        earlier = _scores(index.query, index.weight, past_key[:, 0].astype(index.query.dtype))
+        if past_scale is not None:  # it is positive: relu(s x) = s relu(x)
+            earlier *= past_scale.astype(jnp.float32)
         present = _scores(index.query, index.weight, index.key[:, :, 0])
-        parts = [(earlier, past.positions), (present, ctx.positions)]
+        parts = [(earlier, past_positions), (present, ctx.positions)]
         scores = jnp.concatenate(
             [jnp.where(visible(mask, ctx.positions, key_positions), part, -jnp.inf) for part, key_positions in parts],
             axis=-1,
@@ -212,9 +199,9 @@ class Indexer(eqx.Module):
         if length * top_k < slots:
             best = jax.lax.top_k(scores, top_k)[1]
             of_call = best[..., None] == slots + jnp.arange(length, dtype=best.dtype).reshape(1, 1, 1, -1)
-            return CachedChoice(present=jnp.any(of_call, axis=2)[:, None], past=None, slots=best)
+            return KeyChoice(present=jnp.any(of_call, axis=2)[:, None], slots=best)
         chosen = top_k_mask(scores, top_k)[:, None]
-        return CachedChoice(present=chosen[..., slots:], past=chosen[..., :slots], slots=None)
+        return KeyChoice(present=chosen[..., slots:], past=chosen[..., :slots])
 
 
 def _scores(

@@ -13,10 +13,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
-from eqx_decoders.layers.attention.attention import AnyPast, Attention, AttentionConfig
+from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.engine_owned import ExternalWrite
-from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
+from eqx_decoders.layers.cache.kv_cache import KVShape, Past
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import FROZEN
@@ -152,12 +151,12 @@ class LearnedInit(eqx.Module):
     config: LearnedInitConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
-    ) -> tuple[Float[Array, "batch length embed"], NewKV | ExternalWrite | None]:
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+    ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the attention's output, and the new keys and values for a cache."""
         return self.materialized(ctx.execution.layout)(x, ctx, past)
 
-    def branch(self, x: Array, ctx: Context, past: AnyPast | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 

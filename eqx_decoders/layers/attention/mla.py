@@ -13,20 +13,19 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check
-from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
-from eqx_decoders.layers.attention.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
+from eqx_decoders.layers.attention.indexer import Index, Indexer, IndexerConfig, Teacher
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
-from eqx_decoders.layers.attention.kernels.registry import merge, run_max_scores
+from eqx_decoders.layers.attention.kernels.registry import run_max_scores
+from eqx_decoders.layers.attention.topk import KeyChoice
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.engine_owned import ExternalCachedKV, ExternalWrite
-from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, KVShape, NewKV, StackedCachedKV, kv_shape
-from eqx_decoders.layers.cache.paged import PagedCachedKV
+from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
+from eqx_decoders.layers.cache.page_layout import LANE
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -35,16 +34,7 @@ from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
-LatentPast = (
-    CachedKV
-    | CachedKVRows
-    | PagedCachedKV
-    | ExternalCachedKV
-    | dict[str, CachedKV | CachedKVRows | StackedCachedKV | PagedCachedKV]
-)
-LatentEntries = NewKV | ExternalWrite | dict[str, NewKV]
-
-LANE = 128  # features that a TPU keeps together
+LatentPast = Past | dict[str, Past]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +180,7 @@ class LatentAttention(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: LatentPast | None = None
-    ) -> tuple[Float[Array, "batch length embed"], LatentEntries]:
+    ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the layer's output, and the new latents and rotary keys for a cache."""
         result = self.branch(x, ctx, past, None)
         return result.out, result.entries
@@ -199,22 +189,20 @@ class LatentAttention(eqx.Module):
         """Call the layer for a block: return the output, new entries for a cache, and statistics."""
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
-        config, stats = self.config, {}
-        entries: Any = NewKV(key=latent, value=None)
+        config, stats, index, choice = self.config, {}, None, KeyChoice()
         if self.indexer is not None and config.rope is not None:
             index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
-            entries = {"latents": entries, "index": index.entries}
-            if isinstance(past, dict) and isinstance(past["index"], CachedKV | CachedKVRows | PagedCachedKV):
-                choice = self.indexer.choose_cached(index, past["index"], config.mask, ctx)
-                mixed = self._absorbed(query, latent, past["latents"], ctx, choice)
-            else:
-                mixed, stats = self._expanded(query, latent, ctx, index)
-        elif isinstance(past, ExternalCachedKV):
-            mixed, entries = self._attend_externally(query, latent, past, ctx)
-        elif isinstance(past, CachedKV | CachedKVRows | PagedCachedKV):
-            mixed = self._absorbed(query, latent, past, ctx)
+        if isinstance(past, dict):
+            assert self.indexer is not None and index is not None
+            keys, past = past["index"].whole(), past["latents"]
+            stored = keys.key, keys.key_scale, keys.positions
+            choice = self.indexer.choose_cached(index, *stored, config.mask, ctx)
+        entries: Any = NewKV(key=latent, value=None)
+        if past is None:
+            mixed, stats = self._expanded(query, latent, ctx, index)
         else:
-            mixed, stats = self._expanded(query, latent, ctx)
+            mixed, entries = self._absorbed(query, entries, past, ctx, choice)
+        entries = entries if index is None else {"latents": entries, "index": NewKV(index.key, None)}
         mixed = save(ctx.constrain(mixed, "batch length heads value_dim"), "attention_out")
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", mixed, self.out)
         return BranchResult(
@@ -283,13 +271,8 @@ class LatentAttention(eqx.Module):
         return out, stats
 
     def _absorbed(
-        self,
-        query: Array,
-        latent: Array,
-        past: CachedKV | CachedKVRows | StackedCachedKV | PagedCachedKV,
-        ctx: Context,
-        choice: CachedChoice | None = None,
-    ) -> Float[Array, "batch length heads value_dim"]:
+        self, query: Array, latents: NewKV, past: Past, ctx: Context, choice: KeyChoice
+    ) -> tuple[Float[Array, "batch length heads value_dim"], Any]:
         """Attend to the cache and to the call's own tokens, merged by their log-sum-exp while they are latents.
 
         Values are the whole keys, and the rotary part of the mixture is dropped: a slice of a cache would be copied. A
@@ -299,24 +282,14 @@ class LatentAttention(eqx.Module):
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
         query = self._padded(_into_latents(nope, self.kv_up, ctx), rope, ctx)
-        present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
-        if choice is not None and choice.slots is not None and isinstance(past, StackedCachedKV | PagedCachedKV):
-            earlier = self._attend_slots(query, past, choice.slots, ctx)
-        else:
-            whole = past.whole() if isinstance(past, StackedCachedKV) else past
-            earlier = self._attend_past(query, whole, None if choice is None else choice.past, ctx)
-        mixed, _ = merge([present, earlier])
-        return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx)
+        queries = Queries(query, ctx.positions, selected=choice.past, slots=choice.slots)
 
-    def _attend_externally(
-        self, query: Array, latent: Array, past: ExternalCachedKV, ctx: Context
-    ) -> tuple[Float[Array, "batch length heads value_dim"], ExternalWrite]:
-        """Attend by an external engine, which stores the latents first: keys that are also values, of one head."""
-        config = self.config
-        nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
-        query = self._padded(_into_latents(nope, self.kv_up, ctx), rope, ctx)
-        mixed, written = past.attend(query, latent, None, mask=config.mask)
-        return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx), written
+        def present() -> Result:
+            return self._attend(query, latents.key, latents.key, ctx, choice.present)
+
+        options = AttentionOptions(mask=config.mask)
+        mixed, entries = past.attend_with(present, latents, queries, options, ctx.execution)
+        return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx), entries
 
     def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
         """Join latent and rotary part, padded to the width of the cache; also for queries in the absorbed form."""
@@ -338,37 +311,6 @@ class LatentAttention(eqx.Module):
         options = AttentionOptions(mask=self.config.mask, aligned=aligned, dense_positions=dense, needs_lse=needs_lse)
         inputs = _present_inputs(query, key, value, ctx, selected)
         return attend_on_mesh(inputs, options, ctx.execution, contiguous=ctx.contiguous)
-
-    def _attend_past(
-        self,
-        query: Array,
-        past: CachedKV | CachedKVRows | PagedCachedKV,
-        selected: Bool[Array, "..."] | None,
-        ctx: Context,
-    ) -> Result:
-        """Attend to all of a cache."""
-        options: dict[str, Any] = dict(mask=self.config.mask, execution=ctx.execution)
-        return attend_past(query, past, query_positions=ctx.positions, selected=selected, **options)
-
-    def _attend_slots(
-        self,
-        query: Array,
-        past: StackedCachedKV | PagedCachedKV,
-        slots: Int[Array, "batch length chosen"],
-        ctx: Context,
-    ) -> Result:
-        """Attend with each query to some slots of a cache; nothing else of it is read."""
-        batch, length, count = slots.shape
-        keys, key_positions = past.at(slots.reshape(batch, -1), query.dtype)
-
-        def alone(x: Array) -> Array:  # each query in a row of its own, with the keys that it chose
-            return x.reshape(batch * length, -1, *x.shape[2:])
-
-        keys = keys.reshape(batch * length, count, 1, -1)
-        positions = AttentionPositions(alone(ctx.positions), key_positions.reshape(batch * length, count))
-        inputs, options = AttentionInputs(alone(query), keys, keys, positions), AttentionOptions(mask=self.config.mask)
-        out, lse = attend_on_mesh(inputs, options, ctx.execution, key_axis="slots")
-        return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
 
 
 def _aligned(ctx: Context) -> bool:

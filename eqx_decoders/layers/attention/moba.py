@@ -6,15 +6,13 @@ There are no weights, and the choice has no gradient.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from eqx_decoders.errors import CheckedFields, PositiveInt
-from eqx_decoders.layers.attention.topk import map_queries, top_k_mask
-from eqx_decoders.layers.cache.kv_cache import CachedKV
+from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,16 +65,16 @@ class BlockSelection(CheckedFields):
         query: Float[Array, "batch length heads head_dim"],
         key: Float[Array, "batch length kv_heads head_dim"],
         positions: Int[Array, "batch length"],
-        past: CachedKV,
-    ) -> "CachedBlocks":
+        past_key: Float[Array, "batch kv_heads slots head_dim"],
+        past_positions: Int[Array, "batch slots"],
+    ) -> KeyChoice:
         """Return which tokens of a call and of a cache are in the chosen blocks; a row of the cache is one document."""
-        slots, length = past.positions.shape[1], positions.shape[1]
+        slots, length = past_positions.shape[1], positions.shape[1]
         count = -(-(slots + length) // self.size)
         if count <= self.top_k:
-            return CachedBlocks(None, None)
-        stored = past.key if past.key_scale is None else past.keys(key.dtype)
-        query, key, keys = jax.lax.stop_gradient((query, key, stored))
-        own_block, others = positions // self.size, past.positions // self.size
+            return KeyChoice()
+        query, key, keys = jax.lax.stop_gradient((query, key, past_key))
+        own_block, others = positions // self.size, past_positions // self.size
         sums, totals = 0.0, 0.0
         for blocks, some, pattern in ((others, keys, "bcs,bnsd->bcnd"), (own_block, key, "bcs,bsnd->bcnd")):
             inside = jax.nn.one_hot(blocks, count, dtype=some.dtype, axis=1)  # another order CPUs have no product for
@@ -86,7 +84,7 @@ class BlockSelection(CheckedFields):
         index = jnp.arange(count, dtype=jnp.int32)[None, None]
         earlier = (index < own_block[:, :, None]) & (totals > 0)[:, None]
         chosen = self._best(query, means, earlier, index == own_block[:, :, None])
-        return CachedBlocks(_of_tokens(chosen, own_block), _of_tokens(chosen, others))
+        return KeyChoice(_of_tokens(chosen, own_block), _of_tokens(chosen, others))
 
     def _best(
         self,
@@ -103,13 +101,6 @@ class BlockSelection(CheckedFields):
         scores = jnp.where(earlier[:, None], scores, -jnp.inf)
         scores = jnp.where(own_block[:, None], jnp.inf, scores)
         return top_k_mask(scores, self.top_k) & (scores > -jnp.inf)
-
-
-class CachedBlocks(NamedTuple):
-    """Tokens of a call and of a cache that are in chosen blocks; None: all of them."""
-
-    present: Bool[Array, "batch heads length length"] | None
-    past: Bool[Array, "batch heads length slots"] | None
 
 
 def _blocks_of(positions: Array, segments: Array, size: int) -> Int[Array, "batch length"]:

@@ -1,14 +1,25 @@
-"""Top-k of rows of scores, and maps over some queries at a time."""
+"""Choices of keys: top-k of rows of scores, and maps over some queries at a time."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, UInt32
+from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 
 TILE = 2**24  # scores of one row that exist at a time
+
+
+class KeyChoice(NamedTuple):
+    """Keys of a call (`present`) and of a past that a layer chooses for each query; None: all that the mask allows.
+
+    Those of a past are chosen by a mask over its slots (`past`), or by their numbers (`slots`), as in `Queries`.
+    """
+
+    present: Bool[Array, "batch selected_heads length length"] | None = None
+    past: Bool[Array, "batch selected_heads length slots"] | None = None
+    slots: Int[Array, "batch length chosen"] | None = None
 
 
 def top_k_mask(scores: Float32[Array, "*rows keys"], count: int) -> Bool[Array, "*rows keys"]:

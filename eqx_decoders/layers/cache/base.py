@@ -9,6 +9,7 @@ A layer's cache is a tree of caches, such as `{"state": RecurrentState, "tail": 
 proposes have the same tree. Arrays are annotated with the names of axes, so a layout splits them like activations.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -37,6 +38,10 @@ class LayerCache(eqx.Module):
     def commit(self, entries: Any, positions: Int[Array, "batch length"]) -> "LayerCache":
         """Write entries (stacked over layers) at `positions`; positions below 0 are left out."""
         raise TypeError(f"{type(self).__name__} is no kind of cache.")
+
+    def stacked(self, entries: Sequence[Any]) -> Any:
+        """Stack the entries that each layer proposes, for `commit`."""
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *entries)
 
     def reset(self, rows: Bool[Array, "batch"]) -> "LayerCache":
         """Empty these rows."""
@@ -98,6 +103,21 @@ class LayerCache(eqx.Module):
         """
         return None
 
+    # for caches in pages
+
+    @property
+    def page_pools(self) -> dict[int, tuple[int, int]]:
+        """Number of pages, and entries of a row's page table, by attention window (0: none); empty without pages."""
+        return {}
+
+    def with_tables(
+        self,
+        tables: Int[Array, "batch row_pages"] | Mapping[int, Int[Array, "batch row_pages"]],
+        lengths: Int[Array, "batch"] | None = None,
+    ) -> "LayerCache":
+        """Set the page tables of the rows, for all windows or for each; see `Cache.with_tables`."""
+        return self
+
 
 def empty_value(dtype: Any) -> Array:
     """Return the value of an empty slot: no position, no token, or zero."""
@@ -134,6 +154,11 @@ def slices(caches: Any) -> Any:
 def pasts(caches: Any, cut: Any) -> Any:
     """Return `LayerCache.past` of each cache in a tree, from one layer's part of `slices(caches)`."""
     return jax.tree.map(lambda cache, part: cache.past(part), caches, cut, is_leaf=is_layer_cache)
+
+
+def stacked(caches: Any, entries: Sequence[Any]) -> Any:
+    """Stack the entries that each layer proposes for a tree of caches, as `LayerCache.stacked` does."""
+    return jax.tree.map(lambda cache, *new: cache.stacked(new), caches, *entries, is_leaf=is_layer_cache)
 
 
 def commit(caches: Any, entries: Any, positions: Int[Array, "batch length"]) -> Any:

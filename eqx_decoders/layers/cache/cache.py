@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.layers.cache.base import LayerCacheRows, commit, is_layer_cache, rows_of
-from eqx_decoders.layers.cache.paged import PagedKVCache
 from eqx_decoders.sharding.explicit import keeping_types
 
 
@@ -119,13 +118,7 @@ class Cache(eqx.Module):
         page numbers of their own.
         """
 
-        def given(each: Any) -> Any:
-            if not isinstance(each, PagedKVCache):
-                return each
-            table = tables.get(each.window, tables.get(0)) if isinstance(tables, dict) else tables
-            return each if table is None else each.with_table(table, lengths)
-
-        segments = jax.tree.map(given, self.segments, is_leaf=is_layer_cache)
+        segments = jax.tree.map(lambda each: each.with_tables(tables, lengths), self.segments, is_leaf=is_layer_cache)
         return Cache(segments, self.length if lengths is None else lengths, self.rope_offset)
 
 

@@ -5,17 +5,23 @@ one row, whatever sequences they are of: the engine's metadata says which.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from eqx_decoders.context import Execution
 from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.layers.attention.kernels.call import AttentionOptions
+from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.cache.base import LayerCache
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.cache.kv_cache import CachedKV, NewKV, Past, Queries
+from eqx_decoders.layers.mask import Causal, SlidingWindow
+
+
+_UNKNOWN = "which engines with caches of their own don't know"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,37 +55,11 @@ class ExternalWrite(NamedTuple):
     value: Float[Array, "1 tokens kv_heads head_dim"] | None
 
 
-class ExternalCachedKV(eqx.Module):
-    """External cache as one layer reads and writes it."""
+class ExternalKVCache(LayerCache, Past):
+    """External caches of equal layers, each an array or a tree of the engine's, and its metadata of this call.
 
-    cache: Any
-    metadata: Any
-    attention: ExternalAttention = eqx.field(static=True)
-    layer: int = eqx.field(static=True)
-
-    def attend(
-        self,
-        query: Float[Array, "1 tokens heads head_dim"],
-        key: Float[Array, "1 tokens kv_heads head_dim"],
-        value: Float[Array, "1 tokens kv_heads head_dim"] | None,
-        *,
-        mask: Mask,
-        soft_cap: float | None = None,
-        sinks: Float[Array, "heads"] | None = None,
-        written: Any = None,
-    ) -> tuple[Float[Array, "1 tokens heads head_dim"], ExternalWrite]:
-        """Attend by the engine. `written` is the cache to which an earlier layer has written these keys and values."""
-        known = isinstance(mask, Causal | SlidingWindow)
-        check(known, f"layer {self.layer} has mask={mask}, which engines with caches of their own don't know.")
-        window = mask.size if isinstance(mask, SlidingWindow) else None
-        call = ExternalCall(layer=self.layer, window=window, soft_cap=soft_cap, writes=written is None)
-        before, values = self.cache if written is None else written, None if value is None else value[0]
-        cache, out = self.attention(before, query[0], key[0], values, self.metadata, sinks, call)
-        return out[None].astype(query.dtype), ExternalWrite(cache, key, value)
-
-
-class ExternalKVCache(LayerCache):
-    """External caches of equal layers, each an array or a tree of the engine's, and its metadata of this call."""
+    That of a single layer is what this layer reads: the engine writes, and attends to what it has written.
+    """
 
     caches: tuple[Any, ...]
     metadata: Any
@@ -90,17 +70,38 @@ class ExternalKVCache(LayerCache):
     def slices(self) -> Any:
         return np.arange(len(self.caches))
 
-    def past(self, slices: Any) -> ExternalCachedKV:
+    def past(self, slices: Any) -> "ExternalKVCache":
         if not isinstance(slices, np.integer):
             raise ConfigError("external caches are a list, which no scan goes through: use model.replace(scan=False).")
         place = int(slices)
-        layer = self.first + place * self.step
-        return ExternalCachedKV(self.caches[place], self.metadata, attention=self.attention, layer=layer)
+        return dataclasses.replace(self, caches=(self.caches[place],), first=self.first + place * self.step)
+
+    def whole(self) -> CachedKV:
+        raise ConfigError(f"layer {self.first} selects blocks, {_UNKNOWN}.")
+
+    def attend_with(
+        self,
+        present: Callable[[], Result],
+        entries: NewKV | ExternalWrite,
+        queries: Queries,
+        options: AttentionOptions,
+        execution: Execution,
+        sink: Float[Array, "heads"] | None = None,
+    ) -> tuple[Float[Array, "1 tokens heads head_dim"], ExternalWrite]:
+        """Attend by the engine, which first stores the keys and values that no earlier layer has written."""
+        (before,), mask = self.caches, options.mask
+        check(queries.spans is None, f"layer {self.first} sees spans, {_UNKNOWN}.")
+        check(isinstance(mask, Causal | SlidingWindow), f"layer {self.first} has mask={mask}, {_UNKNOWN}.")
+        window, written = mask.size if isinstance(mask, SlidingWindow) else None, isinstance(entries, ExternalWrite)
+        call = ExternalCall(layer=self.first, window=window, soft_cap=options.soft_cap, writes=not written)
+        values = None if entries.value is None else entries.value[0]
+        before = entries.cache if isinstance(entries, ExternalWrite) else before
+        query = queries.query
+        cache, out = self.attention(before, query[0], entries.key[0], values, self.metadata, sink, call)
+        return out[None].astype(query.dtype), ExternalWrite(cache, entries.key, entries.value)
+
+    def stacked(self, entries: Sequence[ExternalWrite]) -> tuple[ExternalWrite, ...]:
+        return tuple(entries)
 
     def commit(self, entries: tuple[ExternalWrite, ...], positions: Int[Array, "1 tokens"]) -> "ExternalKVCache":
         return dataclasses.replace(self, caches=tuple(entry.cache for entry in entries))
-
-
-def stacked_or_listed(*results: Any) -> Any:
-    """Stack the arrays that equal layers returned; list external caches."""
-    return results if isinstance(results[0], ExternalWrite) else jnp.stack(results)

@@ -1,18 +1,27 @@
 """Keys and values of attention layers, one row of slots for each sequence."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
+from eqx_decoders.context import Execution
 from eqx_decoders.errors import check
+from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
+from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
+from eqx_decoders.layers.attention.kernels.common import Result, Scales
+from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
 from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode, encode
-from eqx_decoders.layers.mask import Bidirectional, Mask, lookback
+from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, Spans, lookback
+
+
+LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, and how many choices there are
 
 
 class NewKV(eqx.Module):
@@ -33,8 +42,89 @@ class NewKV(eqx.Module):
         return NewKV(key=decode(self.key, self.key_scale, dtype), value=value)
 
 
-class CachedKV(eqx.Module):
-    """Cached keys and values that one attention layer reads: its slice of a cache, with scales if there are any."""
+class Queries(NamedTuple):
+    """Queries of one call of attention to a past, and what each of them sees of it besides the mask.
+
+    **Arguments:**
+
+    - `query`, `positions`: scaled queries, and their positions.
+    - `spans`: spans of queries, if they see more than what came before.
+    - `selected`: slots that count for each query, for all heads alike or for each; None: all.
+    - `slots`: the only slots that each query reads, in any order; an index beyond the last is none. None: all.
+    """
+
+    query: Float[Array, "batch length heads head_dim"]
+    positions: Int[Array, "batch length"]
+    spans: Spans | None = None
+    selected: Bool[Array, "batch selected_heads length slots"] | None = None
+    slots: Int[Array, "batch length chosen"] | None = None
+
+
+class Past(eqx.Module):
+    """Cached keys and values as one attention layer reads them. A row is one document: there are no segments.
+
+    A subclass has `whole`; `at` if layers read single slots of it; `attend` where the whole need not be copied; and
+    `attend_with` where the attention is its own.
+    """
+
+    def whole(self) -> "CachedKV":
+        """Return all slots."""
+        raise TypeError(f"{type(self).__name__} is no kind of past.")
+
+    def at(
+        self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
+    ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
+        """Return keys times their scales and positions of some slots; position -1 for a slot without a token."""
+        raise TypeError(f"{type(self).__name__} reads no single slots.")
+
+    def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
+        """Attend to all slots, or to those selected; where there are no values, keys stand for them."""
+        return self.whole().attend(queries, options, execution)
+
+    def attend_with(
+        self,
+        present: Callable[[], Result],
+        entries: Any,
+        queries: Queries,
+        options: AttentionOptions,
+        execution: Execution,
+        sink: Float[Array, "heads"] | None = None,
+    ) -> tuple[Float[Array, "batch length heads value_dim"], Any]:
+        """Attend to the past and to the tokens of the call, merged by their log-sum-exp.
+
+        **Arguments:**
+
+        - `present`: computes the result for the tokens of the call.
+        - `entries`: keys and values of these tokens, of this layer or of an earlier one.
+        - `options`: `mask` and `soft_cap`.
+
+        **Returns:**
+
+        The result, and the entries to be committed.
+        """
+        of_call = present()
+        earlier = (self.attend if queries.slots is None else self._attend_slots)(queries, options, execution)
+        out, lse = merge([of_call, earlier])
+        return (out if sink is None else with_sink(out, lse, sink)), entries
+
+    def _attend_slots(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
+        """Attend with each query to some slots; nothing else is read. Keys stand for values."""
+        assert queries.slots is not None
+        batch, length, count = queries.slots.shape
+        keys, key_positions = self.at(queries.slots.reshape(batch, -1), queries.query.dtype)
+
+        def alone(x: Array) -> Array:  # each query in a row of its own, with the keys that it chose
+            return x.reshape(batch * length, -1, *x.shape[2:])
+
+        keys = keys.reshape(batch * length, count, 1, -1)
+        positions = AttentionPositions(alone(queries.positions), key_positions.reshape(batch * length, count))
+        inputs = AttentionInputs(alone(queries.query), keys, keys, positions)
+        out, lse = attend_on_mesh(inputs, options, execution, key_axis="slots")
+        return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
+
+
+class CachedKV(Past):
+    """Cached keys and values of one layer, its slice of a cache, with scales if there are any."""
 
     key: Num[Array, "batch kv_heads slots head_dim"]
     value: Num[Array, "batch kv_heads slots head_dim"] | None
@@ -46,40 +136,29 @@ class CachedKV(eqx.Module):
         """Return keys times their scales."""
         return decode(self.key, self.key_scale, dtype)
 
+    def whole(self) -> "CachedKV":
+        return self
 
-class StackedCachedKV(eqx.Module):
-    """Cached keys of all layers, and the number of one: for a layer that reads single slots.
+    def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
+        query, positions, spans, selected, _ = queries
+        positions = AttentionPositions(positions, self.positions, query_spans=spans)
+        scales, dtype, out_dtype = None, self.key.dtype, query.dtype
+        if self.key_scale is not None:
+            key_scale = jnp.swapaxes(self.key_scale, 1, 2)
+            scales = Scales(key_scale, key_scale if self.value_scale is None else jnp.swapaxes(self.value_scale, 1, 2))
+        else:
+            dtype = dtype if self._reads_wide(query, execution) else out_dtype
+            query = query.astype(dtype)
+        keys = self.key.astype(dtype).transpose(0, 2, 1, 3)
+        values = keys if self.value is None else self.value.astype(dtype).transpose(0, 2, 1, 3)
+        inputs = AttentionInputs(query, keys, values, positions, selected, scales)
+        out, lse = attend_on_mesh(inputs, options, execution, key_axis="slots")
+        return out.astype(out_dtype), lse
 
-    A layer's slice would be copied before slots are gathered from it, which costs more than reading it.
-    """
-
-    key: Num[Array, "layers batch kv_heads slots head_dim"]
-    layer: Int[Array, ""]
-    positions: Int[Array, "batch slots"]
-    key_scale: Float[Array, "layers batch scale_heads slots"] | None = None
-
-    def whole(self) -> CachedKV:
-        """Return the layer's slice."""
-
-        def cut(x: Array) -> Array:
-            return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
-
-        scale = None if self.key_scale is None else cut(self.key_scale)
-        return CachedKV(key=cut(self.key), value=None, positions=self.positions, key_scale=scale)
-
-    def at(
-        self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
-    ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
-        """Return keys times their scales and positions of some slots; position -1 for a slot beyond the last."""
-        last, rows = self.positions.shape[1] - 1, jnp.arange(slots.shape[0])[:, None]
-        inside = jnp.minimum(slots, last)
-        positions = self.positions.at[rows, inside].get(mode="promise_in_bounds")
-
-        def taken(x: Array) -> Array:
-            return x.at[self.layer, rows, :, inside].get(mode="promise_in_bounds")
-
-        scale = None if self.key_scale is None else taken(self.key_scale)
-        return decode(taken(self.key), scale, dtype), jnp.where(slots <= last, positions, -1)
+    def _reads_wide(self, query: Array, execution: Execution) -> bool:
+        """Return whether a few 16-bit queries are cast to float32, like the cache: otherwise all of it would be."""
+        cast = self.key.dtype == jnp.float32 and query.dtype.itemsize == 2
+        return cast and execution.layout.backend.widens_half and query.shape[1] < 32
 
 
 class KVCache(LayerCache):
@@ -90,7 +169,7 @@ class KVCache(LayerCache):
     - `key`, `value`: one row of slots for each layer and sequence; no values where keys stand for both.
     - `positions`: the position of each slot's token, -1 where there is none. Masks are computed from them alone.
     - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and later positions are dropped.
-    - `by_slot`: whether layers read single slots, and so a `StackedCachedKV`.
+    - `by_slot`: whether layers read single slots, where they stand.
     - `key_scale`, `value_scale`: multiply stored numbers; None where these are as they are.
 
     Heads stand before slots: a TPU's products then read a layer's slice in place, without a copy in another order.
@@ -104,16 +183,19 @@ class KVCache(LayerCache):
     key_scale: Float[Array, "layers batch scale_heads slots"] | None = None
     value_scale: Float[Array, "layers batch scale_heads slots"] | None = None
 
-    def slices(self) -> Any:
-        stored = self.key, self.value, self.key_scale, self.value_scale
-        return jnp.arange(self.key.shape[0]) if self.by_slot else stored
+    @property
+    def arrays(self) -> tuple[Array, Array | None, Array | None, Array | None]:
+        """Keys, values, and the scales of both."""
+        return self.key, self.value, self.key_scale, self.value_scale
 
-    def past(self, slices: Any) -> CachedKV | StackedCachedKV:
+    def slices(self) -> Any:
+        return jnp.arange(self.key.shape[0]) if self.by_slot else self.arrays
+
+    def past(self, slices: Any) -> Past:
         if self.by_slot:
-            return StackedCachedKV(key=self.key, layer=slices, positions=self.positions, key_scale=self.key_scale)
-        key, value, key_scale, value_scale = slices
-        scales: Any = dict(key_scale=key_scale, value_scale=value_scale)
-        return CachedKV(key=key, value=value, positions=self.positions, **scales)
+            return KVCacheView(self, slices)
+        key, value, *scales = slices
+        return CachedKV(key, value, self.positions, *scales)
 
     def stored(self, entries: NewKV) -> NewKV:
         """Encode entries in the format of the cache; entries in that format stay as they are."""
@@ -156,9 +238,8 @@ class KVCache(LayerCache):
     def slices_of_rows(self) -> Any:
         return jnp.arange(self.key.shape[0])
 
-    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> "CachedKVRows | StackedCachedKV":
-        row_cache: Any = self.rows(rows) if self.by_slot else None
-        return CachedKVRows(self, slices, rows) if row_cache is None else row_cache.past(slices)
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> "KVCacheView":
+        return KVCacheView(self, slices, rows)
 
     def commit_rows(self, rows: Int[Array, "rows"], entries: NewKV, positions: Int[Array, "rows length"]) -> "KVCache":
         return self._written(rows[:, None], entries, positions)
@@ -177,7 +258,7 @@ class KVCache(LayerCache):
             taken: Any = (None if part is None else part[rows, :, slot] for part in parts)
             return NewKV(*taken)
 
-        entries = jax.vmap(of_layer)(self.key, self.value, self.key_scale, self.value_scale)
+        entries = jax.vmap(of_layer)(*self.arrays)
         return entries, jnp.where(self.positions[rows, slot] == positions, positions, -1)
 
     def with_row(self, index: int | Int[Array, ""], row: Any) -> "LayerCache":
@@ -199,54 +280,96 @@ class KVCache(LayerCache):
         def slots_first(x: Any) -> Any:
             return None if x is None else x.swapaxes(2, 3)
 
-        return NewKV(*map(slots_first, (self.key, self.value, self.key_scale, self.value_scale)))
+        return NewKV(*map(slots_first, self.arrays))
 
 
-class CachedKVRows(eqx.Module):
-    """Cached keys and values of some rows as one attention layer reads them: the whole cache, a layer and rows.
+class KVCacheView(Past):
+    """Keys and values of one layer read where they stand: the whole cache, a layer, and some rows (None: all).
 
-    A slice of one row is made on its way to the product that reads it; a slice of a layer, or of several rows, would be
-    copied before.
+    A slice of one row, or of single slots, is made on its way to the product that reads it; a slice of a layer, or of
+    several rows, would be copied before, which costs more than reading it.
     """
 
     cache: KVCache
     layer: Int[Array, ""]
-    rows: Int[Array, "rows"]
-
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return self.rows.shape[0]
+    rows: Int[Array, "rows"] | None = None
 
     def whole(self) -> CachedKV:
-        """Copy the rows."""
-        if self.count == 1:
-            return self.row(jnp.int32(0), self.cache.positions.shape[1])
-        cache = self.cache
+        if self.rows is not None and self.rows.shape[0] == 1:
+            return self._row(jnp.int32(0), self.cache.positions.shape[1])
+        layer, rows = self.layer, self.rows
+        if rows is None:
+            return self._part(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), self.cache.positions
+            )
+        positions = rows_of(self.cache.positions, rows)
+        return self._part(lambda leaf: leaf.at[layer, rows].get(unique_indices=True, mode="clip"), positions)
 
-        def part(leaf: Any) -> Any:
-            return None if leaf is None else leaf.at[self.layer, self.rows].get(unique_indices=True, mode="clip")
+    def at(
+        self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
+    ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
+        last = self.cache.positions.shape[1] - 1
+        rows = (jnp.arange(slots.shape[0]) if self.rows is None else self.rows)[:, None]
+        inside = jnp.minimum(slots, last)
+        positions = self.cache.positions.at[rows, inside].get(mode="promise_in_bounds")
 
-        return _past(cache, part, rows_of(cache.positions, self.rows))
+        def taken(x: Array) -> Array:
+            return x.at[self.layer, rows, :, inside].get(mode="promise_in_bounds")
 
-    def row(self, index: Int[Array, ""], reach: int) -> CachedKV:
+        scale = None if self.cache.key_scale is None else taken(self.cache.key_scale)
+        return decode(taken(self.cache.key), scale, dtype), jnp.where(slots <= last, positions, -1)
+
+    def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
+        """Attend row by row where there are few: a few queries' products are no faster for several rows at once."""
+        rows = self.rows
+        if rows is None or not execution.layout.backend.few_rows:
+            return super().attend(queries, options, execution)
+        if rows.shape[0] == 1:
+            return self._attend_row(jnp.int32(0), queries, options, execution)
+
+        def one(row: Any) -> Any:
+            index, queries = jax.tree.map(lambda leaf: leaf[None], row)
+            return jax.tree.map(lambda leaf: leaf[0], self._attend_row(index[0], queries, options, execution))
+
+        return jax.lax.map(one, (jnp.arange(rows.shape[0], dtype=jnp.int32), queries))
+
+    def _attend_row(
+        self, index: Int[Array, ""], queries: Queries, options: AttentionOptions, execution: Execution
+    ) -> Result:
+        """Attend to the slots of one row, only as far as it is filled."""
+        reaches = [self.cache.positions.shape[1]]
+        while len(reaches) < MOST_REACHES and reaches[0] >= 2 * LEAST_REACH:
+            reaches.insert(0, -(-reaches[0] // 2))
+
+        def within(reach: int) -> Any:
+            def attend() -> Result:
+                chosen = None if queries.selected is None else queries.selected[..., :reach]
+                return self._row(index, reach).attend(queries._replace(selected=chosen), options, execution)
+
+            return attend
+
+        # what is stored is before the queries: slots from their last position on are empty (rings that are full are
+        # read whole, since that position is beyond them)
+        branch = sum((jnp.max(queries.positions) > reach).astype(jnp.int32) for reach in reaches[:-1])
+        return jax.lax.switch(branch, [within(reach) for reach in reaches])
+
+    def _row(self, index: Int[Array, ""], reach: int) -> CachedKV:
         """Return the first slots of one of the rows."""
+        assert self.rows is not None
         row = self.rows[index]
         layer, zero = self.layer.astype(row.dtype), jnp.zeros_like(row)
 
-        def part(leaf: Any) -> Any:
-            if leaf is None:
-                return None
+        def part(leaf: Array) -> Array:
             sizes = 1, 1, leaf.shape[2], reach, *leaf.shape[4:]
             return jax.lax.dynamic_slice(leaf, (layer, row, zero, zero, zero)[: leaf.ndim], sizes)[0]
 
-        return _past(self.cache, part, jax.lax.dynamic_slice(self.cache.positions, (row, zero), (1, reach)))
+        return self._part(part, jax.lax.dynamic_slice(self.cache.positions, (row, zero), (1, reach)))
 
-
-def _past(cache: KVCache, part: Any, positions: Int[Array, "rows slots"]) -> CachedKV:
-    """Collect what `part` takes out of each array."""
-    scales: Any = dict(key_scale=part(cache.key_scale), value_scale=part(cache.value_scale))
-    return CachedKV(key=part(cache.key), value=part(cache.value), positions=positions, **scales)
+    def _part(self, part: Callable[[Array], Array], positions: Int[Array, "rows slots"]) -> CachedKV:
+        """Collect what `part` takes out of each array."""
+        key, value, *scales = (None if leaf is None else part(leaf) for leaf in self.cache.arrays)
+        assert key is not None
+        return CachedKV(key, value, positions, *scales)
 
 
 def in_format(entries: NewKV, dtype: DTypeLike, scale: Float[Array, "layers _ scale_heads _"] | None) -> NewKV:
@@ -266,9 +389,11 @@ def in_format(entries: NewKV, dtype: DTypeLike, scale: Float[Array, "layers _ sc
 class KVShape:
     """Shape of one attention layer's cache, in slots, heads and features.
 
-    `values`: whether it has values; `by_slot`: whether single slots are read (then it has none).
+    `by_token`: whether tokens have keys and values of their own, which pages and other engines can hold; `values`:
+    whether it has values; `by_slot`: whether single slots are read (then it has none).
     """
 
+    by_token: ClassVar[bool] = True
     slots: int
     kv_heads: int
     head_dim: int

@@ -5,22 +5,30 @@ Whoever fills the tables assigns the pages; a page is written by one row alone.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
+from eqx_decoders.context import Execution
 from eqx_decoders.errors import CheckedFields, PositiveInt
+from eqx_decoders.layers.attention.kernels import pallas_paged
+from eqx_decoders.layers.attention.kernels.call import AttentionOptions
+from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
 from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode
-from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV, in_format
-
-
-LANE = 128  # features that a TPU keeps together
+from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV, Past, Queries, in_format
+from eqx_decoders.layers.cache.page_layout import LANE, LaneLayout, Pages, StoredKV
+from eqx_decoders.layers.mask import interval
+from eqx_decoders.sharding.axes import names_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,107 +52,21 @@ class PageConfig(CheckedFields):
         return -(-max_length // self.page_size)
 
 
-# --- what is stored ---
-
-
-class _Stored(NamedTuple):
-    """Stored arrays of keys and values, with any axes."""
-
-    key: Any
-    value: Any
-    key_scale: Any
-    value_scale: Any
-
-    def map(self, change: Callable[[Array], Array]) -> "_Stored":
-        """Apply a function to each array that there is."""
-        return _Stored(*(None if x is None else change(x) for x in self))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Lanes:
-    """Arrangement of a token's key and value in lanes.
-
-    **Arguments:**
-
-    - `head_dim`: features of a key.
-    - `joined`: whether the value stands behind the key, as both fit into one lane: then no lane is half empty.
-    """
-
-    head_dim: int
-    joined: bool
-
-    @property
-    def width(self) -> int:
-        """Number of stored features; from half a lane on whole lanes."""
-        width = self.head_dim * (1 + self.joined)
-        return width if width < LANE // 2 else -(-width // LANE) * LANE
-
-    def join(self, stored: _Stored) -> _Stored:
-        """Arrange keys and values as in pages."""
-        if self.joined:
-            stored = stored._replace(key=jnp.concatenate([stored.key, stored.value], axis=-1), value=None)
-
-        def filled(x: Any) -> Any:
-            return None if x is None else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, self.width - x.shape[-1]),))
-
-        return stored._replace(key=filled(stored.key), value=filled(stored.value))
-
-    def split(self, stored: _Stored) -> _Stored:
-        """Undo `join`."""
-        dim, value = self.head_dim, stored.value
-        if self.joined:
-            value = stored.key[..., dim : 2 * dim]
-        return stored._replace(key=stored.key[..., :dim], value=None if value is None else value[..., :dim])
-
-
-class _InPages(eqx.Module):
-    """Common base of classes that hold pages and the rows' tables."""
-
-    key: eqx.AbstractVar[Any]
-    value: eqx.AbstractVar[Any]
-    key_scale: eqx.AbstractVar[Any]
-    value_scale: eqx.AbstractVar[Any]
-    table: eqx.AbstractVar[Any]
-    lengths: eqx.AbstractVar[Any]
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.key.shape[3]
-
-    @property
-    def positions(self) -> Int[Array, "batch slots"]:
-        """Position of each slot of the rows' pages, one after the other; -1 where there is no token."""
-        return slot_positions(self.table, self.lengths, self.page_size)
-
-    @property
-    def _stored(self) -> _Stored:
-        return _Stored(self.key, self.value, self.key_scale, self.value_scale)
-
-
 # --- what a layer reads ---
 
 
-class PagedCachedKV(_InPages):
-    """Paged cache as one attention layer reads it: the pages of all layers, the layer's number, and the rows' tables.
+class PagedKVCacheView(Past):
+    """Paged cache as one attention layer reads it: pages are gathered, or read where they are by a kernel."""
 
-    Pages are gathered, or read where they are by a kernel; a layer's slice of them would be a copy.
-    """
-
-    key: Num[Array, "layers pages kv_heads page_slots stored_dim"]
-    value: Num[Array, "layers pages kv_heads page_slots stored_dim"] | None
-    key_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
-    value_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
+    cache: "PagedKVCache"
     layer: Int[Array, ""]
-    table: Int[Array, "batch row_pages"]
-    lengths: Int[Array, "batch"]
-    lanes: _Lanes = eqx.field(static=True)
 
     def whole(self) -> CachedKV:
         """Gather all tokens of the rows."""
-        pages, positions = jnp.maximum(self.table, 0), self.positions
-        rows = self._stored.map(lambda x: _joined_pages(x[self.layer, pages][:, :, :, : self.page_size]))
-        stored = self.lanes.split(rows)
+        cache = self.cache
+        pages, positions = jnp.maximum(cache.table, 0), cache.positions
+        rows = cache.stored.map(lambda x: _joined_pages(x[self.layer, pages][:, :, :, : cache.page_size]))
+        stored = cache.lanes.split(rows)
         # what another row left has weight 0, and 0 times NaN would be NaN
         clean = stored.map(lambda x: jnp.where(_like(positions >= 0, x), x, jnp.zeros((), x.dtype)))
         return CachedKV(positions=positions, **clean._asdict())
@@ -152,14 +74,34 @@ class PagedCachedKV(_InPages):
     def at(
         self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
     ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
-        """Return keys times their scales and positions of some slots; position -1 for a slot without a token."""
-        size, rows = self.page_size, jnp.arange(slots.shape[0])[:, None]
-        page = self.table.at[rows, slots // size].get(mode="fill", fill_value=-1)
-        exists = (page >= 0) & (slots < self.lengths[:, None])
-        taken = self._stored.map(lambda x: x[self.layer, jnp.maximum(page, 0), :, slots % size])
-        stored = self.lanes.split(taken)
+        cache, size, rows = self.cache, self.cache.page_size, jnp.arange(slots.shape[0])[:, None]
+        page = cache.table.at[rows, slots // size].get(mode="fill", fill_value=-1)
+        exists = (page >= 0) & (slots < cache.lengths[:, None])
+        taken = cache.stored.map(lambda x: x[self.layer, jnp.maximum(page, 0), :, slots % size])
+        stored = cache.lanes.split(taken)
         keys = jnp.where(exists[..., None, None], decode(stored.key, stored.key_scale, dtype), 0)
         return keys, jnp.where(exists, slots, -1)
+
+    def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
+        """Attend by the kernel that reads pages, on each device with its own queries and heads, if it can."""
+        query, positions, spans, selected, _ = queries
+        plan = _plan(query, self.cache, execution) if selected is None else None
+        if plan is None:
+            return super().attend(queries, options, execution)
+        seen, layout = interval(options.mask, positions, spans), execution.layout
+        kernel: Any = functools.partial(
+            pallas_paged.paged_attention, kv_heads=plan.used, soft_cap=options.soft_cap, platform=layout.platform
+        )
+        if layout.single:
+            return kernel(query, self.cache, self.layer, seen)
+        leaves, form = jax.tree.flatten(self.cache)
+
+        def run(query: Array, leaves: Any, layer: Array, seen: tuple[Array, Array]) -> Result:
+            return kernel(query, jax.tree.unflatten(form, leaves), layer, seen, plan.first_head())
+
+        of_query, of_rows = PartitionSpec(plan.rows, plan.length, plan.heads), PartitionSpec(plan.rows, plan.length)
+        specs = of_query, [plan.spec(leaf) for leaf in leaves], PartitionSpec(), of_rows
+        return layout.shard_map(run, specs, (of_query, of_query))(query, leaves, self.layer, seen)
 
 
 def _joined_pages(x: Array) -> Array:
@@ -173,40 +115,64 @@ def _like(rows: Bool[Array, "batch slots"], x: Array) -> Array:
     return rows.reshape(rows.shape[0], 1, rows.shape[1], *(1,) * (x.ndim - 3))
 
 
-def slot_positions(
-    table: Int[Array, "batch row_pages"], lengths: Int[Array, "batch"], page_size: int
-) -> Int[Array, "batch slots"]:
-    """Return the position of each slot of the rows' pages, one after the other; -1 where there is no token."""
-    index = jnp.arange(table.shape[1] * page_size, dtype=jnp.int32)[None]
-    exists = jnp.repeat(table >= 0, page_size, axis=1) & (index < lengths[:, None])
-    return jnp.where(exists, index, -1)
+@dataclasses.dataclass(frozen=True)
+class _PagedPlacement:
+    """Placement of paged attention on a mesh; names are mesh axes.
+
+    **Arguments:**
+
+    - `rows`, `length`, `heads`: axes that split queries.
+    - `kv_heads`: axes that split the heads of pages: the first ones of `heads`.
+    - `page_heads`: number of heads of pages.
+    - `used`: number of a device's key heads that its queries use.
+    - `own_heads`, `groups`: query heads of a device, and query heads that share a key head.
+    """
+
+    rows: tuple[str, ...]
+    length: tuple[str, ...]
+    heads: tuple[str, ...]
+    kv_heads: tuple[str, ...]
+    page_heads: int
+    used: int
+    own_heads: int
+    groups: int
+
+    def first_head(self) -> Any:
+        """Return the index of the first key head that a device uses."""
+        others = self.heads[len(self.kv_heads) :]  # over these every device has the same heads
+        return lax.axis_index(others) * self.own_heads // self.groups if others else 0
+
+    def spec(self, leaf: Array) -> PartitionSpec:
+        """Return the `PartitionSpec` of an array of a paged cache, in `jax.shard_map`."""
+        if leaf.ndim < 4:  # tables and lengths
+            return PartitionSpec(self.rows)
+        return PartitionSpec(None, None, self.kv_heads if leaf.shape[2] == self.page_heads else ())
+
+
+def _plan(query: Array, pages: Pages, execution: Execution) -> _PagedPlacement | None:
+    """Plan the call of the paged kernel; None where it cannot do it, or is not wanted: pages are gathered then."""
+    layout, heads, kv_heads = execution.layout, query.shape[2], pages.key.shape[2]
+    wanted = layout.backend.paged_kernel and execution.attention in ("auto", "interval")
+    if not wanted or not pallas_paged.fits(pages, query.dtype, heads):
+        return None
+    rows, length, split = map(names_of, layout.activation_spec("batch length heads head_dim", query.shape)[:3])
+    words = "layers pages kv_heads page_slots stored_dim"
+    of_keys = names_of(layout.activation_spec(words, pages.key.shape)[2])
+    own_heads, groups = heads // math.prod(layout.sizes[name] for name in split), heads // kv_heads
+    if split[: len(of_keys)] != of_keys or (own_heads % groups and groups % own_heads):
+        return None
+    return _PagedPlacement(rows, length, split, of_keys, kv_heads, max(1, own_heads // groups), own_heads, groups)
 
 
 # --- the cache ---
 
 
-class PagedKVCache(_InPages, LayerCache):
+class PagedKVCache(Pages, LayerCache):
     """Paged key/value cache of equal layers.
 
-    **Arguments:**
-
-    - `key`, `value`: pages, of all rows, in lanes as a TPU stores them without gaps. No values where keys stand for
-        both, or where values stand behind the keys.
-    - `table`: pages of each row, in the order of its tokens; -1 for none: what belongs there is dropped, and nothing
-        is read.
-    - `lengths`: number of tokens of each row; their positions follow one another.
-    - `key_scale`, `value_scale`: multiply stored numbers; None where these are as they are.
-    - `lanes`: arrangement of a token's key and value in lanes.
-    - `window`: number of positions that layers look back; 0 for all.
+    Layers look back `window` positions; 0: all.
     """
 
-    key: Num[Array, "layers pages kv_heads page_slots stored_dim"]
-    value: Num[Array, "layers pages kv_heads page_slots stored_dim"] | None
-    key_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
-    value_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
-    table: Int[Array, "batch row_pages"]
-    lengths: Int[Array, "batch"]
-    lanes: _Lanes = eqx.field(static=True)
     window: int = eqx.field(static=True)
 
     # --- reading ---
@@ -214,11 +180,10 @@ class PagedKVCache(_InPages, LayerCache):
     def slices(self) -> Any:
         return jnp.arange(self.key.shape[0])
 
-    def past(self, slices: Any) -> PagedCachedKV:
-        rows = dict(table=self.table, lengths=self.lengths)
-        return PagedCachedKV(**self._stored._asdict(), **rows, layer=slices, lanes=self.lanes)
+    def past(self, slices: Any) -> PagedKVCacheView:
+        return PagedKVCacheView(self, slices)
 
-    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> PagedCachedKV:
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> PagedKVCacheView:
         return self.rows(rows).past(slices)
 
     def rows(self, rows: Int[Array, "rows"]) -> "PagedKVCache":
@@ -232,7 +197,7 @@ class PagedKVCache(_InPages, LayerCache):
         def rows(x: Array) -> Array:  # layers batch row_pages heads page_slots ...
             return jnp.swapaxes(jax.vmap(_joined_pages)(x[:, pages][:, :, :, :, : self.page_size]), 2, 3)
 
-        return NewKV(**self.lanes.split(self._stored.map(rows))._asdict())
+        return NewKV(**self.lanes.split(self.stored.map(rows))._asdict())
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]
@@ -241,7 +206,7 @@ class PagedKVCache(_InPages, LayerCache):
         exists &= positions < self.lengths[index]
         layers = jnp.arange(self.key.shape[0])[:, None, None]
         page, slot = jnp.maximum(page, 0), jnp.maximum(positions, 0) % self.page_size
-        taken = self._stored.map(lambda x: x[layers, page, :, slot])
+        taken = self.stored.map(lambda x: x[layers, page, :, slot])
         return NewKV(**self.lanes.split(taken)._asdict()), jnp.where(exists, positions, -1)
 
     # --- writing ---
@@ -259,7 +224,7 @@ class PagedKVCache(_InPages, LayerCache):
     ) -> "PagedKVCache":
         """Write entries into some rows."""
         new = in_format(entries, self.key.dtype, self.key_scale)
-        new = self.lanes.join(_Stored(new.key, new.value, new.key_scale, new.value_scale))
+        new = self.lanes.join(StoredKV(new.key, new.value, new.key_scale, new.value_scale))
         page, exists = self._pages_of(rows, positions)
         page, slot = jnp.where(exists, page, self.key.shape[1]), jnp.where(exists, positions, 0) % self.page_size
         layers = jnp.arange(self.key.shape[0])[:, None, None]
@@ -271,7 +236,7 @@ class PagedKVCache(_InPages, LayerCache):
             where = layers[..., None], page[..., None], heads, slot[..., None]
             return old.at[where].set(new.astype(old.dtype), mode="drop")
 
-        stored = _Stored(*map(write, self._stored, new))
+        stored = StoredKV(*map(write, self.stored, new))
         ends = jnp.max(jnp.where(exists, positions + 1, 0), axis=1)
         return dataclasses.replace(self, **stored._asdict(), lengths=self.lengths.at[rows[:, 0]].max(ends))
 
@@ -298,16 +263,24 @@ class PagedKVCache(_InPages, LayerCache):
     def empty_row(self, index: Int[Array, ""]) -> "PagedKVCache":
         return dataclasses.replace(self, lengths=self.lengths.at[index].set(0))
 
-    def with_table(
-        self, table: Int[Array, "batch row_pages"], lengths: Int[Array, "batch"] | None = None
+    @property
+    def page_pools(self) -> dict[int, tuple[int, int]]:
+        return {self.window: (self.key.shape[1], self.table.shape[1])}
+
+    def with_tables(
+        self,
+        tables: Int[Array, "batch row_pages"] | Mapping[int, Int[Array, "batch row_pages"]],
+        lengths: Int[Array, "batch"] | None = None,
     ) -> "PagedKVCache":
-        """Set the pages of the rows, and the numbers of tokens in them (None: as before)."""
+        table = tables.get(self.window, tables.get(0)) if isinstance(tables, Mapping) else tables
+        if table is None:
+            return self
         return dataclasses.replace(self, table=table, lengths=self.lengths if lengths is None else lengths)
 
     def copied(self, sources: Int[Array, "count"], targets: Int[Array, "count"]) -> "PagedKVCache":
         """Copy the contents of some pages to others; a target below 0 is none."""
         into = jnp.where(targets < 0, self.key.shape[1], targets)
-        stored = self._stored.map(lambda x: x.at[:, into].set(x[:, sources], mode="drop"))
+        stored = self.stored.map(lambda x: x.at[:, into].set(x[:, sources], mode="drop"))
         return dataclasses.replace(self, **stored._asdict())
 
 
@@ -324,7 +297,7 @@ def build_pages(
     window = shape.slots if shape.ring else 0
     num_pages = pages.window_pages if window and pages.window_pages is not None else pages.num_pages
     count = batch_size * row_pages if num_pages is None else num_pages
-    lanes = _Lanes(shape.head_dim, joined=shape.values and 2 * shape.head_dim <= LANE)
+    lanes = LaneLayout(shape.head_dim, joined=shape.values and 2 * shape.head_dim <= LANE)
     key = jnp.zeros((layers, count, shape.kv_heads, size, lanes.width), kind.dtype)
     page_slots = -(-size // LANE) * LANE if lanes.width >= LANE else size  # a TPU keeps others in an order of its own
     scale = jnp.zeros((layers, count, kind.scale_heads(shape.kv_heads), page_slots), SCALE) if kind.bound else None

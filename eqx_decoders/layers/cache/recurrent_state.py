@@ -1,7 +1,7 @@
 """Caches of recurrent layers: states, and the last inputs of convolutions."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -64,6 +64,7 @@ class RecurrentState(LayerCache):
 class StateShape:
     """Shape of one recurrent layer's state: for each head a matrix from keys to values, in float32."""
 
+    by_token: ClassVar[bool] = False
     heads: int
     key_dim: int
     value_dim: int
@@ -127,6 +128,7 @@ def last_inputs(
 class ConvShape:
     """Shape of a stream's tail: inputs and their features; `dtype`: None for the cache's own."""
 
+    by_token: ClassVar[bool] = False
     taps: int
     channels: int
     dtype: str | None = None

@@ -11,7 +11,7 @@ import numpy as np
 from eqx_decoders.errors import check
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
-from eqx_decoders.layers.cache.paged import PageConfig, PagedKVCache
+from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.serving.engine.page_pool import OutOfPages, PagePool, PageTables
 
 
@@ -21,8 +21,7 @@ Pages = dict[int, list[int]]  # page numbers of some tokens in order, by window 
 def windows_of(cache: Cache) -> dict[int, tuple[int, int]]:
     """Return, by the window of paged layers, the number of pages and the entries of a row's page table."""
     layer_caches = jax.tree.leaves(cache.segments, is_leaf=is_layer_cache)
-    paged = [each for each in layer_caches if isinstance(each, PagedKVCache)]
-    return {each.window: (each.key.shape[1], each.table.shape[1]) for each in paged}
+    return {window: counts for each in layer_caches for window, counts in each.page_pools.items()}
 
 
 class BlockManager:

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from eqx_decoders.context import Promises
-from eqx_decoders.layers.attention.cached import by_rows
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.sampler import (
     BatchSamplingParams,
@@ -187,7 +186,7 @@ def decode(
     """
     model, (rows, columns) = models.model, tokens.shape
     all_slots = rows == state.tokens.shape[0]
-    row_cache = state.cache if all_slots and not by_rows(model.execution) else state.cache.at_rows(slots)
+    row_cache = state.cache if all_slots and not model.execution.layout.backend.few_rows else state.cache.at_rows(slots)
     if state.drafts is not None and columns > 1:
         tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
     hidden, proposal, _ = model.forward_uncommitted(tokens, positions, cache=row_cache)

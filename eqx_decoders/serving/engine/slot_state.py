@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int, Int32
 
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
-from eqx_decoders.layers.cache.paged import PagedKVCache
 from eqx_decoders.sharding.axes import AnyArray
 
 
@@ -84,8 +83,7 @@ def save(
     positions = jnp.where(positions < state.cache.length[slot], positions, -1)
 
     def copy_tokens(layer_cache: Any) -> Any:
-        copied = pages or not isinstance(layer_cache, PagedKVCache)
-        return layer_cache.row_tokens(slot, positions) if copied else None
+        return layer_cache.row_tokens(slot, positions) if pages or not layer_cache.page_pools else None
 
     entries = jax.tree.map(copy_tokens, state.layer_caches, is_leaf=is_layer_cache)
     ids = state.tokens.at[slot, jnp.maximum(positions, 0)].get(mode="clip")

@@ -13,7 +13,8 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention import indexer as module, topk
 from eqx_decoders.layers.attention.indexer import Index, IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, StackedCachedKV
+from eqx_decoders.layers.attention.topk import KeyChoice
+from eqx_decoders.layers.cache.kv_cache import KVCache, KVShape
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -259,14 +260,12 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
     )
     places = np.arange(count + length)[None].repeat(2, 0)
     order = np.append(np.arange(count), -1)  # the last slot is empty
-    past = CachedKV(
-        key=index.key[:, :slots].swapaxes(1, 2), value=None, positions=jnp.asarray(order[None].repeat(2, 0), jnp.int32)
-    )
+    past = index.key[:, :slots].swapaxes(1, 2), None, jnp.asarray(order[None].repeat(2, 0), jnp.int32)
     now = Index(*(x[:, slots:] for x in index))
     ctx = context(places[:, count:])
-    choice = layer.choose_cached(now, past, Causal(), ctx)
+    choice = layer.choose_cached(now, *past, Causal(), ctx)
     if form == "takes all":
-        assert choice is None
+        assert choice == KeyChoice()
         return
     keys = jnp.concatenate([index.key[:, :count, 0], now.key[:, :, 0]], axis=1)
     scores = module._scores(now.query, now.weight, keys)
@@ -292,12 +291,17 @@ def test_generation_chooses_like_the_whole():
 def test_single_slots_are_read_from_the_cache_of_all_layers():
     """A slot beyond the last is none, though the last one holds a token."""
     draws = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 1, 4, 5)), jnp.float32)
-    past = StackedCachedKV(key=draws, layer=jnp.asarray(1), positions=jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]]))
-    key, positions = past.at(jnp.asarray([[3, 5, 0], [4, 3, 2]]))
+    positions = jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]])
+    cache = KVCache(key=draws, value=None, positions=positions, ring=False, by_slot=True)
+    past, slots = cache.past(jnp.asarray(1)), jnp.asarray([[3, 5, 0], [4, 3, 2]])
+    key, positions = past.at(slots)
     assert positions.tolist() == [[3, -1, 0], [-1, 7, -1]]
     np.testing.assert_array_equal(key[0, [0, 2], 0], draws[1, 0, 0, jnp.asarray([3, 0])])
     np.testing.assert_array_equal(key[1, 1:, 0], draws[1, 1, 0, jnp.asarray([3, 2])])
     np.testing.assert_array_equal(past.whole().key, draws[1])
+    some = cache.past_of_rows(jnp.asarray(1), jnp.asarray([1, 0])).at(slots[::-1])
+    np.testing.assert_array_equal(some[0], key[::-1])
+    np.testing.assert_array_equal(some[1], positions[::-1])
 
 
 def test_it_is_remembered_beside_the_latents():

@@ -12,7 +12,6 @@ import eqx_decoders as ed
 from eqx_decoders.layers.attention import topk
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
-from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -145,8 +144,8 @@ def test_scores_of_rounded_keys_are_not_rounded():
     positions = past[:, :3] + 9
 
     def chosen(dtype):
-        given = CachedKV(key=keys.astype(dtype), value=None, positions=past)
-        return BlockSelection(size=3, top_k=2).choose_cached(query.astype(dtype), key.astype(dtype), positions, given)
+        mine, others = (query.astype(dtype), key.astype(dtype), positions), (keys.astype(dtype), past)
+        return BlockSelection(size=3, top_k=2).choose_cached(*mine, *others)
 
     for rounded, exact in zip(jax.jit(chosen, static_argnums=0)(jnp.bfloat16), chosen(jnp.float32), strict=True):
         np.testing.assert_array_equal(rounded, exact)

@@ -63,7 +63,7 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
     paged = poisoned(build_pages(shape, 2, 3, 12, dtype, PageConfig(page_size=4, num_pages=7)))
     assert paged.table.shape == (3, 3) and (paged.table == -1).all() and paged.key.shape[3] == 4
     assert paged.key.shape[4] == {8: 16 if values else 8, 80: 128}[head_dim]
-    paged = paged.with_table(jnp.asarray([[5, 0, 3], [6, 2, -1], [-1, -1, -1]], jnp.int32))
+    paged = paged.with_tables(jnp.asarray([[5, 0, 3], [6, 2, -1], [-1, -1, -1]], jnp.int32))
     for begin in (0, 5, 6):
         end = {0: 5, 5: 6, 6: 12}[begin]
         cut = jax.tree.map(lambda x: x[:, :, begin:end], entries)  # noqa: B023
@@ -92,11 +92,11 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
 @pytest.mark.slow
 def test_what_belongs_to_no_page_is_dropped():
     paged = build_pages(SHAPE, 2, 2, 12, "float32", PageConfig(page_size=4, num_pages=3))
-    paged = paged.with_table(jnp.asarray([[2, -1, -1], [-1, 1, 0]], jnp.int32))
+    paged = paged.with_tables(jnp.asarray([[2, -1, -1], [-1, 1, 0]], jnp.int32))
     entries, places = drawn_entries(2, 2, 14), jnp.broadcast_to(jnp.arange(14), (2, 14))
     paged = paged.commit(entries, places)
     assert paged.positions.tolist() == [[0, 1, 2, 3, *[-1] * 8], [*[-1] * 4, *range(4, 12)]]
-    np.testing.assert_array_equal(paged.lanes.apart(paged._stored).key[:, 0].swapaxes(1, 2), entries.key[:, 1, 8:12])
+    np.testing.assert_array_equal(paged.lanes.split(paged.stored).key[:, 0].swapaxes(1, 2), entries.key[:, 1, 8:12])
 
 
 @pytest.mark.slow
@@ -116,10 +116,10 @@ def test_rows_come_from_caches_of_any_kind_and_go_there():
 @pytest.mark.slow
 def test_a_page_is_copied_before_a_second_row_writes_it():
     paged = build_pages(SHAPE, 2, 2, 12, "int8", PageConfig(page_size=4, num_pages=4))
-    paged = paged.with_table(jnp.asarray([[1, 2, -1], [-1, -1, -1]], jnp.int32))
+    paged = paged.with_tables(jnp.asarray([[1, 2, -1], [-1, -1, -1]], jnp.int32))
     paged = paged.commit(drawn_entries(2, 2, 6), jnp.stack([jnp.arange(6), jnp.full(6, -1)]))
     paged = paged.copied(jnp.asarray([2, 0]), jnp.asarray([3, -1]))
-    paged = paged.with_table(jnp.asarray([[1, 2, -1], [1, 3, -1]], jnp.int32), jnp.asarray([6, 6]))
+    paged = paged.with_tables(jnp.asarray([[1, 2, -1], [1, 3, -1]], jnp.int32), jnp.asarray([6, 6]))
     before = paged.row(0).entries()
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, paged.row(1).entries()))
     after = paged.commit_rows(jnp.asarray([1]), drawn_entries(2, 1, 2, seed=5), jnp.asarray([[6, 7]]))

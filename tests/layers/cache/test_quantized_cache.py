@@ -8,13 +8,12 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, decode, encode
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from tests.compare import assert_close
 from tests.layers.cached_mixers import decoder
-from tests.layers.common import normal
+from tests.layers.common import attend_past, normal
 from tests.models import extend, filled, rich_decoder, some_tokens
 
 

@@ -158,11 +158,11 @@ def test_a_cache_with_these_tables_keeps_rows_apart():
             cache = cache.copied(*(jnp.asarray(x) for x in zip(*copies, strict=True)))
         key = jnp.broadcast_to(jnp.asarray(values)[None, None, :, None, None], (1, 1, len(values), 1, 2))
         places = jnp.arange(begin, begin + len(values))[None]
-        return cache.with_table(jnp.asarray(tables.table)).commit_rows(jnp.asarray([row]), NewKV(key, key), places)
+        return cache.with_tables(jnp.asarray(tables.table)).commit_rows(jnp.asarray([row]), NewKV(key, key), places)
 
     cache = write(cache, 0, 0, text[:6])
     tables.adopt(1, tables.table[0].tolist())
-    cache = cache.with_table(jnp.asarray(tables.table), jnp.asarray([6, 6], jnp.int32))
+    cache = cache.with_tables(jnp.asarray(tables.table), jnp.asarray([6, 6], jnp.int32))
     cache = write(cache, 1, 6, text[6:9] + 100)
     cache = write(cache, 0, 6, text[6:12])
     rows = jax.device_get(cache.entries().key[0, :, :, 0, 0])

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
 from eqx_decoders.layers.attention.kernels.pallas_flash import tile_product
-from eqx_decoders.layers.cache.paged import LANE, PagedCachedKV
+from eqx_decoders.layers.cache.page_layout import LANE, Pages
 from eqx_decoders.layers.tpu import block_sizes
 from eqx_decoders.sharding.backend import backend_of
 
@@ -105,7 +105,7 @@ class _PagedPlan:
         return row, held - row * self.query_blocks, held, self.number(numbers, "block", step)
 
 
-def fits(past: PagedCachedKV, dtype: Any, heads: int) -> bool:
+def fits(past: Pages, dtype: Any, heads: int) -> bool:
     """Return whether a TPU can read these pages in place: whole lanes, whole tiles, and numbers that it can widen."""
     rows = 8 * 4 // past.key.dtype.itemsize  # of a tile
     wide = past.key.dtype.itemsize > 1 or past.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
@@ -194,7 +194,8 @@ def _widened(x: Array, dtype: Any) -> Array:
 
 def paged_attention(
     query: Float[Array, "batch length heads head_dim"],
-    past: PagedCachedKV,
+    past: Pages,
+    layer: Int[Array, ""],
     seen: tuple[Int[Array, "batch length"], Int[Array, "batch length"]],
     first_head: Int[Array, ""] | int = 0,
     *,
@@ -207,7 +208,8 @@ def paged_attention(
     **Arguments:**
 
     - `query`: scaled queries, whose heads share `kv_heads` key heads, in order.
-    - `past`: with pages whose `fits` is true; off TPUs the kernel is interpreted, and any do.
+    - `past`, `layer`: pages whose `fits` is true, and the layer to read; off TPUs the kernel is interpreted, and any
+        do.
     - `seen`: the first and the last position that each query sees.
     - `first_head`: the first of these key heads in the pages; a multiple of `kv_heads`.
     """
@@ -221,8 +223,8 @@ def paged_attention(
         jnp.pad(x, ((0, 0), (0, filled - length)), constant_values=fill) for x, fill in zip(seen, (0, -1), strict=True)
     )
     intervals = jnp.repeat(jnp.stack([first, last], axis=2), groups, axis=1)
-    numbers = _numbers(plan, past, first, last, first_head)
-    out, lse = _call(plan, numbers, query, past, intervals, _scales(plan, past, first_head))
+    numbers = _numbers(plan, past, layer, first, last, first_head)
+    out, lse = _call(plan, numbers, query, past, intervals, _scales(plan, past, layer, first_head))
 
     def tokens_first(x: Array) -> Array:
         x = x.reshape(batch, kv_heads, filled, groups, -1).swapaxes(1, 2)
@@ -232,7 +234,7 @@ def paged_attention(
     return tokens_first(out)[..., begin : begin + past.lanes.head_dim], tokens_first(lse)[..., 0]
 
 
-def _make_plan(query: Array, past: PagedCachedKV, kv_heads: int, soft_cap: float | None, platform: str) -> _PagedPlan:
+def _make_plan(query: Array, past: Pages, kv_heads: int, soft_cap: float | None, platform: str) -> _PagedPlan:
     batch, length, heads, _ = query.shape
     size, width, groups = past.page_size, past.key.shape[4], heads // kv_heads
     token = kv_heads * width * past.key.dtype.itemsize * (1 if past.value is None else 2)
@@ -261,7 +263,7 @@ def _make_plan(query: Array, past: PagedCachedKV, kv_heads: int, soft_cap: float
     )
 
 
-def _most_rows(query: Array, past: PagedCachedKV, kv_heads: int, keys: int) -> int:
+def _most_rows(query: Array, past: Pages, kv_heads: int, keys: int) -> int:
     """Return how many rows of queries fit into vector memory next to a step's keys; a width of one takes whole lanes.
 
     Blocks are there twice, sums once, and about three arrays of one head's scores in f32.
@@ -274,14 +276,14 @@ def _most_rows(query: Array, past: PagedCachedKV, kv_heads: int, keys: int) -> i
     return max(0, (block_sizes().vmem_bytes or _VMEM_BYTES) * 9 // 10 - fixed) // each
 
 
-def _table(plan: _PagedPlan, past: PagedCachedKV) -> Int[Array, "batch row_pages"]:
+def _table(plan: _PagedPlan, past: Pages) -> Int[Array, "batch row_pages"]:
     """Pad the page table to whole steps."""
     more = plan.key_blocks * plan.pages - past.table.shape[1]
     return jnp.pad(past.table.astype(jnp.int32), ((0, 0), (0, more)), constant_values=-1)
 
 
 def _numbers(
-    plan: _PagedPlan, past: PagedCachedKV, first: Array, last: Array, first_head: Any
+    plan: _PagedPlan, past: Pages, layer: Array, first: Array, last: Array, first_head: Any
 ) -> Int[Array, "numbers"]:
     """Build the list: each step's block of keys and block of queries, and their bounds."""
     lengths = jnp.minimum(past.lengths, past.table.shape[1] * plan.page_size).astype(jnp.int32)
@@ -298,7 +300,7 @@ def _numbers(
     of = jnp.repeat(jnp.arange(plan.held, dtype=jnp.int32), steps, total_repeat_length=index.size)
     block = jnp.minimum(start[of] + index - (ends - steps)[of], start[of] + steps[of] - 1)
     fields = {
-        "layer": past.layer,
+        "layer": layer,
         "head": jnp.asarray(first_head, jnp.int32) // plan.heads,
         "total": ends[-1],
         "of": of,
@@ -318,7 +320,7 @@ def _numbers(
     return numbers
 
 
-def _scales(plan: _PagedPlan, past: PagedCachedKV, first_head: Any) -> list[Array]:
+def _scales(plan: _PagedPlan, past: Pages, layer: Array, first_head: Any) -> list[Array]:
     """Gather the scales of keys and values, which are few: [batch, heads, 1, slots]."""
     if past.key_scale is None:
         return []
@@ -327,7 +329,7 @@ def _scales(plan: _PagedPlan, past: PagedCachedKV, first_head: Any) -> list[Arra
     def gathered(x: Array) -> Array:
         if x.shape[2] > plan.scale_heads:
             x = jax.lax.dynamic_slice_in_dim(x, first_head, plan.scale_heads, axis=2)
-        x = jnp.swapaxes(x[past.layer, pages][..., : plan.page_size], 1, 2).astype(jnp.float32)
+        x = jnp.swapaxes(x[layer, pages][..., : plan.page_size], 1, 2).astype(jnp.float32)
         return x.reshape(plan.batch, plan.scale_heads, 1, -1)
 
     key = gathered(past.key_scale)
@@ -335,7 +337,7 @@ def _scales(plan: _PagedPlan, past: PagedCachedKV, first_head: Any) -> list[Arra
 
 
 def _call(
-    plan: _PagedPlan, numbers: Array, query: Array, past: PagedCachedKV, intervals: Array, scales: Sequence[Array]
+    plan: _PagedPlan, numbers: Array, query: Array, past: Pages, intervals: Array, scales: Sequence[Array]
 ) -> Sequence[Array]:
     """Run one `pallas_call`."""
     block = (None, plan.heads, plan.rows, plan.width)

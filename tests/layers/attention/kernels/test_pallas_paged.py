@@ -9,7 +9,6 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.kernels import pallas_paged
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.cache.format import CacheFormat
@@ -20,7 +19,7 @@ from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import device_bytes
 from tests.compare import assert_close
 from tests.layers.cache.test_paged import check_paged
-from tests.layers.common import normal
+from tests.layers.common import attend_past, normal
 from tests.programs import tpu_devices
 
 
@@ -43,14 +42,14 @@ def paged(lengths, head_dim=8, kv_heads=2, values=True, dtype="float32", size=4,
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
     table = np.random.default_rng(seed).permutation(pages.num_pages)[: rows * row_pages].reshape(rows, row_pages)
     table = np.where(np.arange(row_pages) * size < np.asarray(lengths)[:, None], table, -1)
-    cache = cache.with_table(jnp.asarray(table, jnp.int32))
+    cache = cache.with_tables(jnp.asarray(table, jnp.int32))
     key, value = (jnp.asarray(normal(3, rows, row_pages * size, kv_heads, head_dim, seed=seed + i)) for i in (1, 2))
     places = np.arange(row_pages * size)[None]
     places = jnp.asarray(np.where(places < np.asarray(lengths)[:, None], places, -1), jnp.int32)
     cache = cache.commit(NewKV(key, value if values else None), places)
     if window is not None:  # what is behind every query's window is given back, and others write there
         behind = (np.arange(row_pages) + 1) * size <= np.asarray(lengths)[:, None] - window + 1
-        cache = cache.with_table(jnp.asarray(np.where(behind, -1, table), jnp.int32))
+        cache = cache.with_tables(jnp.asarray(np.where(behind, -1, table), jnp.int32))
         lost = jnp.asarray(np.where(behind, table, pages.num_pages))
         if dtype == "float32":
             cache = dataclasses.replace(cache, key=cache.key.at[:, lost].set(jnp.nan))
@@ -233,7 +232,7 @@ def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
     monkeypatch.undo()
     shape = KVShape(slots=256, kv_heads=3, head_dim=80, ring=False, values=True)
     for dtype in ("float32", "bfloat16"):
-        past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64)).past(jnp.int32(0))
+        past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64))
         plan = pallas_paged._make_plan(jnp.zeros((1, 512, 9, 80), dtype), past, 3, None, "tpu")
         item = jnp.dtype(dtype).itemsize
         held = plan.heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, twice; sums

@@ -1,0 +1,102 @@
+"""Arrangement of keys and values in pages, as caches store them and kernels read them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+
+LANE = 128  # features that a TPU keeps together
+
+
+class StoredKV(NamedTuple):
+    """Stored arrays of keys and values, with any axes."""
+
+    key: Any
+    value: Any
+    key_scale: Any
+    value_scale: Any
+
+    def map(self, change: Callable[[Array], Any]) -> "StoredKV":
+        """Apply a function to each array that there is."""
+        return StoredKV(*(None if x is None else change(x) for x in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneLayout:
+    """Arrangement of a token's key and value in lanes.
+
+    **Arguments:**
+
+    - `head_dim`: features of a key.
+    - `joined`: whether the value stands behind the key, as both fit into one lane: then no lane is half empty.
+    """
+
+    head_dim: int
+    joined: bool
+
+    @property
+    def width(self) -> int:
+        """Number of stored features; from half a lane on whole lanes."""
+        width = self.head_dim * (1 + self.joined)
+        return width if width < LANE // 2 else -(-width // LANE) * LANE
+
+    def join(self, stored: StoredKV) -> StoredKV:
+        """Arrange keys and values as in pages."""
+        if self.joined:
+            stored = stored._replace(key=jnp.concatenate([stored.key, stored.value], axis=-1), value=None)
+
+        def filled(x: Any) -> Any:
+            return None if x is None else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, self.width - x.shape[-1]),))
+
+        return stored._replace(key=filled(stored.key), value=filled(stored.value))
+
+    def split(self, stored: StoredKV) -> StoredKV:
+        """Undo `join`."""
+        dim, value = self.head_dim, stored.value
+        if self.joined:
+            value = stored.key[..., dim : 2 * dim]
+        return stored._replace(key=stored.key[..., :dim], value=None if value is None else value[..., :dim])
+
+
+class Pages(eqx.Module):
+    """Pages of equal layers, and the rows' tables.
+
+    **Arguments:**
+
+    - `key`, `value`: pages, of all rows, in lanes as a TPU stores them without gaps. No values where keys stand for
+        both, or where values stand behind the keys.
+    - `table`: pages of each row, in the order of its tokens; -1 for none: what belongs there is dropped, and nothing
+        is read.
+    - `lengths`: number of tokens of each row; their positions follow one another.
+    - `key_scale`, `value_scale`: multiply stored numbers; None where these are as they are.
+    - `lanes`: arrangement of a token's key and value in lanes.
+    """
+
+    key: Num[Array, "layers pages kv_heads page_slots stored_dim"]
+    value: Num[Array, "layers pages kv_heads page_slots stored_dim"] | None
+    key_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
+    value_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
+    table: Int[Array, "batch row_pages"]
+    lengths: Int[Array, "batch"]
+    lanes: LaneLayout = eqx.field(static=True)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.key.shape[3]
+
+    @property
+    def positions(self) -> Int[Array, "batch slots"]:
+        """Position of each slot of the rows' pages, one after the other; -1 where there is no token."""
+        index = jnp.arange(self.table.shape[1] * self.page_size, dtype=jnp.int32)[None]
+        exists = jnp.repeat(self.table >= 0, self.page_size, axis=1) & (index < self.lengths[:, None])
+        return jnp.where(exists, index, -1)
+
+    @property
+    def stored(self) -> StoredKV:
+        """The arrays of keys and values."""
+        return StoredKV(self.key, self.value, self.key_scale, self.value_scale)
