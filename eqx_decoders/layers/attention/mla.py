@@ -194,7 +194,7 @@ class LatentAttention(eqx.Module):
             index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
         if isinstance(past, dict):
             assert self.indexer is not None and index is not None
-            keys, past = past["index"].whole(), past["latents"]
+            keys, past = past["index"].whole().without_blocks(query.dtype), past["latents"]
             stored = keys.key, keys.key_scale, keys.positions
             choice = self.indexer.choose_cached(index, *stored, config.mask, ctx)
         entries: Any = NewKV(key=latent, value=None)

@@ -139,18 +139,26 @@ class CachedKV(Past):
     def whole(self) -> "CachedKV":
         return self
 
+    def without_blocks(self, dtype: DTypeLike) -> "CachedKV":
+        """Return keys and values times their scales if there are several for a head; else they stay as they are."""
+        if self.key_scale is None or self.key_scale.shape[1] <= self.key.shape[1]:
+            return self
+        value = None if self.value is None else decode(self.value, self.value_scale, dtype)
+        return CachedKV(self.keys(dtype), value, self.positions)
+
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
+        past = self.without_blocks(queries.query.dtype)
         query, positions, spans, selected, _ = queries
-        positions = AttentionPositions(positions, self.positions, query_spans=spans)
-        scales, dtype, out_dtype = None, self.key.dtype, query.dtype
-        if self.key_scale is not None:
-            key_scale = jnp.swapaxes(self.key_scale, 1, 2)
-            scales = Scales(key_scale, key_scale if self.value_scale is None else jnp.swapaxes(self.value_scale, 1, 2))
+        positions = AttentionPositions(positions, past.positions, query_spans=spans)
+        scales, dtype, out_dtype = None, past.key.dtype, query.dtype
+        if past.key_scale is not None:
+            key_scale = jnp.swapaxes(past.key_scale, 1, 2)
+            scales = Scales(key_scale, key_scale if past.value_scale is None else jnp.swapaxes(past.value_scale, 1, 2))
         else:
-            dtype = dtype if self._reads_wide(query, execution) else out_dtype
+            dtype = dtype if past._reads_wide(query, execution) else out_dtype
             query = query.astype(dtype)
-        keys = self.key.astype(dtype).transpose(0, 2, 1, 3)
-        values = keys if self.value is None else self.value.astype(dtype).transpose(0, 2, 1, 3)
+        keys = past.key.astype(dtype).transpose(0, 2, 1, 3)
+        values = keys if past.value is None else past.value.astype(dtype).transpose(0, 2, 1, 3)
         inputs = AttentionInputs(query, keys, values, positions, selected, scales)
         out, lse = attend_on_mesh(inputs, options, execution, key_axis="slots")
         return out.astype(out_dtype), lse
@@ -405,7 +413,7 @@ class KVShape:
         """Return an empty cache for `layers` equal layers."""
         kind = CacheFormat.of(dtype)
         shape = (layers, batch_size, self.kv_heads, self.slots, self.head_dim)
-        scales = (layers, batch_size, kind.scale_heads(self.kv_heads), self.slots)
+        scales = (layers, batch_size, kind.scale_heads(self.kv_heads, self.head_dim), self.slots)
         key, scale = jnp.zeros(shape, kind.dtype), None if kind.bound is None else jnp.zeros(scales, SCALE)
         return KVCache(
             key=key,

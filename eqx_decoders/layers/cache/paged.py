@@ -300,7 +300,11 @@ def build_pages(
     lanes = LaneLayout(shape.head_dim, joined=shape.values and 2 * shape.head_dim <= LANE)
     key = jnp.zeros((layers, count, shape.kv_heads, size, lanes.width), kind.dtype)
     page_slots = -(-size // LANE) * LANE if lanes.width >= LANE else size  # a TPU keeps others in an order of its own
-    scale = jnp.zeros((layers, count, kind.scale_heads(shape.kv_heads), page_slots), SCALE) if kind.bound else None
+    scale = (
+        jnp.zeros((layers, count, kind.scale_heads(shape.kv_heads, shape.head_dim), page_slots), SCALE)
+        if kind.bound
+        else None
+    )
     own_tables = jnp.arange(count, dtype=jnp.int32).reshape(batch_size, row_pages) if num_pages is None else None
     return PagedKVCache(
         key=key,

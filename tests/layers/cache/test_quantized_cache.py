@@ -65,7 +65,8 @@ def test_formats_are_checked_and_named():
 
 def test_a_cache_has_the_bytes_that_its_format_says():
     config = rich_decoder()
-    for given, scales in (("int8", 2), (ed.CacheFormat(dtype="int4", scale_over="heads_and_head_dim"), 1)):
+    one, blocks = dict(dtype="int4", scale_over="heads_and_head_dim"), dict(dtype="int8", scale_block=2)
+    for given, scales in (("int8", 2), (ed.CacheFormat(**one), 1), (ed.CacheFormat(**blocks), 2 * 4)):
         cache = ed.abstract_cache(config, 3, 20, dtype=given)
         small = [x for x in jax.tree.leaves(cache) if x.ndim == 5]
         others = [x for x in jax.tree.leaves(cache) if x.ndim == 4]

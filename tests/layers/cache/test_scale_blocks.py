@@ -1,0 +1,116 @@
+"""Caches with a scale for each block of a head's features: a large number costs only its neighbors precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention.kernels import pallas_paged
+from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, decode, encode
+from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape
+from eqx_decoders.layers.cache.paged import PageConfig, build_pages
+from eqx_decoders.layers.mask import Causal
+from eqx_decoders.serving.engine.request import Request
+from tests.compare import assert_close
+from tests.layers.cache.test_paged import check_paged
+from tests.layers.cache.test_quantized_cache import LOST, check_pieces, share
+from tests.layers.cached_mixers import decoder
+from tests.layers.common import attend_past, normal
+from tests.models import extend, filled, some_tokens
+from tests.serving.engines import SMALL, engine_for
+
+
+BLOCKS = CacheFormat(dtype="float8_e4m3fn", scale_block=2)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_each_block_has_the_formats_error(dtype):
+    x = np.array(normal(50, 3, 16))
+    x[:, 1, 5] = 1e4  # in the second block of the second head
+    stored, scale = encode(jnp.asarray(x), dtype, 12)
+    assert stored.dtype == dtype and stored.shape == x.shape and scale.shape == (50, 12)
+    got, most = np.asarray(decode(stored, scale, jnp.float32)), np.abs(x.reshape(50, 3, 4, 4)).max(-1)
+    assert (np.abs(got - x).reshape(50, 3, 4, 4) <= most[..., None] * LOST[dtype] * (1 + 2**-7)).all()
+    for before, again in zip((stored, scale), encode(jnp.asarray(got), dtype, 12), strict=True):
+        np.testing.assert_array_equal(before, again)
+    turned = decode(stored.swapaxes(0, 1)[None], scale.swapaxes(0, 1)[None], jnp.float32)  # heads before slots
+    np.testing.assert_array_equal(turned[0].swapaxes(0, 1), got)
+
+
+def test_formats_say_what_shares_a_scale():
+    assert [BLOCKS.scale_heads(2, size) for size in (1, 2, 4, 64)] == [2, 2, 4, 64]
+    with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=0"):
+        CacheFormat(dtype="int8", scale_block=0)
+    for options in (dict(scale_over="heads_and_head_dim", dtype="int8"), dict(dtype="bfloat16")):
+        with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=4 needs scale_over='head_dim' and a dtype of"):
+            CacheFormat(scale_block=4, **options)
+    with pytest.raises(ConfigError, match=r"CacheFormat\.scale_block=3 must divide heads of 8 features"):
+        ed.abstract_cache(decoder("keys"), 1, 8, dtype=CacheFormat(dtype="int8", scale_block=3))
+
+
+def test_what_is_read_is_what_is_stored():
+    key, value, query = (
+        jnp.asarray(normal(2, *shape, seed=i)) for i, shape in enumerate([(11, 2, 8)] * 2 + [(3, 4, 8)])
+    )
+    (key, key_scale), (value, value_scale) = encode(key, "int8", 4), encode(value, "int8", 4)
+    read = (decode(*each, jnp.float32).swapaxes(1, 2) for each in ((key, key_scale), (value, value_scale)))
+    stored = (x.swapaxes(1, 2) for x in (key, value))
+    places = jnp.broadcast_to(jnp.arange(11), (2, 11))
+    past = CachedKV(*stored, places, key_scale.swapaxes(1, 2), value_scale.swapaxes(1, 2))
+    options = dict(mask=Causal(), query_positions=places[:, :3] + 11, execution=ed.Execution())
+    assert_close(attend_past(query, past, **options), attend_past(query, CachedKV(*read, places), **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [("keys", 0.2), ("indexed", 0.3), *(pytest.param(k, 0.3, marks=SLOW) for k in ("latents", "chunks", "blocks"))],
+)
+def test_pieces_are_one_call(kind, bound):
+    model = filled(decoder(kind))
+    check_pieces(model, ed.init_cache(model.config, 2, 16, dtype=BLOCKS), (5, 5, 1, 1, 1, 1), bound)
+
+
+@pytest.mark.parametrize(
+    "kind", ["keys", *(pytest.param(kind, marks=SLOW) for kind in ("indexed", "latents", "blocks"))]
+)
+def test_pages_hold_blocks(kind):
+    check_paged(kind, BLOCKS, bound=0.3)
+
+
+def test_the_kernel_of_pages_leaves_blocks_to_the_general_path():
+    shape = KVShape(slots=64, kv_heads=2, head_dim=128, ring=False)
+    for block, fits in ((None, True), (128, True), (64, False)):
+        pages = build_pages(shape, 1, 1, 64, CacheFormat(dtype="int8", scale_block=block), PageConfig(page_size=32))
+        assert pallas_paged.fits(pages, jnp.bfloat16, 4) == fits
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "sizes"),
+    [("latents", 6, dict(tensor=2, data=4)), pytest.param("keys", 4, dict(tensor=2, context=4), marks=SLOW)],
+    ids=str,
+)
+def test_many_devices_read_and_write_what_one_does(kind, block, sizes):
+    """Also where devices share a head of latents, and each has the scales of some of its blocks."""
+    tokens, model, results = some_tokens(4, 13), filled(decoder(kind)), []
+    form = CacheFormat(dtype="float8_e4m3fn", scale_block=block)
+    for layout in (ed.Layout(), ed.Layout.create(**sizes)):
+        placed, cache = model.place(layout), ed.init_cache(model.config, 4, 16, dtype=form, layout=layout)
+        for begin, end in ((0, 8), (8, 12), (12, 13)):
+            logits, cache = extend(placed, tokens[:, begin:end], cache)
+        results.append(jax.device_get((logits, cache)))
+    (want, alone), (got, split) = results
+    assert share(got, want) < 0.05  # rounding elsewhere may move a number by one step
+    pairs = zip(*map(jax.tree.leaves, (alone, split)), strict=True)
+    assert max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in pairs) < 0.02
+
+
+@pytest.mark.parametrize("pages", [None, PageConfig(page_size=8)], ids=["slots", "pages"])
+def test_engines_write_what_generate_writes(pages):
+    engine = engine_for("llama_rope", cache_dtype=BLOCKS, pages=pages)
+    prompt = tuple(range(5, 5 + SMALL["prefill_chunk"]))
+    want = ed.generate(engine.model, np.asarray([prompt], np.int32), max_new_tokens=12, cache_dtype=BLOCKS)
+    for _ in range(2):  # the second time from the cache of prefixes
+        assert engine.run([Request(prompt=prompt, max_new_tokens=12)])[0] == tuple(want[0].tolist())
