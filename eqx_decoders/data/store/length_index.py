@@ -3,19 +3,16 @@
 Rows are planned from them, thousands of documents at a time, which in many small sources are in as many files.
 """
 
-import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from eqx_decoders.io.atomic_files import writing_to
+from eqx_decoders.io.atomic_files import atomic_stream, writing_to
 from eqx_decoders.io.status import StatusLine
 
 
 DOCUMENT = np.dtype([("size", "<i8"), ("draw", "<f8")])
-AT_ONCE = 1 << 16  # documents that are written together
 
 
 def open_length_index(file: Path, count: int, documents: Iterable[np.ndarray]) -> np.ndarray:
@@ -28,15 +25,8 @@ def open_length_index(file: Path, count: int, documents: Iterable[np.ndarray]) -
     except FileNotFoundError:
         whole = False
     if not whole:
-        partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
-        with StatusLine("listing documents", remains="the tokens are kept"), writing_to(file.parent):
-            try:
-                with partial.open("wb", buffering=AT_ONCE * DOCUMENT.itemsize) as stream:
-                    for entries in documents:
-                        stream.write(entries.tobytes())
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                os.replace(partial, file)
-            finally:
-                partial.unlink(missing_ok=True)
+        status = StatusLine("listing documents", remains="the tokens are kept")
+        with status, writing_to(file.parent), atomic_stream(file) as stream:
+            for entries in documents:
+                stream.write(entries.tobytes())
     return np.asarray(np.memmap(file, DOCUMENT, "r", shape=(count,)))

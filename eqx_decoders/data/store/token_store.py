@@ -1,7 +1,6 @@
 """Tokens of a corpus in the shards of a cache, of which a manifest says which they are."""
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.data.store.length_index import DOCUMENT, open_length_index
-from eqx_decoders.data.store.shards import Shard
+from eqx_decoders.data.store.shards import Shard, checksum
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.status import StatusLine
 
@@ -97,7 +96,7 @@ class TokenStore:
     def order_hash(self) -> str:
         """Hash of the contents of the sources in their order."""
         names = dict.fromkeys(name for name, _, _ in self._shards)
-        return digest(" ".join(self.manifest["sources"][name]["hash"] for name in names))
+        return checksum(" ".join(self.manifest["sources"][name]["hash"] for name in names).encode())
 
     def counts(self, split: str) -> CorpusStats:
         """Return the counts of `split`, "train" or "held_out"."""
@@ -139,7 +138,8 @@ class TokenStore:
         """Sizes and draws of all documents, where there are too many shards to read each of them; otherwise None."""
         if len(self._shards) <= MOST_OPEN:
             return None
-        file = self._folder / f"{digest(json.dumps([(name[:1], key) for name, key, _ in self._shards]))}.documents"
+        content = json.dumps([(name[:1], key) for name, key, _ in self._shards])
+        file = self._folder / f"{checksum(content.encode())}.documents"
         return open_length_index(file, len(self), map(self._documents_in, range(len(self._shards))))
 
     def _documents_in(self, number: int) -> np.ndarray:
@@ -173,8 +173,3 @@ class TokenStore:
                 parts.append(read(number, start - begin, end - begin))
             start, number = max(start, end), number + 1
         return np.concatenate(parts)
-
-
-def digest(content: str) -> str:
-    """Return the hash of a text, 32 hexadecimal digits."""
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
