@@ -42,6 +42,7 @@ class FileLock:
     def __init__(self, path: Path):
         self.path, self.previous = path, b""
         self._file: int | None = None
+        self._may_write = False
 
     def __enter__(self) -> "FileLock":
         pause, longest = POLL
@@ -69,8 +70,10 @@ class FileLock:
         return False
 
     def sign(self) -> None:
-        """Write this process into the file as the holder of the lock."""
+        """Write this process into the file as the holder of the lock. Raises OSError where it cannot be written."""
         assert self._file is not None, "the lock is not taken"
+        if not self._may_write:
+            raise self._denied()
         os.ftruncate(self._file, 0)
         os.lseek(self._file, 0, os.SEEK_SET)
         os.write(self._file, b"\n" + json.dumps(own_process()).encode() + b"\n")  # see `read_owner`
@@ -102,7 +105,7 @@ class FileLock:
             except OSError as error:
                 if error.errno != errno.EBADF:  # NFS: no exclusive locks of files that are open for reading
                     raise
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from error
+                raise self._denied() from error
             if not self._is_there(file):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             self.previous = os.read(file, 1 << 16)
@@ -113,16 +116,22 @@ class FileLock:
     def _open(self) -> int:
         """Open the file: for reading only where it is another user's, which is enough for most locks."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        denied: OSError | None = None
+        denied = self._denied()
         for access in (os.O_RDWR | os.O_CREAT, os.O_RDWR, os.O_RDONLY):
             try:
-                return os.open(self.path, access, 0o666)
+                file = os.open(self.path, access, 0o666)
+                self._may_write = access != os.O_RDONLY
+                return file
             except PermissionError as error:
                 denied = error
-            except FileNotFoundError as error:
-                raise denied or error from None
-        assert denied is not None
+            except FileNotFoundError:
+                if access & os.O_CREAT:
+                    raise
+                break  # the directory cannot be written
         raise denied
+
+    def _denied(self) -> PermissionError:
+        return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
 
     def _is_there(self, file: int) -> bool:
         """Return whether the open file is still the one at the path."""

@@ -114,6 +114,8 @@ def test_another_user_s_file_is_locked_where_it_may_be_read(tmp_path, monkeypatc
     path.write_text("")
     lock, before = FileLock(path), open_files()
     assert lock.take() and not FileLock(path).take()
+    with pytest.raises(PermissionError):
+        lock.sign()
     lock.release()
 
     def not_for_readers(descriptor, **_):

@@ -181,28 +181,29 @@ class _Queue:
         self.status.what = ", ".join(["tokenizing", *done, *rest])
 
     def _next(self) -> tuple[ShardTask, ShardLock] | None:
+        pause, longest = POLL
         with self._lock:  # the thread that waits for other processes does so for all
-            pause, refused = POLL[0], 0
             while self._remaining and not self.ended.is_set():
-                task = self._remaining.popleft()
-                lock = ShardLock(shard_path(self._folder, task))
-                if not self._is_made(task) and lock.take():
+                refused: ShardLock | None = None
+                for _ in range(len(self._remaining)):
+                    task = self._remaining.popleft()
+                    lock = ShardLock(shard_path(self._folder, task))
                     with contextlib.ExitStack() as stack:
                         stack.callback(lock.release)
-                        if not self._is_made(task):  # by a process that has just released it
+                        is_taken = not self._is_made(task) and lock.take()
+                        if is_taken and not self._is_made(task):  # by a process that has just released it
                             stack.pop_all()
                             self._show()
                             return task, lock
-                if self._is_made(task):
-                    self._count_done()
-                    refused = 0
-                    continue
-                self._remaining.append(task)
-                refused += 1
-                if refused >= len(self._remaining):
-                    self._show(f"waiting for {lock.holder()}")
+                    if self._is_made(task):
+                        self._count_done()
+                    else:
+                        self._remaining.append(task)
+                        refused = lock
+                if refused is not None:
+                    self._show(f"waiting for {refused.holder()}")
                     self.ended.wait(pause)
-                    pause, refused = min(2 * pause, POLL[1]), 0
+                    pause = min(2 * pause, longest)
             return None
 
     def _is_made(self, task: ShardTask) -> bool:
