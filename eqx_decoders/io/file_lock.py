@@ -74,9 +74,10 @@ class FileLock:
         assert self._file is not None, "the lock is not taken"
         if not self._may_write:
             raise self._denied()
-        os.ftruncate(self._file, 0)
+        content = b"\n" + json.dumps(own_process()).encode() + b"\n"  # see `read_owner`
         os.lseek(self._file, 0, os.SEEK_SET)
-        os.write(self._file, b"\n" + json.dumps(own_process()).encode() + b"\n")  # see `read_owner`
+        os.write(self._file, content)
+        os.ftruncate(self._file, len(content))  # not to 0 first: ext4 writes such a file to the disk when it is closed
 
     def holder(self) -> str:
         """Name the process that has signed the file, for messages."""
@@ -115,7 +116,8 @@ class FileLock:
 
     def _open(self) -> int:
         """Open the file: for reading only where it is another user's, which is enough for most locks."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.parent.is_dir():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         denied = self._denied()
         for access in (os.O_RDWR | os.O_CREAT, os.O_RDWR, os.O_RDONLY):
             try:

@@ -34,13 +34,13 @@ def test_one_at_a_time_has_the_lock_and_others_wait(tmp_path):
     assert order == ["released", "taken"] and (tmp_path / "a" / "lock").exists()
 
 
-@pytest.mark.parametrize(
-    "content", ['{"pid": 3, "host": "h", "since": "t"}\n', '\n{"pid": 3, "host": "h", "since": "t"}\n']
-)
-def test_owners_of_all_versions_are_read(tmp_path, content):
+@pytest.mark.parametrize("begin", ["", "\n"])
+@pytest.mark.parametrize("host", ["h", 300 * "h"])
+def test_owners_of_all_versions_are_read(tmp_path, begin, host):
+    content = f'{begin}{{"pid": 3, "host": "{host}", "since": "t"}}\n'
     (tmp_path / "lock").write_text(content)
     lock = FileLock(tmp_path / "lock")
-    assert lock.take() and lock.previous == content.encode() and lock.holder() == "pid 3 on h since t"
+    assert lock.take() and lock.previous == content.encode() and lock.holder() == f"pid 3 on {host} since t"
     lock.sign()
     assert f"pid {os.getpid()} " in lock.holder() and owner_text(read_owner(tmp_path / "none")) == "another process"
 

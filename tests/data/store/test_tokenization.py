@@ -278,6 +278,7 @@ def test_a_second_interruption_ends_the_processes_too(corpus, monkeypatch):
         raise KeyboardInterrupt("second")
 
     def first(seconds):
+        assert len(started) == 2
         raise KeyboardInterrupt("first")
 
     monkeypatch.setattr(tokenization, "SMALL", 0)
