@@ -155,10 +155,7 @@ class Batches:
         With other weights each source of a mixture continues where it was. Raises DataError if the sequences of `state`
         differ from these.
         """
-        identity = self._identity()
-        if "order" not in state:  # of an earlier version
-            del identity["order"]
-        pairs = {key: (state.get(key), now) for key, now in identity.items()}
+        pairs = {key: (state.get(key), now) for key, now in self._identity().items()}
         changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
         remedy = "go on with the data and settings of the checkpoint, or start another run directory"
         check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
@@ -170,9 +167,8 @@ class Batches:
                 old = Mixture(state["parts"])
                 self._before = self._taken(old)
                 self._since = self._row
-        size = state.get("block", len(self.parts[0].store))  # earlier versions planned the corpus as a whole
-        if size != self._block_size:
-            self._plan_in_blocks(size)
+        if state["block"] != self._block_size:
+            self._plan_in_blocks(state["block"])
 
     @property
     def store(self) -> TokenStore:

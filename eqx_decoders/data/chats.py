@@ -15,8 +15,8 @@ and with it. The text behind the request, up to the end of the turn, is the assi
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered by one pr
 ANSWER = "@answer@"  # of the probes that show the header of an answer: a text that no header contains
 
 Span = tuple[int, int]
+T = TypeVar("T")
 
 
 def render_documents(documents: Iterator[Document], template: ChatTemplate | None) -> Iterator[Document]:
@@ -41,24 +42,13 @@ def render_documents(documents: Iterator[Document], template: ChatTemplate | Non
     template refuses, or in whose text turns cannot be separated; ConversionError for a template that takes too much
     time or memory.
     """
-    for batch in _batches(documents):
+    for batch in _grouped(documents, lambda each: each.size + (0 if each.chat is None else len(str(each.chat)))):
         chats = [document for document in batch if document.chat is not None]
         rendered = iter(_rendered(chats, template) if chats else [])
         for document in batch:
             document = document if document.chat is None else next(rendered)
             if document.spans is None or any(start < stop for start, stop in document.spans):
                 yield document
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += document.size + (0 if document.chat is None else len(str(document.chat)))
-        if size >= CHARACTERS_AT_ONCE or len(batch) >= CHATS_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    yield batch
 
 
 def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> Iterator[Document]:
@@ -170,7 +160,7 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
 
 def _requested(talks: Sequence[_Talk], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
     """Yield the assistant's spans of each conversation, rendered up to each turn; None where they are unknown."""
-    for group in _groups(talks):
+    for group in _grouped(talks, lambda talk: 3 * len(talk.turns) * len(talk.text.text)):
         parts = [part for talk in group for turn in talk.turns for part in _up_to(talk.chat, turn)]
         texts = iter(template.render_many(parts))
         for talk in group:
@@ -180,15 +170,15 @@ def _requested(talks: Sequence[_Talk], template: ChatTemplate) -> Iterator[tuple
             yield spans if len(spans) == len(turns) and disjoint else None
 
 
-def _groups(talks: Sequence[_Talk]) -> Iterator[list[_Talk]]:
-    """Yield groups of as many conversations as one process may render up to each turn."""
+def _grouped(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield groups of as many conversations or documents as one process may render."""
     group, size = [], 0
-    for talk in talks:
-        more = 3 * len(talk.turns) * len(talk.text.text)
-        if group and size + more > CHARACTERS_AT_ONCE:
+    for item in items:
+        more = size_of(item)
+        if group and (size + more > CHARACTERS_AT_ONCE or len(group) == CHATS_AT_ONCE):
             yield group
             group, size = [], 0
-        group.append(talk)
+        group.append(item)
         size += more
     yield from [group] if group else []
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eqx_decoders.data.sources.remote import is_remote
+from eqx_decoders.data.sources.data_files import is_remote
 from eqx_decoders.data.sources.sources import DATA, HELD_OUT, Paths, as_paths
 from eqx_decoders.errors import check
 

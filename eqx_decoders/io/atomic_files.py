@@ -9,7 +9,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from eqx_decoders.errors import DataError, check
 
@@ -38,18 +38,28 @@ def expand_paths(settings: Any, *fields: str) -> None:
             object.__setattr__(settings, field, whole)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file, flush it to the disk and move it into place. The directory is made if needed."""
+@contextlib.contextmanager
+def atomic_stream(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file for the block to write, which is flushed to the disk and moved into place when the block ends.
+
+    The directory is made if needed. After an error nothing remains.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
     try:
-        with partial.open("wb") as stream:
-            stream.write(content)
+        with partial.open("wb", buffering=1 << 20) as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file completely or not at all (see `atomic_stream`)."""
+    with atomic_stream(path) as stream:
+        stream.write(content)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:

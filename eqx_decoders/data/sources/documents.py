@@ -71,20 +71,14 @@ class Document(NamedTuple):
         return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big") / 2**48
 
 
-def record_documents(records: Iterable[tuple[str, Any]], field: str) -> Iterator[Document]:
-    """Yield the documents of JSON records, each given with its place for messages."""
+def record_documents(records: Iterable[tuple[str, Any]], field: str, *, from_table: bool = False) -> Iterator[Document]:
+    """Yield the documents of JSON records or of rows of a table, each given with its place for messages.
+
+    Keys without a value are left out of the messages in a row: a column gives every row all keys.
+    """
     for where, record in records:
         check(isinstance(record, dict), f"{where} must hold a JSON object with the field {field!r}.", DataError)
-        yield _document(record, field, where)
-
-
-def row_documents(rows: Iterable[tuple[str, Mapping[str, Any]]], field: str) -> Iterator[Document]:
-    """Yield the documents of rows of a table, each given with its place for messages.
-
-    Keys without a value are left out of messages: a column gives every row all keys.
-    """
-    for where, row in rows:
-        yield _document(_without_none(row, keep=(field,)), field, where)
+        yield _document(_without_none(record, keep=(field,)) if from_table else record, field, where)
 
 
 def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:

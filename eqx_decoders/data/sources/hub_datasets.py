@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.data.sources.remote import try_again
+from eqx_decoders.data.sources.data_files import try_again
 from eqx_decoders.errors import DataError, check, need_extra
 
 

@@ -7,25 +7,23 @@ and files of a streamed one. The documents of all parts in order are those of th
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from eqx_decoders.data.sources.compressed import is_compressed, open_stream, plain_suffix
+from eqx_decoders.data.sources.data_files import File, RemoteFile, is_compressed, local_copy, open_stream, plain_suffix
 from eqx_decoders.data.sources.documents import (
     Document,
     decode,
     is_record,
     parsed,
     record_documents,
-    row_documents,
     used_columns,
 )
 from eqx_decoders.data.sources.hub_datasets import HubDataset, open_saved, saved_rows
-from eqx_decoders.data.sources.remote import RemoteFile, local_copy
-from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, File, Location, Source, folder_of
+from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, Location, Source, folder_of
 from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer
@@ -175,8 +173,14 @@ def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[
         begin += len(line)
 
 
-def _even_cuts(size: int | None, most: int) -> list[int]:
-    return [] if size is None else [*range(0, size, most), size]
+def _even_cuts(count: int, size: int | None, most: int) -> list[int]:
+    """Cut `count` bytes, records or rows, which have `size` bytes together, into parts of `most` bytes."""
+    return [*range(0, count, max(1, count * most // max(size or 1, 1))), count]
+
+
+def _numbered(where: str, records: Iterable[Any], start: int) -> Iterator[tuple[str, Any]]:
+    """Yield records with their places for messages."""
+    return ((f"{where} {number}", record) for number, record in enumerate(records, start))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -191,7 +195,7 @@ def _read_parquet(source: Source, reading: ReadOptions, part: Part | None) -> It
         groups = list(range(first, last))
         batches = table.iter_batches(batch_size=512, row_groups=groups, columns=columns)  # one row group at a time
         rows = (row for batch in batches for row in batch.to_pylist())
-        yield from row_documents(((f"{file}, row {number}", row) for number, row in enumerate(rows, begin)), field)
+        yield from record_documents(_numbered(f"{file}, row", rows, begin), field, from_table=True)
 
 
 def _parquet_cuts(file: Location, size: int | None, most: int) -> list[int]:
@@ -226,23 +230,21 @@ def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
 
 def _read_saved(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     dataset = open_saved(cast(Path, source.file))
-    where, field = str(source.file), reading.text_field
-    columns = used_columns(dataset.column_names, field, where)
+    columns = used_columns(dataset.column_names, reading.text_field, str(source.file))
     start, stop = part or (0, dataset.num_rows)
-    rows = enumerate(saved_rows(dataset, (start, stop), columns), start)
-    yield from row_documents(((f"{where}, row {number}", row) for number, row in rows), field)
+    rows = _numbered(f"{source.file}, row", saved_rows(dataset, (start, stop), columns), start)
+    yield from record_documents(rows, reading.text_field, from_table=True)
 
 
 def _saved_cuts(file: Location, size: int | None, most: int) -> list[int]:
-    rows = open_saved(Path(str(file))).num_rows
-    return _even_cuts(rows, max(1, rows * most // max(size or 1, 1)))
+    return _even_cuts(open_saved(cast(Path, file)).num_rows, size, most)
 
 
 def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     dataset = cast(HubDataset, source.file)  # as its kind says
-    where, files = str(dataset), "" if part is None else f" of files {part[0]} to {part[1] - 1}"
-    rows = ((f"{where}, row {number}{files}", row) for number, row in enumerate(dataset.rows(part)))
-    yield from row_documents(rows, reading.text_field)
+    files = "" if part is None else f", files {part[0]} to {part[1] - 1}"
+    rows = _numbered(f"{dataset}{files}, row", dataset.rows(part), 0)
+    yield from record_documents(rows, reading.text_field, from_table=True)
 
 
 def _streamed_cuts(file: Location, size: int | None, most: int) -> list[int]:
@@ -259,8 +261,7 @@ def _read_array_record(source: Source, reading: ReadOptions, part: Part | None) 
         if start == stop:
             return
         first = _json_or_none(reader.read([0])[0])
-        records = _array_records(reader, start, stop)
-        named = ((f"{file}, record {number}", record) for number, record in enumerate(records, start))
+        named = _numbered(f"{file}, record", _array_records(reader, start, stop), start)
         if is_record(first, reading.text_field):
             objects = ((where, parsed(record, where)) for where, record in named)
             yield from record_documents(objects, reading.text_field)
@@ -284,8 +285,7 @@ def _array_record_cuts(file: Location, size: int | None, most: int) -> list[int]
     if not isinstance(file, Path):  # each part would be a copy of the whole
         return []
     with _array_record(file, file) as reader:
-        count = reader.num_records()
-    return _even_cuts(count, max(1, count * most // max(size or 1, 1)))
+        return _even_cuts(reader.num_records(), size, most)
 
 
 @contextlib.contextmanager
@@ -379,7 +379,7 @@ _KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "to
 _KINDS |= dict.fromkeys(ARRAY_RECORDS, "arrayrecord")
 _READERS = {
     "text": _SourceReader(_read_text, _text_cuts),
-    "jsonl": _SourceReader(_read_json, lambda file, size, most: _even_cuts(size, most)),
+    "jsonl": _SourceReader(_read_json, lambda file, size, most: [] if size is None else _even_cuts(size, size, most)),
     "json": _SourceReader(_read_json, lambda file, size, most: []),
     "parquet": _SourceReader(_read_parquet, _parquet_cuts),
     "arrayrecord": _SourceReader(_read_array_record, _array_record_cuts),

@@ -19,4 +19,4 @@ class CorpusStats(NamedTuple):
     targets: int
     bytes: int | None
     gzip_nats_per_byte: float | None = None
-    gzip_bytes: int | None = None  # bytes that gzip has read; None in counts of earlier versions
+    gzip_bytes: int | None = None  # bytes that gzip has read

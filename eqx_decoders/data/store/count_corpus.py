@@ -1,5 +1,7 @@
 """Counting of a corpus: documents, tokens, targets and bytes of each split, and the size that gzip gives its text."""
 
+import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -8,7 +10,6 @@ import numpy as np
 from eqx_decoders.data.chats import render_documents
 from eqx_decoders.data.sources.readers import read_source
 from eqx_decoders.data.store.corpus_stats import SPLITS, CorpusStats
-from eqx_decoders.data.store.gzip_baseline import Gzip
 from eqx_decoders.data.store.shard_writer import separators, trained_text
 from eqx_decoders.data.store.shards import Shard
 from eqx_decoders.data.store.token_store import TokenStore
@@ -92,3 +93,21 @@ def _decoded(shard: Shard, tokenizer: Tokenizer, held_out: np.ndarray) -> Iterat
         size = int(shard.bytes[document])
         tokens = shard[document][1 : None if end is None else -1]
         yield tokenizer.decode(tokens).encode() if size < 0 else bytes(size)
+
+
+class Gzip:
+    """Compressor `gzip -9` of one text after another, which keeps only the size."""
+
+    def __init__(self):
+        self._compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
+        self.read = self._written = 0  # bytes
+
+    def add(self, content: bytes) -> None:
+        """Compress the next bytes."""
+        self.read += len(content)
+        self._written += len(self._compressor.compress(content))
+
+    def nats_per_byte(self) -> float | None:
+        """End the stream and return `8 ln 2 · compressed bytes / bytes`, or None if there were no bytes."""
+        self._written += len(self._compressor.flush())
+        return 8 * math.log(2) * self._written / self.read if self.read else None

@@ -17,20 +17,18 @@ from eqx_decoders.data.sources.sources import DATA, HELD_OUT, Entry, Paths, Sour
 from eqx_decoders.data.store.corpus import read_documents
 from eqx_decoders.data.store.count_corpus import count_corpus
 from eqx_decoders.data.store.shard_writer import write_shard
-from eqx_decoders.data.store.shards import ShardInfo, read_info
+from eqx_decoders.data.store.shards import ShardInfo, checksum, read_info
 from eqx_decoders.data.store.token_manifest import (
-    DRAWS,
-    check_draws,
     check_unchanged,
     describe_shards,
     part_of,
     read_manifest,
 )
-from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore, digest
+from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore
 from eqx_decoders.data.store.tokenization import Recipe, ShardTask, make_shards, make_task, shard_path
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically, writing_to
-from eqx_decoders.io.file_lock import locked
+from eqx_decoders.io.file_lock import FileLock
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
@@ -82,10 +80,8 @@ def open_store(
     tasks = _tasks(sources, entries, manifest, media)
     with writing_to(cache):
         make_shards(shards, [task for _, task in tasks], recipe)
-    if manifest is not None and media is not None and media.reads_files:
-        check_draws(folder, manifest, [_info(shards, task) for _, task in tasks])
     corpus = _Corpus(shards, tasks, recipe, request, entries)
-    with locked(folder / "lock"):
+    with FileLock(folder / "lock"):
         current = read_manifest(folder)
         # counted as training data before, if only now all of it is held out
         counted = current is not None and (not all_held_out or current["held_out"]["below"] >= 1)
@@ -96,7 +92,7 @@ def open_store(
             write_atomically(folder / "manifest.json", json.dumps(current, indent=1).encode())
         elif manifest is None:  # written by another process meanwhile
             check_unchanged(folder, current, request, entries, template)
-    keys = {(name, task.part): task.key for name, task in tasks}  # manifests of earlier versions have other keys
+    keys = {(name, task.part): task.key for name, task in tasks}  # another folder of images, another key
     rows = [row | {"key": keys.get((row["source"], part_of(row)), row["key"])} for row in current["shards"]]
     return TokenStore(current | {"shards": rows}, shards)
 
@@ -178,8 +174,7 @@ def _new_manifest(corpus: _Corpus, cache: Path, all_held_out: bool) -> dict[str,
     if recipe.template is not None and any(info.has_chats for info in infos):
         request = {**request, "chat_template": recipe.template.content_hash}
     content = json.dumps([request, {name: entry["hash"] for name, entry in entries.items()}], sort_keys=True)
-    fingerprint = digest(content)
-    described["draws"] = DRAWS
+    fingerprint = checksum(content.encode())
     manifest = {**request, **described, "sources": dict(entries), "fingerprint": fingerprint, "shards": rows}
     file = cache / "counts" / f"{fingerprint}.{recipe.digest}{'.held_out' * all_held_out}.json"
     manifest["counts"] = _counts(TokenStore(manifest, shards), [task for _, task in tasks], recipe, file)

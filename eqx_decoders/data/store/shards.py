@@ -125,5 +125,5 @@ class Shard:
 
 
 def checksum(content: bytes) -> str:
-    """Return the hash of a shard's sections, 32 hexadecimal digits."""
+    """Return the hash of a content, 32 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

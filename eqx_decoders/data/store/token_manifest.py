@@ -17,7 +17,6 @@ from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.text.chat_template import ChatTemplate
 
 
-DRAWS = 2  # the rule by which documents with files are drawn; 1, which manifests do not say, is no longer known
 FLAGS = {name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "chat_template")}
 
 
@@ -48,17 +47,6 @@ def describe_shards(infos: Sequence[ShardInfo], trained: Sequence[ShardInfo], fr
     below, equal = held_out_draws(fraction, smallest, largest)
     has_targets = any("targets" in info.sections for info in infos)
     return {"held_out": {"below": below, "equal": equal}, "has_targets": has_targets}
-
-
-def check_draws(folder: Path, manifest: Mapping[str, Any], infos: Sequence[ShardInfo]) -> None:
-    """Raise DataError if the run's documents were held out by another rule: it has trained on some that now would be.
-
-    The draws of documents without files are the same by all rules.
-    """
-    same = manifest.get("draws") == DRAWS or not any("media" in info.sections for info in infos)
-    rule = f"the data of {folder} name images or videos, and an earlier version held others of them out"
-    remedy = "export it (scripts/convert.py export), and begin a new run directory with --init-from that export"
-    check(same, f"{rule}: this run can't go on with this one. To train further, {remedy}.", DataError)
 
 
 def _held_out_part(settings: Mapping[str, Any]) -> str:

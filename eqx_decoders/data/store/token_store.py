@@ -1,24 +1,24 @@
 """Tokens of a corpus in the shards of a cache, of which a manifest says which they are."""
 
 import functools
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eqx_decoders.data.store.corpus_stats import CorpusStats
-from eqx_decoders.data.store.length_index import DOCUMENT, open_length_index
-from eqx_decoders.data.store.shards import Shard
+from eqx_decoders.data.store.shards import Shard, checksum
 from eqx_decoders.errors import DataError
+from eqx_decoders.io.atomic_files import atomic_stream, writing_to
 from eqx_decoders.io.status import StatusLine
 
 
 MOST_OPEN = 1024  # shards that are mapped into memory at a time; a corpus of more has an index of its documents
 AT_ONCE = 1 << 20  # documents whose sizes are read together
 TRAIN, OWN = "train:", "held_out:"  # before the names of sources
+DOCUMENT = np.dtype([("size", "<i8"), ("draw", "<f8")])
 
 
 class TokenStore:
@@ -54,7 +54,8 @@ class TokenStore:
 
     def has_media(self, start: int, stop: int) -> np.ndarray:
         """Return which of the documents from `start` up to `stop` have images, videos or audio."""
-        return self._over(start, stop, lambda number, begin, end: self.shard(number).has_media(begin, end), np.bool_)
+        parts = [self.shard(number).has_media(begin, end) for number, begin, end in self._parts(start, stop)]
+        return np.concatenate([np.zeros(0, bool), *parts])
 
     def name(self, document: int | np.integer) -> str:
         """Return the name of `document` for messages: its number in its source, from 1, and the source."""
@@ -71,17 +72,11 @@ class TokenStore:
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Return the numbers of tokens, with separators, of the documents from `start` up to `stop`, in int64."""
-        if self._index is not None:
-            return self._indexed(self._index["size"], start, stop)
-        return self._over(start, stop, lambda number, begin, end: self.shard(number).sizes(begin, end), np.int64)
+        return self._values("size", start, stop)
 
     def is_held_out(self, start: int, stop: int) -> np.ndarray:
         """Return which of the documents from `start` up to `stop` are held out."""
-        if self._index is None:
-            draws = self._over(start, stop, self._draws_of, np.float64)
-        else:
-            draws = self._indexed(self._index["draw"], start, stop)
-        below, equal = self._draws
+        draws, (below, equal) = self._values("draw", start, stop), self._draws
         return (draws < below) | (draws == equal) if equal is not None else draws < below
 
     @property
@@ -97,7 +92,7 @@ class TokenStore:
     def order_hash(self) -> str:
         """Hash of the contents of the sources in their order."""
         names = dict.fromkeys(name for name, _, _ in self._shards)
-        return digest(" ".join(self.manifest["sources"][name]["hash"] for name in names))
+        return checksum(" ".join(self.manifest["sources"][name]["hash"] for name in names).encode())
 
     def counts(self, split: str) -> CorpusStats:
         """Return the counts of `split`, "train" or "held_out"."""
@@ -129,29 +124,40 @@ class TokenStore:
         """Number of shards; `shard(number)` opens one."""
         return len(self._shards)
 
-    def _draws_of(self, number: int, begin: int, end: int) -> np.ndarray:
-        """Return the draws of some documents of a shard; -1, below all others, for held-out data of its own."""
+    def _values(self, field: str, start: int, stop: int) -> np.ndarray:
+        """Return a field of DOCUMENT of the documents from `start` up to `stop`."""
+        parts = self._parts(start, stop)
+        if self._index is not None:
+            return np.array(self._index[field][start:stop])
+        return np.concatenate([np.zeros(0, DOCUMENT[field]), *(self._values_in(field, *part) for part in parts)])
+
+    def _values_in(self, field: str, number: int, begin: int, end: int) -> np.ndarray:
+        """Return a field of documents of a shard; held-out data of its own has the draw -1, below all others."""
+        if field == "size":
+            return self.shard(number).sizes(begin, end)
         is_own = self._shards[number][0].startswith(OWN)
         return np.full(end - begin, -1.0) if is_own else self.shard(number).draws[begin:end]
 
     @functools.cached_property
     def _index(self) -> np.ndarray | None:
-        """Sizes and draws of all documents, where there are too many shards to read each of them; otherwise None."""
+        """Sizes and draws of all documents, mapped from a file that is written where there are too many shards.
+
+        Rows are planned from them, thousands of documents at a time, which in many small sources are in as many files.
+        None for few shards.
+        """
         if len(self._shards) <= MOST_OPEN:
             return None
-        file = self._folder / f"{digest(json.dumps([(name[:1], key) for name, key, _ in self._shards]))}.documents"
-        return open_length_index(file, len(self), map(self._documents_in, range(len(self._shards))))
-
-    def _documents_in(self, number: int) -> np.ndarray:
-        entries = np.empty(self._shards[number][2], DOCUMENT)
-        entries["size"] = self.shard(number).sizes(0, len(entries))
-        entries["draw"] = self._draws_of(number, 0, len(entries))
-        return entries
-
-    def _indexed(self, values: np.ndarray, start: int, stop: int) -> np.ndarray:
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"documents {start} to {stop} of {len(self)}")
-        return np.array(values[start:stop])
+        content = json.dumps([(name[:1], key) for name, key, _ in self._shards])
+        file = self._folder / f"{checksum(content.encode())}.documents"
+        if not file.is_file() or file.stat().st_size != len(self) * DOCUMENT.itemsize:
+            status = StatusLine("listing documents", remains="the tokens are kept")
+            with status, writing_to(file.parent), atomic_stream(file) as stream:
+                for number, (_, _, documents) in enumerate(self._shards):
+                    listed = np.empty(documents, DOCUMENT)
+                    for field in DOCUMENT.names or ():
+                        listed[field] = self._values_in(field, number, 0, documents)
+                    stream.write(listed.tobytes())
+        return np.asarray(np.memmap(file, DOCUMENT, "r", shape=(len(self),)))
 
     def _find(self, document: int | np.integer) -> tuple[Shard, int]:
         if not 0 <= document < len(self):
@@ -162,19 +168,11 @@ class TokenStore:
     def _begin(self, number: int) -> int:
         return int(self._ends[number]) - self._shards[number][2]
 
-    def _over(self, start: int, stop: int, read: Callable[[int, int, int], np.ndarray], dtype: Any) -> np.ndarray:
-        """Concatenate `read(shard, begin, end)` of the shards that hold the documents."""
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Return (shard, begin, end) for the shards that hold the documents from `start` up to `stop`."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"documents {start} to {stop} of {len(self)}")
-        parts, number = [np.zeros(0, dtype)], int(np.searchsorted(self._ends, start, "right"))
-        while start < stop:
-            begin, end = self._begin(number), min(stop, int(self._ends[number]))
-            if end > start:
-                parts.append(read(number, start - begin, end - begin))
-            start, number = max(start, end), number + 1
-        return np.concatenate(parts)
-
-
-def digest(content: str) -> str:
-    """Return the hash of a text, 32 hexadecimal digits."""
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        numbers = range(np.searchsorted(self._ends, start, "right"), np.searchsorted(self._ends, stop, "left") + 1)
+        begins = ((number, self._begin(number)) for number in numbers if start < stop)
+        parts = ((n, max(start - begin, 0), min(stop - begin, self._shards[n][2])) for n, begin in begins)
+        return ((number, begin, end) for number, begin, end in parts if begin < end)

@@ -1,6 +1,6 @@
 """Tokenization of a corpus into the shards that its cache lacks, by one process for each core, in all runs at once.
 
-A shard is made by the first process that takes its lease (`data.sources.leases`). Small corpora are tokenized in this
+A shard is made by the first process that takes its lock (`data.store.shard_lock`). Small corpora are tokenized in this
 process. For larger ones worker processes are started that end with this one, however it ends: each reads its tasks
 from its standard input, and exits when that is closed.
 """
@@ -17,18 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.sources.hub_datasets import HubDataset
-from eqx_decoders.data.sources.leases import Leases, copy_path
 from eqx_decoders.data.sources.readers import LONG, PIECE, Part, ReadOptions, kind_of, read_source
 from eqx_decoders.data.sources.sources import Entry, Source, folder_of, hash_json, is_as_described, parse_location
+from eqx_decoders.data.store.shard_lock import ShardLock, copy_path, delete_unfinished
 from eqx_decoders.data.store.shard_writer import separators, write_shard
 from eqx_decoders.data.store.shards import FORMAT, read_info
 from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage, check
 from eqx_decoders.io.atomic_files import writing_to
 from eqx_decoders.io.coordination import processes_here
+from eqx_decoders.io.file_lock import GONE
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
@@ -114,17 +116,15 @@ def make_shards(folder: Path, tasks: Sequence[ShardTask], recipe: Recipe) -> Non
         return
     sizes = [task.size for task in missing.values()]
     small = None not in sizes and sum(size or 0 for size in sizes) <= SMALL
-    with StatusLine("tokenizing", remains=KEPT) as status, Leases(folder) as leases:
-        leases.sweep()
-        queue = _Queue(folder, list(missing.values()), leases, status)
-        with contextlib.ExitStack() as stack:
-            setup = None if small else stack.enter_context(_setup(recipe))
-            if setup is None:
-                for task in queue.tasks():
-                    make_shard(folder, task, recipe, leases.partial(task.key), status.add)
-                    queue.done(task)
-            else:
-                _in_processes(folder, queue, setup, len(missing))
+    folder.mkdir(parents=True, exist_ok=True)
+    delete_unfinished(folder)
+    with StatusLine("tokenizing", remains=KEPT) as status, contextlib.ExitStack() as stack:
+        queue = _Queue(folder, list(missing.values()), status)
+        setup = None if small else stack.enter_context(_setup(recipe))
+        if setup is None:
+            queue.work(lambda task, partial: make_shard(folder, task, recipe, partial, status.add))
+        else:
+            _in_processes(folder, queue, setup, len(missing))
 
 
 def make_shard(folder: Path, task: ShardTask, recipe: Recipe, partial: Path, done: Callable[[int], None]) -> None:
@@ -134,7 +134,7 @@ def make_shard(folder: Path, task: ShardTask, recipe: Recipe, partial: Path, don
     """
     target, reading = shard_path(folder, task), recipe.reading._replace(copy=copy_path(partial))
     with writing_to(folder):
-        for may_retry in (True, False):
+        for more in (2, 1, 0):
             try:
                 documents = read_source(task.source, reading, task.part)
                 write_shard(partial, documents, recipe.tokenizer, recipe.template, done, recipe.media)
@@ -142,56 +142,68 @@ def make_shard(folder: Path, task: ShardTask, recipe: Recipe, partial: Path, don
                 rule = f"{task.source.file} was changed while it was read"
                 check(same, f"{rule}: start again when it stays as it is.", DataError)
                 return os.replace(partial, target)
-            except FileNotFoundError:  # another machine took the lease, as this one had been asleep for too long
-                if read_info(target) is not None:
+            except OSError as error:
+                if read_info(target) is not None:  # made by another host, which does not see our lock
                     return
-                if not may_retry:
+                if error.errno not in GONE or not more:
                     raise
 
 
 class _Queue:
-    """Queue of the shards to be made, in order: each task goes to one of the threads that iterate `tasks`."""
+    """Queue of the shards to be made, in order: each task goes to one of the threads that call `work`."""
 
-    def __init__(self, folder: Path, tasks: list[ShardTask], leases: Leases, status: StatusLine):
-        self._folder, self.leases, self.status = folder, leases, status
+    def __init__(self, folder: Path, tasks: list[ShardTask], status: StatusLine):
+        self._folder, self.status = folder, status
         self._remaining = collections.deque(tasks)
         self._count, self._done = len(tasks), 0
         self._lock = threading.Lock()
         self.ended = threading.Event()
 
-    def tasks(self) -> Iterator[ShardTask]:
-        """Yield one task after another until none remains, waiting for those whose lease another process holds."""
-        while (task := self._next()) is not None:
+    def work(self, make: Callable[[ShardTask, Path], None]) -> None:
+        """Call `make` with one task after another and the file for its shard, until no task remains.
+
+        Waits for the shards whose locks other processes hold.
+        """
+        while (taken := self._next()) is not None:
+            task, lock = taken
             try:
-                yield task
+                make(task, lock.partial)
             finally:
-                self.leases.release(task.key)
+                lock.release()
+            self._count_done()
 
-    def done(self, task: ShardTask) -> None:
-        """Count a task whose shard exists."""
+    def _count_done(self) -> None:
         self._done += 1
-        if self._count > 1:
-            self.status.what = f"tokenizing, {self._done} of {self._count} parts done"
+        self._show()
 
-    def _next(self) -> ShardTask | None:
+    def _show(self, *rest: str) -> None:
+        done = [f"{self._done} of {self._count} parts done"] if self._count > 1 else []
+        self.status.what = ", ".join(["tokenizing", *done, *rest])
+
+    def _next(self) -> tuple[ShardTask, ShardLock] | None:
+        pause, longest = POLL
         with self._lock:  # the thread that waits for other processes does so for all
-            pause, refused = POLL[0], 0
             while self._remaining and not self.ended.is_set():
-                task = self._remaining.popleft()
-                if self._is_made(task):
-                    self.done(task)
-                    refused = 0
-                elif self.leases.take(task.key):
-                    if not self._is_made(task):  # by a process that has just released it
-                        return task
-                    self.leases.release(task.key)
-                    self.done(task)
-                else:
-                    self._remaining.append(task)
-                    refused += 1
-                    if refused >= len(self._remaining):
-                        self.ended.wait(pause)
-                        pause, refused = min(2 * pause, POLL[1]), 0
+                refused: ShardLock | None = None
+                for _ in range(len(self._remaining)):
+                    task = self._remaining.popleft()
+                    lock = ShardLock(shard_path(self._folder, task))
+                    with contextlib.ExitStack() as stack:
+                        stack.callback(lock.release)
+                        is_taken = not self._is_made(task) and lock.take()
+                        if is_taken and not self._is_made(task):  # by a process that has just released it
+                            stack.pop_all()
+                            self._show()
+                            return task, lock
+                    if self._is_made(task):
+                        self._count_done()
+                    else:
+                        self._remaining.append(task)
+                        refused = lock
+                if refused is not None:
+                    self._show(f"waiting for {refused.holder()}")
+                    self.ended.wait(pause)
+                    pause = min(2 * pause, longest)
             return None
 
     def _is_made(self, task: ShardTask) -> bool:
@@ -235,40 +247,38 @@ def _in_processes(folder: Path, queue: _Queue, setup: dict[str, Any], tasks: int
     """Make the queue's shards by one process for each core that this one may use."""
     cores = max(1, _cores() // processes_here())
     count = min(cores, tasks)
-    errors: list[BaseException] = []
-    workers: list[_Worker] = []
+    outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
     threads: list[threading.Thread] = []
 
     def work(worker: _Worker) -> None:
         try:
-            for task in queue.tasks():
-                worker.make(task, queue.leases.partial(task.key), queue.status.add)
-                queue.done(task)
-        except Exception as error:
-            errors.append(error)
-            queue.ended.set()
+            queue.work(worker.make)
+            outcomes.put(None)
+        except BaseException as error:
+            outcomes.put(error)
 
-    try:
+    with contextlib.ExitStack() as stack:  # which goes on if it is interrupted once more
+        stack.callback(lambda: [thread.join() for thread in threads])
         for _ in range(count):
-            workers.append(_Worker({**setup, "folder": str(folder)}, max(1, cores // count)))
-            threads.append(threading.Thread(target=work, args=(workers[-1],), daemon=True))
+            worker = _Worker({**setup, "folder": str(folder)}, max(1, cores // count), queue.status.add)
+            stack.callback(worker.end)
+            threads.append(threading.Thread(target=work, args=(worker,), daemon=True))
             threads[-1].start()
-        while not errors and any(thread.is_alive() for thread in threads):
-            time.sleep(POLL[0])  # signals are handled between two pauses
-    finally:
-        queue.ended.set()
-        for worker in workers:
-            worker.end()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
+        stack.callback(queue.ended.set)
+        for _ in range(count):
+            while outcomes.empty():
+                time.sleep(POLL[0])  # signals are handled between two pauses
+            if (error := outcomes.get()) is not None:
+                raise error
 
 
 class _Worker:
-    """Worker process that makes shards (`tokenization_worker`), with so many threads for its tokenizer."""
+    """Worker process that makes shards (`tokenization_worker`), with so many threads for its tokenizer.
 
-    def __init__(self, setup: dict[str, Any], threads: int):
+    `done` is called with the number of characters of each batch that is tokenized.
+    """
+
+    def __init__(self, setup: dict[str, Any], threads: int, done: Callable[[int], None]):
         settings = {"RAYON_NUM_THREADS": str(threads), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
         settings |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
         self._process = subprocess.Popen(
@@ -279,17 +289,17 @@ class _Worker:
             text=True,
             start_new_session=True,  # Ctrl-C on a terminal is for the process that started it
         )
-        self._ended = False
+        self._ended, self._done = False, done
         self._send(setup)
 
-    def make(self, task: ShardTask, partial: Path, done: Callable[[int], None]) -> None:
+    def make(self, task: ShardTask, partial: Path) -> None:
         """Let the process make a shard, and wait for it."""
         self._send({**task_to_json(task), "partial": str(partial)})
         assert self._process.stdout is not None
         for line in self._process.stdout:
             match json.loads(line):
                 case {"characters": int(count)}:
-                    done(count)
+                    self._done(count)
                 case {"made": True}:
                     return
                 case {"error": [str(kind), str(text)]}:

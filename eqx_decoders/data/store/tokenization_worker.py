@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from eqx_decoders.data.media_documents import reader_from_json
-from eqx_decoders.data.sources.leases import copy_path
+from eqx_decoders.data.store.shard_lock import copy_path
 from eqx_decoders.data.store.tokenization import Recipe, make_shard, task_from_json
 from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.io.text.chat_template import ChatTemplate

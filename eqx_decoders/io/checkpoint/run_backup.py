@@ -6,11 +6,8 @@ file names the start of the run that saves into the directory, since other machi
 """
 
 import contextlib
-import datetime
 import json
-import os
 import secrets
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from etils import epath
 from eqx_decoders.errors import CheckpointError, ConfigError, check
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.checkpoint.steps import names_in, open_path
+from eqx_decoders.io.file_lock import own_process, owner_text
 from eqx_decoders.io.run_lock import OWNER, check_own, has_owner
 
 
@@ -86,8 +84,7 @@ class RunBackup:
     def claim(self) -> None:
         """Write the owner file of this start of the run; an earlier start stops at its next `check_owner`."""
         if self.folder is not None:
-            now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-            who = {"id": self._id, "pid": os.getpid(), "host": socket.gethostname(), "since": now}
+            who = {"id": self._id, **own_process()}
             for folder in (self.folder, epath.Path(self.run)):
                 _write(folder / OWNER, json.dumps(who).encode() + b"\n")
 
@@ -96,12 +93,13 @@ class RunBackup:
         if self.folder is None:
             return
         try:
-            who = json.loads((self.folder / OWNER).read_bytes())
-            owner = f"pid {who['pid']} on {who['host']} since {who['since']}"
+            content = (self.folder / OWNER).read_bytes()
+            is_own = json.loads(content)["id"] == self._id
         except Exception:  # it cannot be read now: no reason to stop
             return
-        rule = f"checkpoint_dir={str(self.folder.parent)!r} is in use by {owner}, which was started after this run"
-        check(who["id"] == self._id, f"{rule}: give one of them another directory.", CheckpointError)
+        where = f"checkpoint_dir={str(self.folder.parent)!r}"
+        rule = f"{where} is in use by {owner_text(content)}, which was started after this run"
+        check(is_own, f"{rule}: give one of them another directory.", CheckpointError)
 
     @contextlib.contextmanager
     def _as_checkpoint_errors(self, rule: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from eqx_decoders.errors import CheckpointError, check
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
+from eqx_decoders.io.file_lock import read_owner
 from eqx_decoders.io.heartbeat import ON_FAILURE
 from eqx_decoders.io.run_lock import OWNER, RunLock, check_run_dir
 from eqx_decoders.io.text.chat_template import JINJA, ChatTemplate, load_chat_template, read_chat_template
@@ -177,8 +178,7 @@ class RunDirectory:
 
     def lock_owner(self) -> str:
         """Return the text that names the process which holds the lock; empty without any."""
-        file = self.path / ".lock"
-        return file.read_text() if file.exists() else ""
+        return read_owner(self.path / ".lock").decode()
 
     @contextlib.contextmanager
     def undo_on_failure(self, lock: RunLock | None) -> Iterator[None]:

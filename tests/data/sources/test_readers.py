@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from eqx_decoders.data.sources import hub_datasets, readers, remote
+from eqx_decoders.data.sources import data_files, hub_datasets, readers
 from eqx_decoders.data.sources.hub_datasets import HubDataset
 from eqx_decoders.data.sources.readers import ReadOptions, parts_of, read_source
 from eqx_decoders.data.sources.sources import Source, describe, find_sources, is_as_described, parse_location
@@ -143,7 +143,7 @@ def test_faulty_array_records_are_named(tmp_path, monkeypatch):
 @pytest.fixture
 def memory(monkeypatch):
     fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    monkeypatch.setattr(data_files, "PAUSES", (0.0,))
     system = fsspec.filesystem("memory")
     yield system
     system.rm("/", recursive=True)
@@ -234,7 +234,7 @@ def test_how_datasets_of_the_hub_are_spelled():
         (source,) = find_sources(path)
         assert source.file == dataset == parse_location(str(dataset)) and source.name == str(dataset)
     for file in ("hf://datasets/org/name/train.parquet", "hf://datasets/org/name/data/a.jsonl.gz"):
-        assert parse_location(file) == remote.RemoteFile(file)
+        assert parse_location(file) == data_files.RemoteFile(file)
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hub_datasets, "_package", lambda: type("package", (), {"load_dataset": staticmethod(load)}))
     monkeypatch.setattr(hub_datasets, "_commit", lambda dataset: dataset.revision or commits[-1])
-    monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    monkeypatch.setattr(data_files, "PAUSES", (0.0,))
     return asked, commits
 
 
@@ -280,7 +280,7 @@ def test_a_hub_that_is_not_reached_is_named(monkeypatch, tmp_path):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(hub_datasets, "_commit", lost)
-    monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    monkeypatch.setattr(data_files, "PAUSES", (0.0,))
     with pytest.raises(DataError, match=r"hf://datasets/o/n:train cannot be read, tried 2 times: ConnectionError"):
         open_store(tmp_path / "run", BYTES, path="hf://datasets/o/n")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -315,8 +315,8 @@ def test_remote_files_that_are_needed_here_are_copied_to_where_they_are_deleted(
 
 def test_whether_a_remote_file_is_another_one_meanwhile_is_told_by_its_checksum(memory, monkeypatch):
     memory.pipe_file("/a.txt", b"x")
-    file, told = remote.RemoteFile("memory://a.txt"), ["one"]
-    monkeypatch.setattr(remote.RemoteFile, "checksum", property(lambda self: told[-1]))
+    file, told = data_files.RemoteFile("memory://a.txt"), ["one"]
+    monkeypatch.setattr(data_files.RemoteFile, "checksum", property(lambda self: told[-1]))
     digest = describe(file)["hash"]
     assert is_as_described(file, digest, None)
     told.append("two")

@@ -17,7 +17,7 @@ from eqx_decoders.data.dataset import open_tokens
 from eqx_decoders.data.sources import sources
 from eqx_decoders.data.store import count_corpus as counts_module, open_store as store_module, tokenization
 from eqx_decoders.data.store.corpus import held_out_rule, read_documents
-from eqx_decoders.data.store.gzip_baseline import Gzip
+from eqx_decoders.data.store.count_corpus import Gzip
 from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
@@ -523,10 +523,11 @@ def test_a_file_of_tokens_is_not_known_by_its_content_alone(tmp_path):
 
 
 def test_a_manifest_with_other_names_of_shards_goes_on(corpus):
+    """As where its images have moved."""
     first = build(corpus)
     manifest = corpus.parent / "run" / "manifest.json"
     content = json.loads(manifest.read_bytes())
-    content["shards"][3]["key"] = "of an earlier version"
+    content["shards"][3]["key"] = "of another folder"
     manifest.write_text(json.dumps(content))
     again = build(corpus)
     assert all_tokens(again) == all_tokens(first) and again.order_hash == first.order_hash

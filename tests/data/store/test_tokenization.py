@@ -1,5 +1,6 @@
 """Shards made by several processes: each once, whole or not at all, also when some of them are killed."""
 
+import errno
 import json
 import os
 import signal
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.data.sources import readers
-from eqx_decoders.data.sources.leases import Leases
 from eqx_decoders.data.sources.sources import Source
 from eqx_decoders.data.store import tokenization
 from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.shard_lock import ShardLock
 from eqx_decoders.data.store.tokenization import ShardTask, task_from_json, task_to_json
 from eqx_decoders.errors import DataError, EqxDecodersError
 from eqx_decoders.io.text.chat_template import ChatTemplate
@@ -33,6 +34,7 @@ from eqx_decoders.io.interrupt import Interrupt, Watchdog
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.data.store import tokenization
 from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.data.store.shard_lock import ShardLock
 folder, run, small, fixture = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 made, real = [], tokenization.make_shard
 def noted(folder, job, *rest):
@@ -180,29 +182,32 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
     assert 2 <= len(finished) < COUNT and not (corpus / "run" / "manifest.json").exists()
     left = {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")}
     assert number == signal.SIGKILL or left == {".tokens"}
+    for file in (corpus / "cache" / "tokens").glob("*/*"):
+        if file.suffix != ".tokens":
+            os.utime(file, (1, 1))  # as some minutes later
     made, real = [], tokenization.make_shard
     monkeypatch.setattr(tokenization, "make_shard", lambda *rest: (real(*rest), made.append(rest[1])))
     options = dict(tokenizer=load_tokenizer(FIXTURE), path=str(corpus / "corpus"))
     again = open_store(corpus / "run", cache_dir=corpus / "cache", **options)
     assert len(made) == COUNT - len(finished), "nothing twice"
     assert finished.items() <= shards(corpus).items()
-    assert {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")} <= {".tokens", ".lock", ".clock"}
+    assert {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")} == {".tokens"}
     other = open_store(corpus / "other", cache_dir=corpus / "new", **options)
     assert again.content_hash == other.content_hash and all_tokens(again) == all_tokens(other)
 
 
 def test_a_shard_that_was_finished_at_this_moment_is_not_made_again(tmp_path, monkeypatch):
     write_corpus(tmp_path / "corpus", 3, 20)
-    made, real, take = [], tokenization.make_shard, Leases.take
+    made, real, take = [], tokenization.make_shard, ShardLock.take
     monkeypatch.setattr(tokenization, "make_shard", lambda *rest: (real(*rest), made.append(rest[1].source.name)))
     options = dict(path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")
 
-    def late(self, name):
-        monkeypatch.setattr(Leases, "take", take)
+    def late(self):
+        monkeypatch.setattr(ShardLock, "take", take)
         open_store(tmp_path / "other", ByteTokenizer(), **options)
-        return take(self, name)
+        return take(self)
 
-    monkeypatch.setattr(Leases, "take", late)
+    monkeypatch.setattr(ShardLock, "take", late)
     open_store(tmp_path / "run", ByteTokenizer(), **options)
     assert sorted(made) == ["0.txt", "1.txt", "2.txt"]
 
@@ -242,14 +247,61 @@ def test_a_file_that_changes_while_it_is_read_makes_no_shard(corpus, monkeypatch
 
 
 @pytest.mark.parametrize("made", [False, True])
+def test_a_file_that_another_host_deleted_while_it_was_written_is_written_once_more(corpus, monkeypatch, made):
+    real, calls = tokenization.write_shard, []
+
+    def stale(partial, *rest):
+        calls.append(partial)
+        real(partial, *rest)
+        if len(calls) < 3:
+            if made:
+                partial.rename(partial.with_name(partial.name.split(".")[0] + ".tokens"))
+            raise OSError(errno.ESTALE, "Stale file handle", str(partial))
+
+    monkeypatch.setattr(tokenization, "write_shard", stale)
+    options = dict(path=str(corpus / "corpus" / "03.txt"), cache_dir=corpus / "cache")
+    assert len(open_store(corpus / "run", ByteTokenizer(), **options)) == 1
+    assert len(calls) == (1 if made else 3) and len(shards(corpus)) == 1
+
+
+def test_a_second_interruption_ends_the_processes_too(corpus, monkeypatch):
+    """The first comes while they work, the second while the first of them is ended."""
+    started, real, end = [], subprocess.Popen, tokenization._Worker.end
+
+    def noted(*args, **kwargs):
+        started.append(real(*args, **kwargs))
+        return started[-1]
+
+    def interrupted(self):
+        monkeypatch.setattr(tokenization._Worker, "end", end)
+        self._process.kill()
+        raise KeyboardInterrupt("second")
+
+    def first(seconds):
+        assert len(started) == 2
+        raise KeyboardInterrupt("first")
+
+    monkeypatch.setattr(tokenization, "SMALL", 0)
+    monkeypatch.setattr(tokenization, "_cores", lambda: 2)
+    monkeypatch.setattr(tokenization.subprocess, "Popen", noted)
+    monkeypatch.setattr(tokenization._Worker, "end", interrupted)
+    monkeypatch.setattr(tokenization.time, "sleep", first)
+    with pytest.raises(KeyboardInterrupt, match="second"):
+        open_store(corpus / "run", ByteTokenizer(), path=str(corpus / "corpus"), cache_dir=corpus / "cache")
+    monkeypatch.undo()
+    assert len(started) == 2 and all(process.wait(5) for process in started)
+    assert {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")} <= {".tokens"}
+
+
+@pytest.mark.parametrize("made", [False, True])
 def test_a_shard_whose_beginning_was_taken_away_is_made_once_more_or_is_there(corpus, monkeypatch, made):
-    """By another machine, which believed this one dead."""
+    """By other hosts, on a file system whose locks are those of each host alone."""
     real, calls = tokenization.write_shard, []
 
     def taken(partial, *rest):
         real(partial, *rest)
         calls.append(partial)
-        if len(calls) == 1:
+        if len(calls) <= (1 if made else 2):
             if made:
                 partial.rename(partial.with_name(partial.name.split(".")[0] + ".tokens"))
             else:
@@ -258,7 +310,7 @@ def test_a_shard_whose_beginning_was_taken_away_is_made_once_more_or_is_there(co
     monkeypatch.setattr(tokenization, "write_shard", taken)
     path = str(corpus / "corpus" / "03.txt")
     store = open_store(corpus / "run", ByteTokenizer(), path=path, cache_dir=corpus / "cache")
-    assert len(store) == 1 and len(calls) == (1 if made else 2) and len(shards(corpus)) == 1
+    assert len(store) == 1 and len(calls) == (1 if made else 3) and len(shards(corpus)) == 1
 
 
 def test_processes_are_ended_where_one_of_them_cannot_be_started(corpus, monkeypatch):

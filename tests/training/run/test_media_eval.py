@@ -10,8 +10,8 @@ import pytest
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, training_texts
 from eqx_decoders.data.media_documents import ProcessorReader
+from eqx_decoders.data.sources.data_files import RemoteFile
 from eqx_decoders.data.sources.documents import parse_reference
-from eqx_decoders.data.sources.remote import RemoteFile
 from eqx_decoders.data.sources.sources import folder_of
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.huggingface.load import abstract_hf, read_config
@@ -116,25 +116,6 @@ def test_tokens_are_shared_by_processors_of_the_same_content(model, tmp_path):
         with batches:
             assert placeholders_of(batches.store) == [tokens] * 3 and kept() == shards
             next(batches)
-
-
-def test_a_run_whose_images_were_held_out_by_another_rule_is_refused(model, tmp_path):
-    """Nothing is written; one on texts goes on, whose draws are as they were."""
-    save_image(tmp_path / "1.png", 8, 8)
-    for names in ((), ("1.png",)):
-        data = write(tmp_path / f"{len(names)}.jsonl", *(asked(number, *names) for number in range(4)))
-        run = tmp_path / f"run{len(names)}"
-        opened(model, run, data, held_out=0.5)[0].close()
-        manifest = run / "manifest.json"
-        content = json.loads(manifest.read_bytes())
-        content.pop("draws", None)
-        manifest.write_text(before := json.dumps(content))
-        if names:
-            with pytest.raises(DataError, match=r"run1 name images or videos, .*held others.*run .*--init-from that"):
-                opened(model, run, data, held_out=0.5)
-        else:
-            opened(model, run, data, held_out=0.5)[0].close()
-        assert manifest.read_text() == before
 
 
 @pytest.mark.parametrize("kind", ["images", "parts", "nothing learned"])

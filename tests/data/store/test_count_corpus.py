@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from eqx_decoders.data.store.gzip_baseline import Gzip
+from eqx_decoders.data.store.count_corpus import Gzip
 
 
 def test_texts_are_compressed_as_one():

@@ -1,4 +1,4 @@
-"""Remote files (`gs://`, `s3://`, `https://`, …), read through fsspec, with retries.
+"""Files of a corpus as streams: here or elsewhere (`gs://`, `s3://`, `https://`, …) through fsspec; `.gz` and `.zst`.
 
 A `RemoteFile` has the members of `pathlib.Path` that reading needs (`name`, `stem`, `suffix`, `open`): readers take
 both.
@@ -6,11 +6,14 @@ both.
 
 import contextlib
 import dataclasses
-import functools
+import gzip
+import importlib
 import io
 import shutil
+import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -19,6 +22,8 @@ from urllib.parse import urlsplit
 from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 
 
+COMPRESSED = (".gz", ".zst")
+MOST_WINDOW_LOG = 31  # `zstd --long=31` looks 2 GB back; the library's own limit is 128 MB
 PAUSES = (0.5, 2.0, 8.0)  # seconds before what failed is tried again
 BUFFER = 1 << 20
 WITHOUT_LISTS = ("http", "https")  # servers that do not list their files
@@ -29,15 +34,7 @@ CHECKSUMS = ("md5Hash", "Content-MD5", "crc32c", *ETAGS, "blob_id")
 
 # Errors that a retry does not mend: the file, or the request for it, is not as it must be.
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
-_LASTING += (TypeError, ValueError, AttributeError, EqxDecodersError)
-_PACKAGES = {
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "s3": "s3fs",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "hf": "huggingface_hub",
-}
+_LASTING += (TypeError, ValueError, AttributeError)
 
 T = TypeVar("T")
 
@@ -69,12 +66,16 @@ class RemoteFile:
         return PurePosixPath(self.name).suffix
 
     @property
+    def is_listed(self) -> bool:
+        """False for a file of a server that doesn't list its files."""
+        return urlsplit(self.url).scheme not in WITHOUT_LISTS
+
+    @property
     def size(self) -> int | None:
         """Number of bytes; None for a server that doesn't send it, or that doesn't send parts of files."""
         info = self._info()
         size = info.get("size")
-        in_parts = info.get("partial", urlsplit(self.url).scheme not in WITHOUT_LISTS)
-        return int(size) if size is not None and in_parts else None
+        return int(size) if size is not None and info.get("partial", self.is_listed) else None
 
     @property
     def checksum(self) -> str | None:
@@ -87,41 +88,104 @@ class RemoteFile:
         name, value = next(known, ("", "W/"))
         if value.startswith("W/"):  # equal for contents that are only about the same
             return None
-        where = f"{self.url} " if urlsplit(self.url).scheme in WITHOUT_LISTS and name in ETAGS else ""
+        where = f"{self.url} " if not self.is_listed and name in ETAGS else ""
         return f"{where}{info.get('size')} {name} {value}"
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open the file as a stream, which is seekable where the size is known."""
         check(mode == "rb", f"mode={mode!r}: remote files are only read, as 'rb'.")
-        return io.BufferedReader(_RangeReader(self), BUFFER)
+        return io.BufferedReader(_RemoteStream(self), BUFFER)
 
     def _info(self) -> dict[str, Any]:
         system, path = file_system(self.url)
         return try_again(lambda: system.info(path), self.url)
 
 
+File = Path | RemoteFile
+
+
+class _RemoteStream(io.RawIOBase):
+    """Stream of a remote file that is opened anew at the same position after an error."""
+
+    def __init__(self, file: RemoteFile):
+        self._file, self._size = file, file.size
+        self._position, self._handle = 0, None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._size is not None
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if self._size is None:
+            raise io.UnsupportedOperation(f"{self._file} has no known size")
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        content = try_again(lambda: self._read(len(buffer)), str(self._file))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        if self._size is not None and self._position >= self._size:
+            return b""
+        try:
+            self._handle = handle = self._open() if self._handle is None else self._handle
+            if self._size is not None:
+                handle.seek(self._position)
+            content = handle.read(size)
+            if not content and self._size is not None:
+                raise ConnectionError(f"it ended at byte {self._position} of {self._size}")
+            return content
+        except Exception:
+            self._drop()
+            raise
+
+    def _open(self) -> Any:
+        """Open the file, and pass over what was read already where the server sends no parts."""
+        system, path = file_system(self._file.url)
+        whole = self._size is None and not self._file.is_listed
+        handle = system.open(path, "rb", **({"block_size": 0} if whole else {}))
+        left = self._position if self._size is None else 0
+        while left > 0:
+            passed = len(handle.read(min(left, BUFFER)))
+            left -= passed
+            if not passed:
+                raise ConnectionError(f"it ended before byte {self._position}, which was read earlier")
+        return handle
+
+    def _drop(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(Exception):
+                handle.close()
+
+
 def file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of an address, and the path in it."""
-    scheme = urlsplit(url).scheme
     try:
         import fsspec
     except ImportError as error:
-        raise need_extra("fsspec", "data") from error
+        raise need_extra("fsspec", "train") from error
     try:
-        return _opened(url)
+        return fsspec.url_to_fs(url)
     except ImportError as error:
-        raise need_extra(_PACKAGES.get(scheme, scheme), "data") from error
+        missing = getattr(error.__cause__, "name", None) or urlsplit(url).scheme
+        raise need_extra(missing, "data") from error
     except ValueError as error:
         known = ", ".join(f"{name}://" for name in ("gs", "s3", "https", "hf"))
         rule = f"must be a local path or begin with one of {known} or another scheme of fsspec {fsspec.__version__}"
         raise DataError(f"{url} cannot be opened ({error}): it {rule}.") from error
-
-
-@functools.lru_cache(1024)
-def _opened(url: str) -> tuple[Any, str]:
-    import fsspec.core
-
-    return fsspec.core.url_to_fs(url)
 
 
 def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
@@ -130,7 +194,7 @@ def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
     Raises DataError for addresses that cannot be read, and for patterns on servers that do not list their files.
     """
     system, inside = file_system(path)
-    lists = urlsplit(path).scheme not in WITHOUT_LISTS
+    lists = RemoteFile(path).is_listed
     pattern = any(letter in inside for letter in "*?[") if lists else "*" in inside
     rule = "such a server has no list of its files: name them one by one"
     check(lists or not pattern, f"{flag} {path!r} is a pattern, and {rule}.", DataError)
@@ -145,7 +209,7 @@ def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
 
 
 @contextlib.contextmanager
-def local_copy(file: "Path | RemoteFile", target: Path | None = None) -> Iterator[Path]:
+def local_copy(file: File, target: Path | None = None) -> Iterator[Path]:
     """Copy a remote file to this machine, for readers that need it there, and delete the copy afterwards.
 
     target: path of the copy, which another process will delete if this one is killed; None: a temporary file.
@@ -179,68 +243,43 @@ def try_again(call: Callable[[], T], what: str) -> T:
     raise AssertionError("the last try returns or raises")
 
 
-class _RangeReader(io.RawIOBase):
-    """Stream of a remote file that is opened anew at the same position after an error."""
+# --- compressed files -------------------------------------------------------------------------------------------------
 
-    def __init__(self, file: RemoteFile):
-        self._file, self._position, self._handle = file, 0, None
-        self._size = file.size
 
-    def readable(self) -> bool:
-        return True
+def plain_suffix(file: File) -> str:
+    """Return the suffix in lower case, without `.gz` or `.zst`: `.jsonl` for `a.jsonl.gz`."""
+    return Path(file.stem if is_compressed(file) else file.name).suffix.lower()
 
-    def seekable(self) -> bool:
-        return self._size is not None
 
-    def tell(self) -> int:
-        return self._position
+def is_compressed(file: File) -> bool:
+    """Return whether the suffix is `.gz` or `.zst`."""
+    return file.suffix.lower() in COMPRESSED
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        if self._size is None:
-            raise io.UnsupportedOperation(f"{self._file} has no known size")
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        content = try_again(lambda: self._read(len(buffer)), str(self._file))
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
-
-    def _read(self, size: int) -> bytes:
-        if self._size is not None and self._position >= self._size:
-            return b""
+@contextlib.contextmanager
+def open_stream(file: File) -> Iterator[Any]:
+    """Open a file as a binary stream, decompressed if needed. Raises DataError for a damaged or incomplete file."""
+    with file.open("rb") as inner:
+        if not is_compressed(file):
+            yield inner
+            return
+        opened, errors = _gzip(inner) if file.suffix.lower() == ".gz" else _zstd(inner)
         try:
-            handle = self._at_position()
-            content = handle.read(size)
-            if not content and self._size is not None:
-                raise ConnectionError(f"it ended at byte {self._position} of {self._size}")
-            return content
-        except Exception:
-            self._drop()
-            raise
+            with opened as stream:
+                yield stream
+        except errors as error:
+            raise DataError(f"{file} cannot be decompressed: {error}. Download it again.") from error
 
-    def _at_position(self) -> Any:
-        if self._handle is None:
-            system, path = file_system(self._file.url)
-            whole = self._size is None and urlsplit(self._file.url).scheme in WITHOUT_LISTS
-            self._handle = system.open(path, "rb", **({"block_size": 0} if whole else {}))
-        position = self._handle.tell()
-        if position != self._position and self._size is not None:
-            self._handle.seek(self._position)
-        elif position > self._position:
-            raise ConnectionError("it can't be read from the middle")
-        while self._size is None and (left := self._position - self._handle.tell()) > 0:
-            if not self._handle.read(min(left, BUFFER)):
-                raise ConnectionError(f"it ended before byte {self._position}, which was read earlier")
-        return self._handle
 
-    def _drop(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with contextlib.suppress(Exception):
-                handle.close()
+def _gzip(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
+    """Open a stream of gzip's; return the errors that it may raise, too."""
+    return gzip.GzipFile(fileobj=inner), (EOFError, zlib.error, gzip.BadGzipFile)
 
-    def close(self) -> None:
-        self._drop()
-        super().close()
+
+def _zstd(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
+    try:
+        zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    except ImportError as error:
+        raise need_extra("backports.zstd", "train") from error
+    options = {zstd.DecompressionParameter.window_log_max: MOST_WINDOW_LOG}
+    return zstd.ZstdFile(inner, "rb", options=options), (EOFError, zstd.ZstdError)

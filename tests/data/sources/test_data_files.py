@@ -1,17 +1,31 @@
-"""Files elsewhere, in fsspec's memory: found, read from any place, and again after errors that pass."""
+"""Files elsewhere, in fsspec's memory: found, read from any place, and again after errors that pass.
+
+Compressed files are read as streams; what was cut off or is no such file is named.
+"""
 
 import functools
+import gzip
 import http.server
 import io
 import random
 import sys
 import threading
+import tracemalloc
+from pathlib import Path
 
 import pytest
+import zstandard
 
-from eqx_decoders.data.sources import remote
-from eqx_decoders.data.sources.compressed import open_stream
-from eqx_decoders.data.sources.remote import RemoteFile, file_system, find_remote, local_copy
+from eqx_decoders.data.sources import data_files
+from eqx_decoders.data.sources.data_files import (
+    RemoteFile,
+    file_system,
+    find_remote,
+    is_compressed,
+    local_copy,
+    open_stream,
+    plain_suffix,
+)
 from eqx_decoders.errors import DataError
 
 
@@ -22,7 +36,7 @@ CONTENT = random.Random(0).randbytes(3_000_000)
 @pytest.fixture
 def memory(monkeypatch):
     """fsspec's file system of this process, emptied afterwards."""
-    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(data_files, "PAUSES", (0.0, 0.0))
     system = fsspec.filesystem("memory")
     yield system
     system.rm("/", recursive=True)
@@ -68,8 +82,6 @@ def test_it_is_read_from_any_place(file):
 
 
 def test_what_is_compressed_is_read_too(memory, tmp_path):
-    import gzip
-
     memory.pipe_file("/a.txt.gz", gzip.compress(CONTENT))
     with open_stream(RemoteFile("memory://a.txt.gz")) as stream:
         assert stream.read() == CONTENT
@@ -101,7 +113,7 @@ class OtherError(Exception):
 @pytest.mark.parametrize("options", [{}, {"kind": OtherError}, {"cut": True}])
 def test_errors_that_pass_are_tried_again(file, memory, monkeypatch, options):
     failing(monkeypatch, memory, 5, **options)
-    monkeypatch.setattr(remote, "BUFFER", 1 << 18)
+    monkeypatch.setattr(data_files, "BUFFER", 1 << 18)
     with file.open() as stream:
         assert stream.read(100) + stream.read() == CONTENT
 
@@ -166,11 +178,10 @@ def test_unknown_schemes_and_missing_packages_are_named(monkeypatch):
     with pytest.raises(DataError, match=r"nothing://a cannot be opened .*: it must be a local path or begin with"):
         file_system("nothing://a")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    remote._opened.cache_clear()
     with pytest.raises(ImportError, match=r"'gcsfs': pip install 'eqx_decoders\[data\]'"):
         file_system("gs://bucket/a")
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ImportError, match=r"'fsspec': pip install 'eqx_decoders\[data\]'"):
+    with pytest.raises(ImportError, match=r"'fsspec': pip install 'eqx_decoders\[train\]'"):
         file_system("memory://a")
 
 
@@ -187,3 +198,78 @@ def test_a_copy_is_where_it_is_wanted_and_goes(file, tmp_path):
     with local_copy(file, tmp_path / "copy") as path:
         assert path == tmp_path / "copy" and path.read_bytes() == CONTENT
     assert list(tmp_path.iterdir()) == []
+
+
+# --- compressed files -------------------------------------------------------------------------------------------------
+
+LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(50_000))
+
+
+def test_endings_of_compressed_files():
+    names = ["a.jsonl", "a.jsonl.gz", "b.c.TXT.ZST", "a.gz", "a", ".gz"]
+    assert [plain_suffix(Path(name)) for name in names] == [".jsonl", ".jsonl", ".txt", "", "", ""]
+    assert [is_compressed(Path(name)) for name in names] == [False, True, True, True, False, False]
+
+
+def test_gzip_is_read_line_by_line_and_whole(tmp_path):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(LINES[:1000]) + gzip.compress(LINES[1000:]))
+    with open_stream(file) as stream:
+        assert b"".join([next(stream), next(stream), stream.read()]) == LINES
+    file.write_bytes(gzip.compress(LINES)[:-200])
+    sentence = r"a\.jsonl\.gz cannot be decompressed: .*end-of-stream.*Download it again"
+    with pytest.raises(DataError, match=sentence), open_stream(file) as stream:
+        stream.read()
+    file.write_bytes(b"no gzip")
+    with pytest.raises(DataError, match="cannot be decompressed"), open_stream(file) as stream:
+        stream.read()
+
+
+def test_all_frames_of_zstandard_are_read(tmp_path):
+    compress = zstandard.compress
+    file = tmp_path / "a.jsonl.zst"
+    file.write_bytes(compress(LINES[:777]) + compress(b"") + compress(LINES[777:]))
+    with open_stream(file) as stream:
+        assert b"".join([next(stream), stream.read()]) == LINES
+    for broken in (compress(LINES)[:-200], compress(LINES) + b"x" * 50, b"no frame of any kind"):
+        file.write_bytes(broken)
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be decompressed"), open_stream(file) as stream:
+            stream.read()
+
+
+def test_frames_of_another_writer_with_a_long_window_are_read(tmp_path):
+    options = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    with (
+        (tmp_path / "a.zst").open("wb") as file,
+        zstandard.ZstdCompressor(compression_params=options).stream_writer(file) as out,
+    ):
+        out.write(LINES)
+    with open_stream(tmp_path / "a.zst") as stream:
+        assert stream.read() == LINES
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_what_unpacks_to_much_is_read_piece_by_piece(tmp_path, kind):
+    """The first line of a few kilobytes that are 200 MB takes a few MB."""
+    blank = b" " * (1 << 20) + b"\n"
+    with (
+        gzip.open(tmp_path / "a.gz", "wb", compresslevel=1)
+        if kind == "gz"
+        else (zstandard.open(tmp_path / "a.zst", "wb")) as out
+    ):
+        for _ in range(200):
+            out.write(blank)
+    tracemalloc.start()
+    with open_stream(tmp_path / f"a.{kind}") as stream:
+        next(stream)
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_the_missing_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.zst").write_bytes(b"")
+    for module in ("compression.zstd", "backports.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=r"backports.zstd.*eqx_decoders\[train\]"), open_stream(tmp_path / "a.zst"):
+        pass

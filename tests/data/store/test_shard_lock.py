@@ -1,0 +1,137 @@
+"""Locks of shards: one holder at a time, and what killed processes left goes, whoever comes first."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from eqx_decoders.data.store.shard_lock import UNFINISHED, ShardLock, copy_path, delete_unfinished
+from eqx_decoders.io import file_lock
+from tests.commands import ROOT
+
+
+def age(*files):
+    for file in files:
+        os.utime(file, (time.time() - UNFINISHED - 5,) * 2)
+
+
+def names(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_a_shard_has_one_maker(tmp_path):
+    one, other, of_another = (ShardLock(tmp_path / f"{name}.tokens") for name in "aab")
+    assert one.take() and not other.take() and of_another.take()
+    one.release()
+    assert other.take() and not ShardLock(tmp_path / "a.tokens").take()
+    other.release()
+    assert names(tmp_path) == ["b.lock"]
+    of_another.release()
+    assert names(tmp_path) == []
+
+
+def test_what_is_unfinished_goes_with_the_lock(tmp_path):
+    (tmp_path / "b.1.partial").write_bytes(b"of another shard")
+    lock = ShardLock(tmp_path / "a.tokens")
+    assert lock.take()
+    lock.partial.write_bytes(b"half")
+    copy_path(lock.partial).write_bytes(b"a copy")
+    assert len(names(tmp_path)) == 4
+    lock.release()
+    assert names(tmp_path) == ["b.1.partial"]
+
+
+HOLDER = """
+import pathlib, sys
+from eqx_decoders.data.store.shard_lock import ShardLock, copy_path
+lock = ShardLock(pathlib.Path(sys.argv[1], "a.tokens"))
+assert lock.take()
+lock.partial.write_bytes(b"half")
+copy_path(lock.partial).write_bytes(b"a copy")
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **pipes) as process:
+        assert process.stdout.readline() == b"taken\n"
+        lock = ShardLock(tmp_path / "a.tokens")
+        assert not lock.take()
+        assert lock.holder().startswith(f"pid {process.pid} on ")
+        age(*tmp_path.iterdir())
+        delete_unfinished(tmp_path)
+        assert len(names(tmp_path)) == 3, "its files are its own as long as it lives, however long it sleeps"
+        process.kill()
+        process.wait()
+        assert lock.take()
+        lock.release()
+        delete_unfinished(tmp_path)
+        assert names(tmp_path) == []
+
+
+def test_what_killed_processes_left_goes_when_it_is_old(tmp_path):
+    """What is fresh may be another host's, whose lock this one does not see. Older versions had other files."""
+    old = ["a.lock", "a.1.partial", "a.1.copy", "b.lock", "b.tokens", "c.claim", "c.2.partial", "c.2.beside", "5.clock"]
+    fresh = ["d.lock", "d.3.partial", "d.3.copy", "e.4.partial", "e.4.copy", "f.claim", "f.5.partial"]
+    for name in (*old, *fresh, "claims.lock"):
+        (tmp_path / name).write_bytes(b"")
+    age(*(tmp_path / name for name in old), tmp_path / "claims.lock", tmp_path / "e.4.copy", tmp_path / "d.lock")
+    delete_unfinished(tmp_path)
+    assert names(tmp_path) == sorted([*fresh, "b.tokens"])
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_the_lock_of_another_user_is_looked_at(tmp_path, monkeypatch, locks):
+    """On NFS a file that is only open for reading cannot be locked: then its age says whether it is held."""
+    path, real = tmp_path / "a.lock", os.open
+    path.write_text("another user's")
+
+    def denied(name, flags, *mode):
+        if name == path and (flags & os.O_RDWR or not locks):
+            raise PermissionError(13, "Permission denied", str(name))
+        return real(name, flags, *mode)
+
+    monkeypatch.setattr(os, "open", denied)
+    monkeypatch.setattr(file_lock, "PAUSES", ())
+    lock = ShardLock(tmp_path / "a.tokens")
+    assert lock.take() == locks and lock.holder() == "another process"
+    lock.release()
+    if not locks:
+        age(path)
+        (tmp_path / "a.1.partial").write_bytes(b"being written")
+        assert not lock.take()
+        age(tmp_path / "a.1.partial")
+        assert lock.take()
+        delete_unfinished(tmp_path)
+        assert names(tmp_path) == ["a.1.partial", "a.lock"]
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(PermissionError):
+            lock.take()
+
+
+def test_many_that_take_and_release_one_lock_never_hold_it_together(tmp_path):
+    """Also where one opens the file that another is about to delete."""
+    holders, most, taken = [], [], []
+
+    def work():
+        while len(taken) < 300:
+            lock = ShardLock(tmp_path / "a.tokens")
+            if lock.take():
+                holders.append(1)
+                most.append(len(holders))
+                lock.partial.write_bytes(b"half")
+                holders.pop()
+                lock.release()
+                taken.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(most) == {1} and names(tmp_path) == []
