@@ -530,7 +530,7 @@ SHOWN_IN = {
     "PageConfig": "layers/cache/test_paged.py",
     "SamplingParams": "serving/engine/test_sampler.py",
     **dict.fromkeys(("EngineConfig", "EngineLimits", "Request", "PromptLookup"), "serving/engine/test_engine.py"),
-    **dict.fromkeys(("MTPDrafter", "DraftModel"), "serving/engine/test_engine.py"),
+    **dict.fromkeys(("Drafter", "MTPDrafter", "DraftModel"), "serving/engine/test_engine.py"),
     "ServeConfig": "cli/test_serve.py",
     **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/http/test_api.py"),
     "MediaFilesConfig": "serving/frontend/test_media_files.py",

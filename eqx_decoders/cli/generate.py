@@ -60,7 +60,7 @@ class GenerateConfig(ModelSource):
     seed: int = 0
     """Seed of the draws."""
     num_draft_tokens: NonNegativeInt = 0
-    """Tokens that multi-token prediction drafts for each step (speculative decoding); needs --temperature 0."""
+    """Tokens that multi-token prediction drafts for each step (speculative decoding)."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -27,13 +27,16 @@ from eqx_decoders.cli.model_source import ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import AtLeast, NonNegativeFloat, PositiveInt, check, need_extra
+from eqx_decoders.inference.draft_model import DraftModel
+from eqx_decoders.inference.drafters import PromptLookup
+from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
-from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, EngineLimits, MTPDrafter, PromptLookup
+from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.api_config import ApiConfig

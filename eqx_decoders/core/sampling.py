@@ -1,15 +1,18 @@
-"""Choice of the next token from logits."""
+"""Choice of the next token from logits: filters and draws, row by row.
+
+Nothing is sorted: a filter is a least logit, taken from the largest few or, where they do not reach it, by bisection.
+"""
 
 import dataclasses
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from eqx_decoders.errors import CheckedFields, ConfigError, InRange, PositiveFloat, PositiveInt
+from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt
 from eqx_decoders.sharding.axes import AnyArray
 
 
@@ -42,111 +45,166 @@ class Sample(CheckedFields):
 Sampler = Greedy | Sample
 
 
-class SamplerArrays(eqx.Module):
-    """Numbers of a `Sample` as arrays, so that samplers with the same filters share one program.
+class RankedLogits(NamedTuple):
+    """Logits over temperature: all, the largest few in order, and the least that passed the filters before."""
 
-    `most` is the number of largest logits that are found: at least `top_k`, rounded up to a power of two.
+    logits: Float32[Array, "rows vocab"]
+    largest: Float32[Array, "rows few"]
+    lowest: Float32[Array, "rows 1"]
+
+
+class Filter(NamedTuple):
+    """A way to cut unlikely tokens.
+
+    **Arguments:**
+
+    - `neutral`: the setting that cuts nothing, of the dtype of settings.
+    - `lowest`: returns the least logit that passes, from ranked logits and the setting of each row.
     """
 
-    temperature: Float[AnyArray, ""]
-    top_k: Int[AnyArray, ""] | None
-    top_p: Float[AnyArray, ""] | None
-    min_p: Float[AnyArray, ""] | None
-    most: int = eqx.field(static=True)
+    neutral: np.int32 | np.float32
+    lowest: Callable[[RankedLogits, Array], Array]
+
+
+def _lowest_of_top_k(ranked: RankedLogits, top_k: Int32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
+    vocab, few = ranked.logits.shape[1], ranked.largest.shape[1]
+    kth = jnp.take_along_axis(ranked.largest, jnp.clip(top_k - 1, 0, few - 1), axis=1)
+    cuts, ones, count = top_k < vocab, jnp.ones_like(ranked.logits), top_k.astype(jnp.float32)
+    return jnp.where(cuts, _found_beyond((top_k > few) & cuts, ranked.logits, ones, count, kth), -jnp.inf)
+
+
+def _lowest_of_top_p(ranked: RankedLogits, top_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
+    logits, largest, lowest = ranked
+    few, top = largest.shape[1], largest[:, :1]
+    weights = jnp.where(logits >= lowest, jnp.exp(logits - top), 0.0)
+    wanted = top_p * jnp.sum(weights, axis=-1, keepdims=True)
+    sums = jnp.cumsum(jnp.where(largest >= lowest, jnp.exp(largest - top), 0.0), axis=-1)
+    reached = jnp.sum(sums < wanted, axis=-1, keepdims=True, dtype=jnp.int32)
+    nucleus = jnp.take_along_axis(largest, jnp.minimum(reached, few - 1), axis=-1)
+    beyond = (reached >= few) & (top_p < 1.0) & (few < logits.shape[1])
+    return _found_beyond(beyond, logits, weights, wanted, nucleus)
+
+
+def _lowest_of_min_p(ranked: RankedLogits, min_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
+    return ranked.largest[:, :1] + jnp.log(min_p)
+
+
+FILTERS = {  # by their fields in `Sample` and `SamplingParams`, in the order in which they apply
+    "top_k": Filter(np.int32(0), _lowest_of_top_k),
+    "top_p": Filter(np.float32(1.0), _lowest_of_top_p),
+    "min_p": Filter(np.float32(0.0), _lowest_of_min_p),
+}
+LIKELY = 64  # largest logits among which filters look first
+BLOCK = 512  # tokens whose probabilities are added up before a draw looks into them
+
+
+class DrawSettings(NamedTuple):
+    """Settings of `Sample` as arrays, an entry for each row or one for all: all samplers share one program.
+
+    A temperature of 0 stands for greedy rows. `filters` has the settings of `FILTERS`.
+    """
+
+    temperature: Float32[AnyArray, "rows"]
+    filters: dict[str, AnyArray]
 
     @classmethod
-    def of(cls, sampler: Sampler) -> "SamplerArrays | None":
-        """Return the arrays of a sampler; None for greedy decoding, which has no numbers."""
+    def greedy(cls, rows: int) -> "DrawSettings":
+        """Create greedy rows on the host, to be filled by `set`."""
+        filters = {name: np.full(rows, each.neutral) for name, each in FILTERS.items()}
+        return cls(np.zeros(rows, np.float32), filters)
+
+    def set(self, row: int, sampler: Any) -> None:
+        """Write the fields of a `Sample` or of `SamplingParams` into a row."""
+        self.temperature[row] = sampler.temperature
+        for name, settings in self.filters.items():
+            value = getattr(sampler, name)
+            settings[row] = FILTERS[name].neutral if value is None else min(value, np.iinfo(np.int32).max)
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> "DrawSettings | None":
+        """Return the settings of all rows; None for greedy decoding."""
         if isinstance(sampler, Greedy):
             return None
-        numbers = (sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
-        dtypes = (np.float32, np.int32, np.float32, np.float32)
-        arrays = (None if x is None else np.asarray(x, dtype) for x, dtype in zip(numbers, dtypes, strict=True))
-        return cls(*arrays, most=1 << ((sampler.top_k or 1) - 1).bit_length())
+        settings = cls.greedy(1)
+        settings.set(0, sampler)
+        return settings
 
 
-def sample_token(
-    sampler: Sampler | SamplerArrays | None, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None
-) -> Int[Array, "batch"]:
-    """Return one token for each row."""
-    if sampler is None or isinstance(sampler, Greedy):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if key is None:
-        raise ConfigError(f"{sampler} draws at random: pass key=jax.random.key(seed).")
-    return jax.random.categorical(key, filter_logits(sampler, logits)).astype(jnp.int32)
+def choose_tokens(
+    logits: Float32[Array, "rows vocab"],
+    settings: DrawSettings | None,
+    keys: AnyArray | None = None,
+    index: Int[AnyArray, "rows"] | None = None,
+) -> Int32[Array, "rows"]:
+    """Return a token for each row: the most likely one, or draw number `index` of its key.
 
-
-def is_stop(token: Int[Array, "*rows"], stop_ids: Int[AnyArray, "stops"]) -> Bool[Array, "*rows"]:
-    """Return whether a token is one of `stop_ids`."""
-    return jnp.any(token[..., None] == stop_ids.reshape((1,) * token.ndim + (-1,)), axis=-1)
-
-
-def filter_logits(sampler: Sample | SamplerArrays, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    """Return logits over temperature, -inf where a filter cuts; the most likely token always stays."""
-    numbers = SamplerArrays.of(sampler) if isinstance(sampler, Sample) else sampler
-    assert numbers is not None
-    return _filtered(numbers, logits)
-
-
-def _filtered(sampler: SamplerArrays, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    logits = logits / sampler.temperature
-    if sampler.top_k is not None:
-        largest = jax.lax.top_k(logits, min(sampler.most, logits.shape[-1]))[0]
-        lowest = jnp.take(largest, sampler.top_k - 1, axis=-1, mode="clip")[:, None]
-        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
-    if sampler.top_p is not None:
-        logits = jnp.where(logits >= _lowest_of_mass(logits, sampler.top_p), logits, -jnp.inf)
-    if sampler.min_p is not None:
-        lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampler.min_p)
-        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
-    return logits
-
-
-LIKELY = 64  # largest logits among which the end of a top-p filter is searched first
-
-
-def _lowest_of_mass(logits: Float[Array, "batch vocab"], mass: Float[AnyArray, ""]) -> Float[Array, "batch 1"]:
-    """Return the smallest logit of the nucleus: the most likely tokens that together have this probability.
-
-    If all tokens together have less, it is the smallest of all. A sort would take a hundred times longer than finding a
-    few; if these have less, in one row or more, bisection finds it.
+    A row's token depends on its own logits, settings and key alone. A draw takes one random number, wherever it is
+    made: so `generate`, the engine and the verification of drafts choose alike. Steps that no row needs are skipped.
     """
-    wide, count = logits.astype(jnp.float32), min(LIKELY, logits.shape[-1])
-    order = jax.lax.top_k(logits, count)[0]
-    top = jnp.max(wide, axis=-1, keepdims=True)
-    wanted = mass * jnp.sum(jnp.exp(wide - top), axis=-1, keepdims=True)
-    sums = jnp.cumsum(jnp.exp(order.astype(jnp.float32) - top), axis=-1)
-    reached = jnp.sum(sums < wanted, axis=-1, keepdims=True, dtype=jnp.int32)
-    lowest = jnp.take_along_axis(order, jnp.minimum(reached, count - 1), axis=-1)
-    if count == logits.shape[-1]:
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if settings is None:
+        return best
+    temperature = jnp.broadcast_to(settings.temperature, best.shape)[:, None]
+    drawn = temperature > 0
+
+    def draw() -> Array:
+        scaled = logits / jnp.where(drawn, temperature, 1.0)
+        passes = scaled >= min_logits(scaled, settings.filters)
+        weights = jnp.where(passes, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
+        uniform = jax.vmap(lambda key, number: jax.random.uniform(jax.random.fold_in(key, number)))(keys, index)
+        return jnp.where(drawn[:, 0], _inverse_cdf(weights, uniform, best), best)
+
+    return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
+
+
+def min_logits(logits: Float32[Array, "rows vocab"], filters: dict[str, AnyArray]) -> Float32[Array, "rows 1"]:
+    """Return the least logit that passes each row's filters, -inf where all pass; the most likely token always does."""
+    settings = {name: jnp.broadcast_to(filters[name], logits.shape[:1])[:, None] for name in FILTERS}
+    cuts = {name: jnp.any(settings[name] != each.neutral) for name, each in FILTERS.items()}
+    everything = jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype)
+
+    def lowest_of_all() -> Array:
+        # XLA would sort all logits if it saw that only some of the largest are read
+        largest = jax.lax.optimization_barrier(jax.lax.top_k(logits, min(LIKELY, logits.shape[1]))[0])
+        lowest = everything
+        for name, each in FILTERS.items():
+
+            def cut(lowest: Array, setting: Array = settings[name], each: Filter = each) -> Array:
+                new = each.lowest(RankedLogits(logits, largest, lowest), setting)
+                return jnp.where(setting == each.neutral, lowest, jnp.maximum(lowest, new))
+
+            lowest = jax.lax.cond(cuts[name], cut, lambda lowest: lowest, lowest)
         return lowest
-    reaches = reached < count
-    return jnp.where(
-        reaches, lowest, least_reaching(wide, jnp.exp(wide - top), wanted, ~jnp.all(reaches)).astype(logits.dtype)
-    )
+
+    return jax.lax.cond(jnp.any(jnp.stack([*cuts.values()])), lowest_of_all, lambda: everything)
 
 
-def least_reaching(
-    logits: Float32[Array, "batch vocab"],
-    weights: Float32[Array, "batch vocab"],
-    wanted: Float32[Array, "batch 1"],
-    needed: Bool[Array, ""],
-) -> Float32[Array, "batch 1"]:
+def _found_beyond(beyond: Array, logits: Array, weights: Array, wanted: Array, otherwise: Array) -> Array:
+    """Search by bisection only where a row's least logit is not among the largest few."""
+
+    def search() -> Array:
+        return jnp.where(beyond, _least_reaching(logits, weights, wanted), otherwise)
+
+    return jax.lax.cond(jnp.any(beyond), search, lambda: otherwise)
+
+
+def _least_reaching(
+    logits: Float32[Array, "rows vocab"], weights: Float32[Array, "rows vocab"], wanted: Float32[Array, "rows 1"]
+) -> Float32[Array, "rows 1"]:
     """Return the largest logit such that the weights of it and of all above it sum to `wanted`; else the least.
 
-    It is exact: found bit by bit of an integer that orders as floats do. Without `needed` no step is taken.
+    It is exact: found bit by bit of an integer that orders as floats do. A sort would take far longer.
     """
     keys = _ordered(logits)
 
-    def halve(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        step, low, high = state
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
         enough = jnp.sum(jnp.where(keys >= middle, weights, 0.0), axis=-1, keepdims=True) >= wanted
-        return step - 1, jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     ends = jnp.min(keys, axis=-1, keepdims=True), jnp.max(keys, axis=-1, keepdims=True)
-    steps = jnp.where(needed, 32, 0)
-    low = jax.lax.while_loop(lambda state: state[0] > 0, halve, (steps, *ends))[1]
+    low, _ = jax.lax.fori_loop(0, 32, halve, ends)
     return jax.lax.bitcast_convert_type(_flipped(low), jnp.float32)
 
 
@@ -158,6 +216,29 @@ def _ordered(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     """Invert the lower bits of negative numbers, which is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _inverse_cdf(weights: Array, uniform: Array, best: Array) -> Int32[Array, "rows"]:
+    """Return the first token at which the cumulative weight exceeds the uniform share of the total.
+
+    Blocks are summed first; then the one block of the token is searched.
+    """
+    rows, vocab = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    ends = jnp.cumsum(blocks.sum(-1), axis=1)
+    target = (uniform * ends[:, -1])[:, None]
+    block = jnp.minimum(jnp.sum((ends <= target).astype(jnp.int32), axis=1), blocks.shape[1] - 1)
+    preceding = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
+    cumulative = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=1)
+    offset = jnp.sum((cumulative + preceding[:, None] <= target).astype(jnp.int32), axis=1)
+    token = jnp.minimum(block * BLOCK + jnp.minimum(offset, BLOCK - 1), vocab - 1).astype(jnp.int32)
+    # where rounding has led to a token of no weight
+    return jnp.where(jnp.take_along_axis(weights, token[:, None], axis=1)[:, 0] > 0, token, best)
+
+
+def is_stop(token: Int[Array, "*rows"], stop_ids: Int[AnyArray, "stops"]) -> Bool[Array, "*rows"]:
+    """Return whether a token is one of `stop_ids`."""
+    return jnp.any(token[..., None] == stop_ids.reshape((1,) * token.ndim + (-1,)), axis=-1)
 
 
 TEMPERATURE, TOP_P = 0.7, 0.95  # defaults if neither the user nor the file has any

@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import equinox as eqx
@@ -10,16 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
 
-from eqx_decoders.context import Promises
 from eqx_decoders.core.auto_jit import concrete
 from eqx_decoders.core.input_checks import as_int32, check_inputs, check_shapes
-from eqx_decoders.core.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
+from eqx_decoders.core.sampling import DrawSettings, Greedy, Sampler, choose_tokens, is_stop
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.merge import check_tokens, without_placeholders
 from eqx_decoders.errors import ConfigError, check, check_integer
-from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
+from eqx_decoders.inference.decode_step import decode_step, prefill_prompts
+from eqx_decoders.inference.draft_state import DraftState, VerifiedStep
+from eqx_decoders.inference.drafters import Drafter
+from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.unstack import default_cache_format, inference_cache, unstack_layers
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -36,14 +39,6 @@ class GenerationOptions(TypedDict, total=False):
     num_draft_tokens: int
     media: Media | None
     cache_dtype: DTypeLike | CacheFormat | None
-
-
-class _GenerationState(eqx.Module):
-    """State of the decode loop: the next token of each row, and the cache."""
-
-    token: Int[Array, "batch"]
-    done: Bool[Array, "batch"]
-    cache: Any  # a Cache: `run` returns one where it is given one
 
 
 def generate(
@@ -66,7 +61,7 @@ def generate(
         `model.generation_config` says, else greedy.
     - `stop_ids`: a row ends with one of these, followed by `pad_id`. Default: those of `model.generation_config`.
     - `num_draft_tokens`: number of tokens that multi-token prediction drafts at each step, for the model to verify: the
-        same tokens in fewer steps, greedily.
+        same tokens in fewer steps.
     - `media`: images, videos and audio, made by `Media.create` for an array of prompts. They are encoded once.
     - `cache_dtype`: dtype of stored keys and values, as in `init_cache`; None: in the dtype of activations, or on
         CPU, where that is faster, in float32.
@@ -81,12 +76,7 @@ def generate(
     processes all of them must call this, with the same arguments, and all get the tokens.
     """
     request = _Request.create(model, prompt, max_new_tokens, sampler, key, **options)
-    model = unstack_layers(model)
-    if (count := options.get("num_draft_tokens", 0)) > 0:
-        drafts = count, request.stop_ids, pad_id, request.cache_format
-        tokens = speculate(model, *request.draft, *drafts).tokens
-    else:
-        tokens = _generate(model, request, pad_id)
+    tokens, _ = _generate(unstack_layers(model), request, np.asarray(pad_id, np.int32))
     if tokens.shape[1] == max_new_tokens:
         return tokens
     known = concrete(tokens)  # cut on the host: on the device each length would be a program
@@ -106,11 +96,7 @@ def stream(
     """Yield the tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     # errors are raised now, not at the first token
     request = _Request.create(model, prompt, max_new_tokens, sampler, key, **options)
-    model = unstack_layers(model)
-    if (count := options.get("num_draft_tokens", 0)) > 0:
-        drafts = count, request.stop_ids, pad_id, request.cache_format
-        return stream_speculative(model, *request.draft, *drafts)
-    return _stream(model, request, max_new_tokens, pad_id)
+    return _stream(unstack_layers(model), request, np.asarray(pad_id, np.int32))
 
 
 def bucket(length: int) -> int:
@@ -121,23 +107,47 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
+class _Rules(eqx.Module):
+    """How tokens are chosen after prompts of any length, and when a row ends.
+
+    **Arguments:**
+
+    - `new`: number of new tokens.
+    - `settings`: settings of draws; None for greedy decoding.
+    - `drafter`: what drafts tokens for each step, if anything does.
+    """
+
+    new: Int[AnyArray, ""]
+    settings: DrawSettings | None
+    key: PRNGKeyArray | None
+    stop_ids: Int[AnyArray, "stops"]
+    drafter: Drafter | None
+
+    def choose(
+        self, logits: Float32[Array, "batch columns vocab"], count: Int[Array, "batch"]
+    ) -> Int[Array, "batch columns"]:
+        """Return the tokens of each row that follow its first `count` ones."""
+        batch, columns, vocab = logits.shape
+        keys = index = None
+        if self.key is not None:
+            keys = jnp.repeat(jax.vmap(partial(jax.random.fold_in, self.key))(jnp.arange(batch)), columns, axis=0)
+            index = (count[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
+        return choose_tokens(logits.reshape(-1, vocab), self.settings, keys, index).reshape(batch, columns)
+
+
 class _Request(eqx.Module):
     """Arguments of `generate`, as arrays of few shapes.
 
     **Arguments:**
 
     - `prompt`, `lengths`: the prompts, padded to a bucket, and their numbers of tokens.
-    - `new`: number of new tokens.
     - `room`: length of caches: a bucket for padded prompts and new tokens.
     - `cache_format`: format of keys and values in caches.
     """
 
     prompt: Int[AnyArray, "batch length"]
     lengths: Int[AnyArray, "batch"]
-    new: Int[AnyArray, ""]
-    sampler: SamplerArrays | None
-    key: PRNGKeyArray | None
-    stop_ids: Int[AnyArray, "stops"]
+    rules: _Rules
     media: Media | None
     room: int = eqx.field(static=True)
     cache_format: CacheFormat = eqx.field(static=True)
@@ -163,8 +173,7 @@ class _Request(eqx.Module):
         check_integer("generate: max_new_tokens", new)
         config = model.generation_config
         if sampler is None:
-            sampler = config.sampler() if config.do_sample and num_draft_tokens == 0 else Greedy()
-        check_draft(model, num_draft_tokens, sampler)
+            sampler = config.sampler() if config.do_sample else Greedy()
         drawable = isinstance(sampler, Greedy) or key is not None
         check(drawable, f"{sampler} draws at random: pass key=jax.random.key(seed), or sampler=Greedy().")
         if not hasattr(prompt, "shape"):
@@ -201,13 +210,19 @@ class _Request(eqx.Module):
             prompt[:, :longest] = known[:, :longest]
             room = bucket(padded + new)
             media = None if media is None else media.cut(longest).padded(padded)
-        numbers = SamplerArrays.of(sampler)
-        return cls(prompt, lengths, np.asarray(new, np.int32), numbers, key, stops, media, room, cache_format)
+        settings, drafter = DrawSettings.of(sampler), _drafter(model, num_draft_tokens)
+        rules = _Rules(np.asarray(new, np.int32), settings, None if settings is None else key, stops, drafter)
+        return cls(prompt, lengths, rules, media, room, cache_format)
 
-    @property
-    def draft(self):
-        """Return the arguments of speculative decoding."""
-        return self.prompt, self.lengths, self.new, self.room
+
+def _drafter(model: Decoder, num_draft_tokens: int) -> Drafter | None:
+    """Return the drafter of so many tokens; None for none."""
+    check_integer("generate: num_draft_tokens", num_draft_tokens, minimum=0)
+    if num_draft_tokens == 0:
+        return None
+    drafter = MTPDrafter(num_tokens=num_draft_tokens)
+    drafter.check_model(model, "generate: num_draft_tokens")
+    return drafter
 
 
 def _from_lists(prompt: Sequence[Sequence[int]], lengths: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -233,80 +248,115 @@ def _check_positions(model: Decoder, longest: int, new: int) -> None:
         warnings.warn(f"{text} are more than the {trained} positions that the model was trained on.", stacklevel=4)
 
 
-def _stream(model, request, max_new_tokens, pad_id):
-    row = _first(model, request)
-    for step in range(1, max_new_tokens + 1):
-        token, done = jax.device_get((row.token, row.done))
-        yield token
-        if step == max_new_tokens or done.all():
+class _GenerationState(eqx.Module):
+    """State of the decode loop.
+
+    **Arguments:**
+
+    - `tokens`, `count`: new tokens of each row, followed by `pad_id`, and their number.
+    - `done`: whether a row has ended.
+    - `steps`: forward passes of each row after its prompt: one per token, or fewer with drafts.
+    - `drafts`: state of the drafter, if there is one.
+    """
+
+    tokens: Int[Array, "batch new"]
+    count: Int[Array, "batch"]
+    done: Bool[Array, "batch"]
+    steps: Int[Array, "batch"]
+    cache: Any  # a Cache: `run` returns one where it is given one
+    drafts: DraftState | None
+
+    def extended(self, rules: _Rules, tokens: Int[Array, "batch columns"], accepted: Int[Array, "batch"]) -> Any:
+        """Append the first `accepted` tokens of each row, up to a stop, itself included, or to the last new token."""
+        index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        stop = is_stop(tokens, rules.stop_ids) & (index < accepted[:, None])
+        ends = jnp.any(stop, axis=1)
+        new = jnp.where(ends, jnp.argmax(stop, axis=1).astype(jnp.int32) + 1, accepted)
+        new = jnp.minimum(new, rules.new - self.count)
+        where = jnp.where(index < new[:, None], self.count[:, None] + index, self.tokens.shape[1])
+        rows, count = jnp.arange(tokens.shape[0])[:, None], self.count + new
+        written = self.tokens.at[rows, where].set(tokens, mode="drop")
+        done = self.done | ends | (count >= rules.new)
+        return dataclasses.replace(self, tokens=written, count=count, done=done)
+
+
+def _stream(model: Decoder, request: _Request, pad_id: np.ndarray) -> Iterator[np.ndarray]:
+    state, yielded = _first(model, request, pad_id), 0
+    while True:
+        tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
+        ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
+        yield from tokens.T[yielded:ready]
+        if np.all(done):
             return
-        numbers = np.asarray(step, np.int32), request.stop_ids, np.asarray(pad_id, np.int32)
-        row = _next((model, request.sampler, request.key, *numbers), row)
+        state, yielded = _next((model, request.rules), state), max(yielded, ready)
 
 
 @typed
-def _prefill(model: Decoder, request: _Request) -> _GenerationState:
-    """Run the prompts, and choose the first new token."""
-    lengths = request.lengths
-    batch, width = request.prompt.shape
-    cache = inference_cache(model, batch, request.room, request.cache_format)
-    index = jnp.arange(width, dtype=jnp.int32)[None]
-    positions = jnp.where(index < lengths[:, None], index, -1)
-    options: Any = dict(media=request.media, promises=Promises(cache_is_empty=True, contiguous=True))
-    hidden, cache, _ = model.run(request.prompt, positions, cache=cache, **options)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    token = sample_token(request.sampler, model.logits(last)[:, 0], _at_step(request.key, 0))
-    return _GenerationState(token=token, done=is_stop(token, request.stop_ids), cache=cache)
+def _prefill(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
+    """Run the prompts, choose the first new token, and draft those after it."""
+    rules, lengths, prompt = request.rules, jnp.asarray(request.lengths), jnp.asarray(request.prompt)
+    batch, width = prompt.shape
+    sizes = batch, request.room, request.cache_format
+    cache = inference_cache(model, *sizes)
+    hidden, cache, logits = prefill_prompts(model, prompt, lengths, cache, media=request.media)
+    zeros, drafts = jnp.zeros((batch,), jnp.int32), None
+    token = rules.choose(logits[:, None], zeros)
+    if rules.drafter is not None:
+        index = jnp.arange(width, dtype=jnp.int32)[None]
+        following = jnp.where(index == lengths[:, None] - 1, token, jnp.roll(prompt, -1, axis=1))
+        read = VerifiedStep(prompt, jnp.where(index < lengths[:, None], index, -1), hidden, following, zeros, lengths)
+        drafts = rules.drafter.empty(model, *sizes)
+        assert drafts is not None
+        drafts = rules.drafter.step(model, drafts, read, cache_is_empty=True)
+    tokens = jnp.full((batch, request.room - width), pad_id, jnp.int32)
+    state = _GenerationState(tokens, zeros, jnp.zeros((batch,), bool), zeros, cache, drafts)
+    return state.extended(rules, token, jnp.ones_like(zeros))
 
 
 @typed
-def _decode_step(model: Decoder, sampler, key, step, stop_ids, pad_id, row: _GenerationState) -> _GenerationState:
-    """Run the last token, and choose the next. Rows that have stopped store nothing more."""
-    positions = jnp.where(row.done, -1, row.cache.length)[:, None]
-    hidden, cache, _ = model.run(row.token[:, None], positions=positions, cache=row.cache)
-    token = sample_token(sampler, model.logits(hidden)[:, 0], _at_step(key, step))
-    token = jnp.where(row.done, pad_id, token)
-    return _GenerationState(token=token, done=row.done | is_stop(token, stop_ids), cache=cache)
+def _decode(model: Decoder, rules: _Rules, state: _GenerationState) -> _GenerationState:
+    """Compute one step. Rows that have ended store nothing more."""
+    tokens = jnp.take_along_axis(state.tokens, state.count[:, None] - 1, axis=1)
+    if state.drafts is not None:
+        tokens = jnp.concatenate([tokens, state.drafts.tokens], axis=1)
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.where(state.done[:, None], -1, state.cache.length[:, None] + index)
+    choose = lambda logits: (rules.choose(logits, state.count), None)  # noqa: E731
+    cache, verified, _ = decode_step(model, state.cache, tokens, positions, choose)
+    drafts = state.drafts
+    if rules.drafter is not None and drafts is not None:
+        drafts = rules.drafter.step(model, drafts, verified)
+    steps = state.steps + (~state.done).astype(jnp.int32)
+    state = dataclasses.replace(state, cache=cache, drafts=drafts, steps=steps)
+    return state.extended(rules, verified.following, verified.num_accepted)
 
 
-def _readable(model: Decoder, row: _GenerationState) -> _GenerationState:
+def _readable(model: Decoder, state: _GenerationState) -> _GenerationState:
     """Return the state, with all that the host reads of it on every device."""
-    replicate = model.execution.layout.replicate
-    return dataclasses.replace(row, token=replicate(row.token), done=replicate(row.done))
+    shown = {name: getattr(state, name) for name in ("tokens", "count", "done", "steps")}
+    return dataclasses.replace(state, **jax.tree.map(model.execution.layout.replicate, shown))
 
 
 @eqx.filter_jit
-def _first(model: Decoder, request: _Request) -> _GenerationState:
-    return _readable(model, _prefill(model, request))
+def _first(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
+    return _readable(model, _prefill(model, request, pad_id))
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(inputs: tuple[Decoder, Any, Any, Any, Any, Any], row: _GenerationState) -> _GenerationState:
-    return _readable(inputs[0], _decode_step(*inputs, row))
+def _next(inputs: tuple[Decoder, _Rules], state: _GenerationState) -> _GenerationState:
+    return _readable(inputs[0], _decode(*inputs, state))
 
 
 @eqx.filter_jit
-def _generate(model: Decoder, request: _Request, pad_id: int) -> Int[Array, "batch new"]:
-    return model.execution.layout.replicate(_all_tokens(model, request, pad_id))
+def _generate(
+    model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]
+) -> tuple[Int[Array, "batch new"], Int[Array, "batch"]]:
+    """Run the loop until all rows have ended; returns their tokens, and the steps of each."""
+    state = _last_state(model, request, pad_id)
+    return jax.tree.map(model.execution.layout.replicate, (state.tokens, state.steps))
 
 
 @typed
-def _all_tokens(model: Decoder, request: _Request, pad_id: int) -> Int[Array, "batch new"]:
-    row = _prefill(model, request)
-    batch, width = request.prompt.shape
-    tokens = jnp.full((batch, request.room - width), pad_id, jnp.int32).at[:, 0].set(row.token)
-
-    def unfinished(state):
-        step, row, _ = state
-        return (step < request.new) & ~jnp.all(row.done)
-
-    def body(state):
-        step, row, tokens = state
-        row = _decode_step(model, request.sampler, request.key, step, request.stop_ids, pad_id, row)
-        return step + 1, row, tokens.at[:, step].set(row.token)
-
-    return jax.lax.while_loop(unfinished, body, (jnp.int32(1), row, tokens))[2]
-
-
-def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:
-    return None if key is None else jax.random.fold_in(key, step)
+def _last_state(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
+    state, unfinished = _prefill(model, request, pad_id), lambda state: ~jnp.all(state.done)
+    return jax.lax.while_loop(unfinished, lambda state: _decode(model, request.rules, state), state)

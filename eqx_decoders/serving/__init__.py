@@ -25,14 +25,12 @@ from eqx_decoders.core.lazy_imports import lazy
 
 
 if TYPE_CHECKING:
+    from eqx_decoders.inference.draft_model import DraftModel as DraftModel
+    from eqx_decoders.inference.drafters import PromptLookup as PromptLookup
+    from eqx_decoders.inference.mtp_draft import MTPDrafter as MTPDrafter
     from eqx_decoders.layers.cache.engine_owned import ExternalCall as ExternalCall
     from eqx_decoders.layers.cache.paged import PageConfig as PageConfig
-    from eqx_decoders.serving.engine.config import (
-        DraftModel as DraftModel,
-        EngineConfig as EngineConfig,
-        MTPDrafter as MTPDrafter,
-        PromptLookup as PromptLookup,
-    )
+    from eqx_decoders.serving.engine.config import EngineConfig as EngineConfig
     from eqx_decoders.serving.engine.engine import Engine as Engine
     from eqx_decoders.serving.engine.request import (
         EngineStats as EngineStats,
@@ -62,11 +60,14 @@ if TYPE_CHECKING:
 __getattr__, _late = lazy(
     __name__,
     {
+        "inference.draft_model": "DraftModel",
+        "inference.drafters": "PromptLookup",
+        "inference.mtp_draft": "MTPDrafter",
         "layers.cache.engine_owned": "ExternalCall",
         "layers.cache.paged": "PageConfig",
         "serving.http.api_config": "ApiConfig",
         "serving.engine.engine": "Engine",
-        "serving.engine.config": "EngineConfig MTPDrafter PromptLookup DraftModel",
+        "serving.engine.config": "EngineConfig",
         "serving.external_engine": "external_layers external_logits run_with_caches",
         "serving.frontend.create_frontend": "create_frontend",
         "serving.frontend.prompts": "TextFrontend",

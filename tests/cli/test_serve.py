@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from eqx_decoders.cli import serve
+from eqx_decoders.inference.draft_model import DraftModel
+from eqx_decoders.inference.drafters import PromptLookup
+from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
-from eqx_decoders.serving.engine.config import DraftModel, MTPDrafter, PromptLookup
 from eqx_decoders.serving.http.api_config import ApiConfig
 from tests.commands import ROOT, call, outcome
 

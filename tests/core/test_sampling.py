@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.sampling import filter_logits, is_stop, sample_token
+from eqx_decoders.core.sampling import DrawSettings, choose_tokens, is_stop, min_logits
+
+
+def passing(sampler, logits):
+    """Logits over temperature, -inf where a filter cuts."""
+    scaled = jnp.asarray(logits) / sampler.temperature
+    return np.where(scaled >= min_logits(scaled, DrawSettings.of(sampler).filters), scaled, -np.inf)
 
 
 LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
@@ -30,15 +36,17 @@ LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
     ids=str,
 )
 def test_filters_keep_the_right_tokens(sampler, kept):
-    finite = np.isfinite(np.asarray(filter_logits(sampler, LOGITS)))[0]
+    finite = np.isfinite(passing(sampler, LOGITS))[0]
     assert finite.tolist() == [True] * kept + [False] * (5 - kept)
 
 
 @pytest.mark.parametrize("sampler", [ed.Sample(temperature=2.0), ed.Sample(top_k=3), ed.Sample(top_p=0.8)], ids=str)
 def test_draws_follow_the_distribution(sampler):
     """Chi-square over 20,000 draws; the bound is the 99.9 % quantile for four degrees of freedom."""
-    draws = np.asarray(sample_token(sampler, jnp.tile(LOGITS, (20_000, 1)), jax.random.key(0)))
-    want = np.asarray(jax.nn.softmax(filter_logits(sampler, LOGITS)))[0]
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    many = jnp.tile(LOGITS, (20_000, 1))
+    draws = np.asarray(choose_tokens(many, DrawSettings.of(sampler), keys, np.zeros(20_000, np.int32)))
+    want = np.asarray(jax.nn.softmax(passing(sampler, LOGITS)))[0]
     counts = np.bincount(draws, minlength=5)
     possible = want > 0
     assert counts[~possible].sum() == 0
@@ -63,7 +71,7 @@ def test_top_p_is_that_of_sorted_logits(kind, mass):
     sums = np.cumsum(shares / shares.sum(-1, keepdims=True), axis=-1)
     reached = np.minimum((sums < mass - 1e-6).sum(-1), 499)  # a mass that is that of a whole group: rounding decides
     further = np.minimum((sums < mass + 1e-6).sum(-1), 499)
-    kept = np.isfinite(np.asarray(filter_logits(ed.Sample(top_p=mass), jnp.asarray(logits))))
+    kept = np.isfinite(passing(ed.Sample(top_p=mass), logits))
     rows = np.arange(6)
     fewest = (logits >= order[rows, reached][:, None]) & np.isfinite(logits)
     most = (logits >= order[rows, further][:, None]) & np.isfinite(logits)
@@ -72,16 +80,16 @@ def test_top_p_is_that_of_sorted_logits(kind, mass):
 
 
 def test_greedy_takes_the_lowest_of_equals():
-    assert sample_token(ed.Greedy(), jnp.asarray([[1.0, 2.0, 2.0]]), None).tolist() == [1]
+    assert choose_tokens(jnp.asarray([[1.0, 2.0, 2.0]]), DrawSettings.of(ed.Greedy())).tolist() == [1]
 
 
 def test_what_stays_is_divided_by_the_temperature_and_ties_stay():
     """By hand, in two rows that have different thresholds."""
     logits = jnp.asarray([[0.0, 3.0, 2.0, 2.0], [5.0, 0.0, 4.0, -1.0]])
-    out = filter_logits(ed.Sample(temperature=0.5, top_k=2), logits)
+    out = passing(ed.Sample(temperature=0.5, top_k=2), logits)
     cut = -np.inf
     np.testing.assert_allclose(out, [[cut, 6.0, 4.0, 4.0], [10.0, cut, 8.0, cut]], rtol=1e-6)
-    out = filter_logits(ed.Sample(temperature=2.0, min_p=float(np.exp(-0.6))), logits)
+    out = passing(ed.Sample(temperature=2.0, min_p=float(np.exp(-0.6))), logits)
     np.testing.assert_allclose(out, [[cut, 1.5, 1.0, 1.0], [2.5, cut, 2.0, cut]], rtol=1e-6)
 
 
@@ -107,8 +115,3 @@ def test_bad_settings_are_refused(settings, words):
         ed.Sample(**settings)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_a_draw_needs_a_key():
-    with pytest.raises(ed.ConfigError, match="pass key="):
-        sample_token(ed.Sample(), LOGITS, None)

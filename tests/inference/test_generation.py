@@ -158,12 +158,11 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
 def test_what_the_host_reads_is_on_every_device(model):
     """Or one of several processes could not read it: tokens, and of a stream's state what it shows."""
     placed = model.place(ed.Layout.create(data=4, tensor=2))
-    asked = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None)
-    assert generate_module._generate(placed, asked, 0).sharding.is_fully_replicated
-    row = generate_module._first(placed, asked)
-    here = asked.sampler, asked.key, np.asarray(1, np.int32), asked.stop_ids, np.asarray(0, np.int32)
-    for state in (row, generate_module._next((placed, *here), row)):
-        assert state.token.sharding.is_fully_replicated and state.done.sharding.is_fully_replicated
+    asked, pad = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None), np.asarray(0, np.int32)
+    assert all(x.sharding.is_fully_replicated for x in generate_module._generate(placed, asked, pad))
+    first = generate_module._first(placed, asked, pad)
+    for state in (first, generate_module._next((placed, asked.rules), first)):
+        assert all(x.sharding.is_fully_replicated for x in (state.tokens, state.count, state.done, state.steps))
 
 
 def test_what_was_published_with_a_model_is_used_unless_overruled(model):

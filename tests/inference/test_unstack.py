@@ -121,7 +121,9 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     model = unstack_layers(ed.init(model.without_mtp().config, key=jax.random.key(0), precision=half))
     asked = generate_module._Request.create(model, np.ones((rows, 40), np.int32), 8, None, None)
     arrays, static = eqx.partition((model, asked), eqx.is_array_like)
-    run = jax.jit(lambda arrays: generate_module._all_tokens(*eqx.combine(arrays, static), 0))
+    run = jax.jit(
+        lambda arrays: generate_module._last_state(*eqx.combine(arrays, static), np.zeros((), np.int32)).tokens
+    )
     text = run.lower(arrays).compile().as_text()
     loops = re.findall(r"body=%?([\w.]+)", text)
     bodies = [re.search(rf"^%?{re.escape(name)} .*?^}}", text, re.M | re.S) for name in loops]

@@ -1,4 +1,4 @@
-"""`EngineConfig`: limits of an engine, its drafter, and checks of models and requests against them."""
+"""`EngineConfig`: limits of an engine, and checks of models and requests against them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,73 +9,12 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.encoders.merge import without_placeholders
 from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeInt, PositiveInt, check
+from eqx_decoders.inference.drafters import Drafter
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.request import Request
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLookup(CheckedFields):
-    """Drafts copied from an earlier occurrence of the last tokens in the text (Saxena 2023).
-
-    **Arguments:**
-
-    - `num_tokens`: maximum drafts of each step.
-    - `longest`, `shortest`: numbers of last tokens to search for, the longest first.
-    """
-
-    num_tokens: PositiveInt = 4
-    longest: PositiveInt = 3
-    shortest: PositiveInt = 2
-
-    def __post_init__(self):
-        super().__post_init__()
-        rule = f"PromptLookup.shortest={self.shortest} must be at most longest={self.longest}"
-        check(self.shortest <= self.longest, f"{rule}.")
-
-    def find(self, text: Sequence[int] | np.ndarray) -> list[int]:
-        """Return the drafts after a text: the tokens that follow the latest match."""
-        text = np.asarray(text)
-        for size in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            end = len(text) - size  # where the last tokens begin, and up to which other places may begin
-            starts = np.flatnonzero(text[:end] == text[end])
-            for index in range(1, size):
-                starts = starts[text[starts + index] == text[end + index]]
-            if len(starts) > 0:
-                begin = int(starts[-1]) + size
-                return text[begin : begin + self.num_tokens].tolist()
-        return []
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPDrafter(CheckedFields):
-    """Drafts from the model's own multi-token prediction (MTP).
-
-    **Arguments:**
-
-    - `num_tokens`: drafts of each step: one for each of its first depths.
-    """
-
-    num_tokens: PositiveInt = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel(CheckedFields):
-    """Drafts that a smaller model of the same vocabulary finds most likely.
-
-    **Arguments:**
-
-    - `model`: the smaller model.
-    - `num_tokens`: drafts of each step.
-    """
-
-    model: Decoder
-    num_tokens: PositiveInt = 4
-
-
-Drafts = PromptLookup | MTPDrafter | DraftModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +68,7 @@ class EngineConfig(EngineLimits):
     max_logit_bias: NonNegativeInt = 300
     cache_dtype: DTypeLike | CacheFormat | None = None
     pages: PageConfig | None = None
-    drafts: Drafts | None = None
+    drafts: Drafter | None = None
     batch_invariant: bool = True
 
     def __post_init__(self):
@@ -157,7 +96,8 @@ class EngineConfig(EngineLimits):
         limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
         rule = f"EngineConfig.max_length={self.max_length} must be at most {limit}, the model's learned positions"
         check(limit is None or self.max_length <= limit, f"{rule}.")
-        _check_drafts(self.drafts, model)
+        if self.drafts is not None:
+            self.drafts.check_model(model)
 
     def check_request(self, request: Request, vocab_size: int) -> None:
         """Raise ConfigError for a request that an engine with so many token ids could never answer."""
@@ -177,14 +117,3 @@ class EngineConfig(EngineLimits):
         check(biases <= most, f"logit_bias has {biases} tokens, of at most {most}.")
         text_only = request.media is None or request.prompt_logprobs is None
         check(text_only, "prompt_logprobs are not given for prompts with images, videos or audio: leave it out.")
-
-
-def _check_drafts(drafts: Drafts | None, model: Decoder) -> None:
-    """Raise ConfigError for a drafter that does not fit the model."""
-    if isinstance(drafts, MTPDrafter):
-        depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
-        rule = "must be at most the model's depths of multi-token prediction"
-        check(drafts.num_tokens <= depths, f"MTPDrafter.num_tokens={drafts.num_tokens} {rule}, {depths}.")
-    if isinstance(drafts, DraftModel):
-        sizes = drafts.model.config.vocab_size, model.config.vocab_size
-        check(sizes[0] == sizes[1], f"DraftModel.model has {sizes[0]} token ids, and the model {sizes[1]}: no match.")

@@ -11,9 +11,8 @@ import numpy as np
 
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.serving.engine.config import EngineConfig, MTPDrafter
-from eqx_decoders.serving.engine.forward import ALL_SCORES, NEXT_TOKEN, ChunkResult, SampledTokens
-from eqx_decoders.serving.engine.model_runner import padded_slots
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, ChunkResult, padded_slots
 from eqx_decoders.serving.engine.multimodal_prefill import (
     MultimodalPrefill,
     client_message,
@@ -21,7 +20,7 @@ from eqx_decoders.serving.engine.multimodal_prefill import (
     wait_for_one,
 )
 from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput
-from eqx_decoders.serving.engine.sampler import token_scores
+from eqx_decoders.serving.engine.sampler import SampledTokens, token_scores
 from eqx_decoders.serving.engine.scheduler import Scheduler
 from eqx_decoders.serving.engine.sequence import PromptResults, SequenceState, SharedPrompt
 from eqx_decoders.serving.engine.slot_manager import SlotManager
@@ -249,8 +248,8 @@ class Engine:
             return []
         if sequence.needs_prompt_scores:
             sequence.shared.scores = tuple(sequence.prompt_scores)
-        sequence.has_drafts = isinstance(self.config.drafts, MTPDrafter)
-        if sequence.shared.num_waiting > 0 and not sequence.has_drafts:  # MTP drafts depend on the first token
+        sequence.has_drafts = self.config.drafts is not None and self.config.drafts.drafts_prompts
+        if sequence.shared.num_waiting > 0 and not sequence.has_drafts:  # drafts depend on the first token
             sequence.shared.prompt_end = *self._slot_manager.save_prompt_end(sequence), result.logits
             self._prompt_results.use(sequence.shared, self.config.preempted_bytes)
         return self._first_output(sequence, result.logits)

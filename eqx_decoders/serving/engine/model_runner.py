@@ -7,26 +7,58 @@ few lengths, and what empties, saves and restores a slot. Programs that change t
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float32, Int
 
+from eqx_decoders.context import Promises
+from eqx_decoders.inference.decode_step import decode_step
+from eqx_decoders.inference.draft_state import VerifiedStep
+from eqx_decoders.inference.drafters import Drafter
 from eqx_decoders.inference.unstack import inference_cache, unstack_layers
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.serving.engine import forward, slot_state
+from eqx_decoders.serving.engine import slot_state
 from eqx_decoders.serving.engine.block_manager import windows_of
-from eqx_decoders.serving.engine.forward import ChunkResult, DeviceDrafting, Models, SampledTokens, SamplingBatch
-from eqx_decoders.serving.engine.sampler import TokenHistory
+from eqx_decoders.serving.engine.sampler import (
+    SampledTokens,
+    SamplingBatch,
+    Scores,
+    TokenHistory,
+    sample_rows,
+    score_tokens,
+)
 from eqx_decoders.serving.engine.slot_state import CacheSnapshot, EngineState
-from eqx_decoders.sharding.explicit import untyped, with_auto_axes
+from eqx_decoders.sharding.explicit import typed, untyped, with_auto_axes
+
+
+NEXT_TOKEN, ALL_SCORES = 1, 2  # flags of a prefill chunk: compute the last logits, score every token
+
+
+class Models(eqx.Module):
+    """The served model, and its drafter, which may have a model of its own."""
+
+    model: Decoder
+    drafter: Drafter | None
+
+    @property
+    def execution(self) -> Any:
+        """Execution options of the model."""
+        return self.model.execution
+
+
+class ChunkResult(NamedTuple):
+    """Result of a prefill chunk: the logits after its last token, and the scores of the tokens that follow its own."""
+
+    logits: Float32[Array, "1 vocab"]
+    scores: Scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,24 +92,19 @@ class RunnerConfig:
 class ModelRunner:
     """The state of all slots on the device, and the compiled programs that change it."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        config: RunnerConfig,
-        *,
-        draft_model: Decoder | None = None,
-        drafting: DeviceDrafting | None = None,
-    ):
-        model = unstack_layers(_with_auto_mesh(model))
-        draft_model = None if draft_model is None else unstack_layers(_with_auto_mesh(draft_model))
+    def __init__(self, model: Decoder, config: RunnerConfig, drafter: Drafter | None = None):
+        placed = lambda each: unstack_layers(_with_auto_mesh(each))  # noqa: E731
+        models = Models(placed(model), jax.tree.map(placed, drafter, is_leaf=lambda each: isinstance(each, Decoder)))
+        model = models.model
         layout, slots, length = model.execution.layout, config.num_slots, config.length
         cache = inference_cache(model, slots, length, config.cache_format, pages=config.pages)
-        models = Models(model, draft_model, drafting)
         self.model, self.config = model, config
         self.num_slots, self.length, self.block_size = slots, length, config.chunk_sizes[-1]
         self._mask_words = -(-model.config.vocab_size // 32)
         tokens = jnp.zeros((slots, length), jnp.int32)
-        drafts = None if drafting is None else drafting.empty(models.decoders, slots, length, config.cache_format)
+        drafts = None
+        if models.drafter is not None:
+            drafts = models.drafter.empty(model, slots, length, config.cache_format)
         state = EngineState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
         self._state = slot_state.without_aliases(state)
         arrays, self._static = eqx.partition(models, eqx.is_array)
@@ -101,14 +128,14 @@ class ModelRunner:
         for rows in self.config.batch_sizes:
             for columns in self.config.columns:
                 inputs = self._decode_inputs(rows, columns)
-                self._compile(("decode", rows, columns), partial(forward.decode, num_top=num_top), *inputs)
+                self._compile(("decode", rows, columns), partial(decode, num_top=num_top), *inputs)
         for length in self.config.chunk_sizes:
             inputs = self._prefill_inputs(length)
-            self._compile(("prefill", length), partial(forward.prefill, num_top=num_top), *inputs)
+            self._compile(("prefill", length), partial(prefill, num_top=num_top), *inputs)
         save = partial(slot_state.save, length=self.block_size)
         logits = jax.ShapeDtypeStruct((1, self.model.config.vocab_size), jnp.float32, sharding=self._replicated)
         inputs = logits, self.greedy_batch(1), self._history(np.zeros(1, np.int32))
-        self._compile("first token", partial(forward.first_token, num_top=num_top), *inputs, donates=False)
+        self._compile("first token", partial(first_token, num_top=num_top), *inputs, donates=False)
         self._compile("empty", slot_state.empty_slot, slot)
         self._compile("save", save, slot, begin, donates=False)
         self._compile("restore", slot_state.restore, slot, begin, jax.eval_shape(save, self._state, slot, begin))
@@ -272,3 +299,107 @@ def _with_auto_mesh(model: Decoder) -> Decoder:
 
 def _nbytes(shapes: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+# --- forward passes of the programs: the results of a slot depend on no other slot ---
+
+
+@typed
+def decode(
+    models: Models,
+    state: EngineState,
+    slots: Int[Array, "rows"],
+    tokens: Int[Array, "rows columns"],
+    positions: Int[Array, "rows columns"],
+    batch: SamplingBatch,
+    *,
+    num_top: int,
+) -> tuple[EngineState, SampledTokens]:
+    """Feed each row its last token and its drafts, verify the drafts, and sample the next tokens.
+
+    A draft of -1 stands for the one that was made on the device. Rows at position -1 are idle. Drafts need a step of
+    all slots, in order.
+    """
+    model, (rows, columns) = models.model, tokens.shape
+    all_slots = rows == state.tokens.shape[0]
+    if state.drafts is not None and columns > 1:
+        tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
+    read_rows = None if all_slots and not model.execution.layout.backend.few_rows else slots
+    slots = jnp.arange(rows) if all_slots else slots
+    targets = jnp.where(positions < 0, state.tokens.shape[1], positions)
+    ids = state.tokens.at[slots[:, None], targets].set(tokens, mode="drop")
+
+    def choose(logits: Array) -> tuple[Array, Scores]:
+        lengths = (positions[:, :1] + 1 + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
+        prompts = jnp.repeat(jnp.asarray(batch.prompt_length), columns, axis=0)
+        history = TokenHistory(jnp.repeat(ids if all_slots else ids[slots], columns, axis=0), prompts, lengths)
+        sampled, scores = sample_rows(logits, batch, history, columns, num_top)
+        return sampled.reshape(rows, columns), scores
+
+    cache, verified, scores = decode_step(model, state.cache, tokens, positions, choose, rows=read_rows)
+    drafts = state.drafts
+    if models.drafter is not None and drafts is not None:
+        drafts = models.drafter.step(model, drafts, verified)
+    result = SampledTokens(tokens=verified.following, num_accepted=verified.num_accepted, scores=scores)
+    result = jax.tree.map(model.execution.layout.replicate, result)
+    return EngineState(cache=cache, tokens=ids, drafts=drafts), result
+
+
+@typed
+def prefill(
+    models: Models,
+    state: EngineState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, "1 length"],
+    positions: Int[Array, "1 length"],
+    following: Int[Array, "1 length"],
+    wanted: Int[Array, ""],
+    batch: SamplingBatch,
+    *,
+    num_top: int,
+) -> tuple[EngineState, ChunkResult]:
+    """Prefill one chunk of a slot's prompt, and compute the results whose flags are in `wanted`.
+
+    `following` has the next token of each; positions are -1 after the last token.
+    """
+    model = models.model
+    hidden, proposal, _ = model.forward_uncommitted(
+        tokens, positions, cache=state.cache.at_rows(slot[None]), promises=Promises(accept_all=True)
+    )
+    targets = jnp.where(positions[0] < 0, state.tokens.shape[1], positions[0])
+    ids = state.tokens.at[slot, targets].set(tokens[0], mode="drop")
+    last = jnp.argmax(positions, axis=1)
+    length, vocab = jnp.max(positions, axis=1) + 1, model.config.vocab_size
+    history = TokenHistory(ids[slot][None], jnp.asarray(batch.prompt_length), length)
+
+    def last_logits() -> Array:
+        return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
+
+    def no_scores(rows: int) -> Scores:
+        logits, chosen = jnp.zeros((rows, vocab), jnp.float32), jnp.zeros((rows,), jnp.int32)
+        return score_tokens(logits, chosen, num_top, jnp.asarray(False))
+
+    def all_scores() -> Scores:
+        return score_tokens(model.logits(hidden)[0], following[0], num_top, jnp.asarray(True))
+
+    logits = jax.lax.cond((wanted & NEXT_TOKEN) > 0, last_logits, lambda: jnp.zeros((1, vocab), jnp.float32))
+    prompt_scores = jax.lax.cond((wanted & ALL_SCORES) > 0, all_scores, lambda: no_scores(tokens.shape[1]))
+    cache = state.cache.commit_rows(slot[None], proposal.entries, proposal.positions, proposal.rope_offset)
+    drafts = state.drafts
+    if models.drafter is not None and drafts is not None:
+        token, _ = sample_rows(logits, batch, history, 1, num_top)
+        ends = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ((wanted & NEXT_TOKEN) > 0)
+        next_tokens = jnp.where(ends, token[:, None], following)
+        count = jnp.sum((positions >= 0).astype(jnp.int32), axis=1)
+        read = VerifiedStep(tokens, proposal.positions, hidden, next_tokens, positions[:, 0], count)
+        drafts = models.drafter.prefill(model, drafts, slot, read)
+    result = jax.tree.map(model.execution.layout.replicate, ChunkResult(logits, prompt_scores))
+    return EngineState(cache=cache, tokens=ids, drafts=drafts), result
+
+
+def first_token(
+    state: EngineState, logits: Array, batch: SamplingBatch, history: TokenHistory, *, num_top: int
+) -> SampledTokens:
+    """Sample the first token of an answer from the logits after its prompt."""
+    tokens, token_scores = sample_rows(logits, batch, history, 1, num_top)
+    return SampledTokens(tokens=tokens[:, None], num_accepted=jnp.ones((1,), jnp.int32), scores=token_scores)

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from eqx_decoders.context import Promises
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.merge import check_tokens
 from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, PatchRows
 from eqx_decoders.encoders.packing import padded_count
 from eqx_decoders.errors import ConfigError, EqxDecodersError
+from eqx_decoders.inference.decode_step import prefill_prompts
 from eqx_decoders.inference.generation import bucket
 from eqx_decoders.inference.unstack import inference_cache
 from eqx_decoders.layers.cache.cache import Cache
@@ -240,20 +240,10 @@ def _prefill_prompt(
     model: Decoder, prepared: PreparedMedia, length: int, cache_format: CacheFormat
 ) -> tuple[Any, Float32[Array, "1 vocab"]]:
     """Prefill a prompt in one pass; returns its cache and the last logits."""
-    cache = inference_cache(model, 1, length, cache_format)
-    prompt, lengths = jnp.asarray(prepared.prompt), jnp.asarray(prepared.lengths)
-    index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
-    positions = jnp.where(index < lengths[:, None], index, -1)
     by_group, *deepstack = map(jnp.asarray, prepared.features)
     media: Any = dict(media=prepared.media, encoded=Encoded(by_group=by_group, deepstack=tuple(deepstack)))
-    hidden, cache, _ = model.run(
-        prompt,
-        positions,
-        cache=cache,
-        promises=Promises(cache_is_empty=True, contiguous=True),
-        **media,
-    )
-    return cache, model.logits(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1))[:, 0]
+    cache = inference_cache(model, 1, length, cache_format)
+    return prefill_prompts(model, prepared.prompt, prepared.lengths, cache, **media)[1:]
 
 
 # --- few lengths ------------------------------------------------------------------------------------------------------

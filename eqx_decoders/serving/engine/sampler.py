@@ -1,12 +1,11 @@
-"""Sampling of the next tokens of many requests at once, each with its own parameters.
+"""Parameters of requests as rows of a batch, and their effect on logits before a token is chosen; log-probabilities.
 
 All parameters are arrays, so requests of any kind share one program; steps that no row needs are skipped
-(`jax.lax.cond`). Nothing is sorted: a filter is a minimum logit, taken from the largest few or, where they hold too
-little mass, by bisection. A row's token depends on its own logits, parameters and seed alone.
+(`jax.lax.cond`). Filters and draws are those of `core/sampling.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from eqx_decoders.core.sampling import LIKELY, Probability, least_reaching
+from eqx_decoders.core.sampling import DrawSettings, Probability, choose_tokens
 from eqx_decoders.errors import (
     CheckedFields,
     FiniteFloat,
@@ -25,9 +24,6 @@ from eqx_decoders.errors import (
     check,
 )
 from eqx_decoders.sharding.axes import AnyArray
-
-
-_BLOCK = 512  # tokens whose probabilities are added up before a draw looks into them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,10 +97,7 @@ class BatchSamplingParams(NamedTuple):
     `seed` has the two halves of 64 bits; `bias_ids` are -1 where there is no bias.
     """
 
-    temperature: Float32[AnyArray, "rows"]
-    top_k: Int32[AnyArray, "rows"]
-    top_p: Float32[AnyArray, "rows"]
-    min_p: Float32[AnyArray, "rows"]
+    draws: DrawSettings
     repetition_penalty: Float32[AnyArray, "rows"]
     frequency_penalty: Float32[AnyArray, "rows"]
     presence_penalty: Float32[AnyArray, "rows"]
@@ -115,14 +108,11 @@ class BatchSamplingParams(NamedTuple):
     @classmethod
     def empty(cls, rows: int, biases: int) -> "BatchSamplingParams":
         """Create rows on the host that sample greedily, to be filled by `set`."""
-        ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
+        zeros = np.zeros(rows, np.float32)
         return cls(
-            temperature=zeros,
-            top_k=np.zeros(rows, np.int32),
-            top_p=ones,
-            min_p=zeros.copy(),
-            repetition_penalty=ones.copy(),
-            frequency_penalty=zeros.copy(),
+            draws=DrawSettings.greedy(rows),
+            repetition_penalty=np.ones(rows, np.float32),
+            frequency_penalty=zeros,
             presence_penalty=zeros.copy(),
             bias_ids=np.full((rows, biases), -1, np.int32),
             bias_values=np.zeros((rows, biases), np.float32),
@@ -131,10 +121,7 @@ class BatchSamplingParams(NamedTuple):
 
     def set(self, row: int, sampling: SamplingParams) -> None:
         """Write the parameters of a request into a row."""
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = min(sampling.top_k or 0, np.iinfo(np.int32).max)
-        self.top_p[row] = 1.0 if sampling.top_p is None else sampling.top_p
-        self.min_p[row] = sampling.min_p or 0.0
+        self.draws.set(row, sampling)
         self.repetition_penalty[row] = sampling.repetition_penalty
         self.frequency_penalty[row] = sampling.frequency_penalty
         self.presence_penalty[row] = sampling.presence_penalty
@@ -146,11 +133,16 @@ class BatchSamplingParams(NamedTuple):
 
     def of(self, rows: np.ndarray) -> "BatchSamplingParams":
         """Return the parameters of some rows."""
-        return BatchSamplingParams(*(numbers[rows] for numbers in self))
+        return jax.tree.map(lambda numbers: numbers[rows], self)
 
     def repeated(self, times: int) -> "BatchSamplingParams":
         """Repeat every row so many times."""
-        return self if times == 1 else BatchSamplingParams(*(jnp.repeat(jnp.asarray(x), times, axis=0) for x in self))
+        return self if times == 1 else jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, axis=0), self)
+
+    @property
+    def keys(self) -> Array:
+        """Key of each row's draws."""
+        return jax.random.wrap_key_data(jnp.asarray(self.seed), impl="threefry2x32")
 
 
 class TokenHistory(NamedTuple):
@@ -165,6 +157,50 @@ class TokenHistory(NamedTuple):
     tokens: Int[AnyArray, "rows length"]
     prompt_length: Int[AnyArray, "rows"]
     length: Int[AnyArray, "rows"]
+
+
+class SamplingBatch(NamedTuple):
+    """Sampling inputs of a batch of rows.
+
+    **Arguments:**
+
+    - `sampling`: sampling parameters by row.
+    - `count`: tokens that each answer has already.
+    - `prompt_length`: tokens before the answer.
+    - `allowed`, `masked`: where a row is masked, only tokens whose bit is set can be sampled.
+    - `wants_scores`: whether any row needs log-probabilities.
+    """
+
+    sampling: BatchSamplingParams
+    count: Int[AnyArray, "rows"]
+    prompt_length: Int[AnyArray, "rows"]
+    allowed: Int32[AnyArray, "rows words"]
+    masked: Bool[AnyArray, "rows"]
+    wants_scores: Bool[AnyArray, ""]
+
+    @classmethod
+    def greedy(cls, rows: int, words: int, max_biases: int) -> "SamplingBatch":
+        """Create rows on the host that sample greedily, with masks of `words` 32-bit words."""
+        return cls(
+            sampling=BatchSamplingParams.empty(rows, max_biases),
+            count=np.zeros(rows, np.int32),
+            prompt_length=np.zeros(rows, np.int32),
+            allowed=np.full((rows, words), -1, np.int32),
+            masked=np.zeros(rows, bool),
+            wants_scores=np.asarray(False),
+        )
+
+    def of(self, rows: Sequence[int], wants_scores: bool) -> "SamplingBatch":
+        """Copy some rows: on CPU, JAX may read an argument after the call has returned."""
+        part = np.asarray(rows)
+        return SamplingBatch(
+            sampling=self.sampling.of(part),
+            count=self.count[part],
+            prompt_length=self.prompt_length[part],
+            allowed=self.allowed[part],
+            masked=self.masked[part],
+            wants_scores=np.asarray(wants_scores),
+        )
 
 
 def adjust_logits(
@@ -215,90 +251,6 @@ def _penalize(logits: Array, sampling: BatchSamplingParams, history: TokenHistor
     return logits - frequency * counts.astype(jnp.float32) - jnp.where(counts > 0, presence, 0.0)
 
 
-def sample_tokens(
-    logits: Float32[Array, "rows vocab"], sampling: BatchSamplingParams, index: Int[AnyArray, "rows"]
-) -> Int32[Array, "rows"]:
-    """Sample one token for each row: the most likely one, or draw number `index` of its seed."""
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = jnp.asarray(sampling.temperature) > 0
-
-    def draw() -> Array:
-        temperature = jnp.where(drawn, sampling.temperature, 1.0)[:, None]
-        scaled = logits / temperature
-        passes = scaled >= min_logits(scaled, sampling)
-        weights = jnp.where(passes, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
-        return jnp.where(drawn, _inverse_cdf(weights, _uniform(sampling.seed, index), best), best)
-
-    return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
-
-
-def min_logits(logits: Float32[Array, "rows vocab"], sampling: BatchSamplingParams) -> Float32[Array, "rows 1"]:
-    """Return the minimum logit that passes each row's filters, -inf where all pass."""
-    filtered = jnp.any(sampling.top_k > 0) | jnp.any(sampling.top_p < 1.0)
-    nothing = jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype)
-    min_logit = jax.lax.cond(filtered, lambda: _min_logits_of_top(logits, sampling), lambda: nothing)
-    min_p = jnp.asarray(sampling.min_p)[:, None]
-    return jnp.maximum(min_logit, logits.max(-1, keepdims=True) + jnp.log(min_p))  # log(0) cuts nothing
-
-
-def _min_logits_of_top(logits: Array, sampling: BatchSamplingParams) -> Float32[Array, "rows 1"]:
-    """Return the minimum logit after `top_k` and then `top_p`."""
-    vocab = logits.shape[1]
-    count = min(LIKELY, vocab)
-    largest = jax.lax.top_k(logits, count)[0]
-    top_k = jnp.clip(jnp.asarray(sampling.top_k), 0, vocab)
-    top_k = jnp.where(top_k == vocab, 0, top_k)[:, None]
-    kth = jnp.take_along_axis(largest, jnp.clip(top_k - 1, 0, count - 1), axis=1)
-    beyond = top_k > count
-    ones = jnp.ones_like(logits)
-    ranks = top_k.astype(jnp.float32)
-    kth = _search_if_beyond(beyond, lambda: least_reaching(logits, ones, ranks, jnp.any(beyond)), kth)
-    kth = jnp.where(top_k > 0, kth, -jnp.inf)
-
-    weights = jnp.where(logits >= kth, jnp.exp(logits - largest[:, :1]), 0.0)
-    top_p = jnp.asarray(sampling.top_p)[:, None]
-    wanted = top_p * weights.sum(-1, keepdims=True)
-    mass = jnp.cumsum(jnp.where(largest >= kth, jnp.exp(largest - largest[:, :1]), 0.0), axis=1)
-    reached = jnp.sum((mass < wanted).astype(jnp.int32), axis=1, keepdims=True)
-    nucleus = jnp.take_along_axis(largest, jnp.minimum(reached, count - 1), axis=1)
-    beyond = (reached >= count) & (top_p < 1.0) & (count < vocab)
-    nucleus = _search_if_beyond(beyond, lambda: least_reaching(logits, weights, wanted, jnp.any(beyond)), nucleus)
-    return jnp.where(top_p < 1.0, jnp.maximum(nucleus, kth), kth)
-
-
-def _search_if_beyond(beyond: Array, find: Callable[[], Array], otherwise: Array) -> Array:
-    """Search by bisection only if some row's minimum lies beyond the largest few logits."""
-    return jax.lax.cond(jnp.any(beyond), lambda: jnp.where(beyond, find(), otherwise), lambda: otherwise)
-
-
-def _uniform(seed: AnyArray, index: AnyArray) -> Float32[Array, "rows"]:
-    """Return a uniform number in [0, 1) for each row, from its seed and index alone."""
-
-    def draw(seed: Array, index: Array) -> Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, index))
-
-    return jax.vmap(draw)(jnp.asarray(seed), jnp.asarray(index))
-
-
-def _inverse_cdf(weights: Array, uniform: Array, best: Array) -> Int32[Array, "rows"]:
-    """Return the first token at which the cumulative weight exceeds the uniform share of the total.
-
-    Blocks are summed first; then the one block of the token is searched.
-    """
-    rows, vocab = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
-    ends = jnp.cumsum(blocks.sum(-1), axis=1)
-    target = (uniform * ends[:, -1])[:, None]
-    block = jnp.minimum(jnp.sum((ends <= target).astype(jnp.int32), axis=1), blocks.shape[1] - 1)
-    preceding = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    cumulative = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=1)
-    offset = jnp.sum((cumulative + preceding[:, None] <= target).astype(jnp.int32), axis=1)
-    token = jnp.minimum(block * _BLOCK + jnp.minimum(offset, _BLOCK - 1), vocab - 1).astype(jnp.int32)
-    # where rounding has led to a token of no weight
-    return jnp.where(jnp.take_along_axis(weights, token[:, None], axis=1)[:, 0] > 0, token, best)
-
-
 class Scores(NamedTuple):
     """Log-probabilities of chosen tokens, and of the most likely ones, best first."""
 
@@ -322,6 +274,27 @@ def score_tokens(
     shape = (rows, num_top)
     nothing = Scores(jnp.zeros((rows,), jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
     return jax.lax.cond(wanted, compute, lambda: nothing)
+
+
+class SampledTokens(NamedTuple):
+    """Tokens that a step has sampled, by rows and columns; the first `num_accepted` of each row are valid."""
+
+    tokens: Int32[Array, "rows columns"]
+    num_accepted: Int32[Array, "rows"]
+    scores: Scores
+
+
+def sample_rows(
+    logits: Array, batch: SamplingBatch, history: TokenHistory, columns: int, num_top: int
+) -> tuple[Array, Scores]:
+    """Sample and score a token for each row of logits; each row of `batch` has `columns` of them."""
+    sampling = batch.sampling.repeated(columns)
+    allowed, masked = (jnp.repeat(jnp.asarray(x), columns, axis=0) for x in (batch.allowed, batch.masked))
+    flat = logits.reshape(-1, logits.shape[-1])
+    index = (jnp.asarray(batch.count)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
+    adjusted = adjust_logits(flat, sampling, history, allowed, masked)
+    tokens = choose_tokens(adjusted, sampling.draws, sampling.keys, index)
+    return tokens, score_tokens(flat, tokens, num_top, jnp.asarray(batch.wants_scores))
 
 
 def token_scores(scores: Scores, rows: range, tokens: Sequence[int], num_top: int) -> list[TokenScore]:

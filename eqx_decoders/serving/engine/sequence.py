@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eqx_decoders.serving.engine.config import Drafts, PromptLookup
+from eqx_decoders.inference.drafters import Drafter
 from eqx_decoders.serving.engine.request import FinishReason, Request
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.engine.slot_state import CacheSnapshot
@@ -176,16 +176,17 @@ class SequenceState:
         self._num_written = length
         return self._ids[: count + length]
 
-    def draft_tokens(self, config: Drafts | None) -> list[int]:
+    def draft_tokens(self, config: Drafter | None) -> list[int]:
         """Return the drafts for its next step; -1 stands for a draft that is on the device."""
         request = self.request
         room = request.max_new_tokens - len(self.answer) - 1
         single = request.sampling.penalizes or request.constraint is not None or self.is_replaying
         if config is None or room < 1 or single or len(self.answer) < request.min_new_tokens:
             return []
-        if isinstance(config, PromptLookup):
-            return config.find(self.token_ids())[:room]
-        return [-1] * min(config.num_tokens, room) if self.has_drafts else []
+        drafts = config.find(self.token_ids())
+        if drafts is None:
+            drafts = [-1] * config.num_tokens if self.has_drafts else []
+        return drafts[:room]
 
     def fill_mask(self, words: np.ndarray) -> bool:
         """Write the bits of the tokens that are allowed next, 32 in each word; False where all are allowed."""

@@ -12,8 +12,7 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.block_manager import BlockManager, Pages
-from eqx_decoders.serving.engine.config import DraftModel, EngineConfig
-from eqx_decoders.serving.engine.drafters import device_drafting
+from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.model_runner import ModelRunner, RunnerConfig, batch_sizes
 from eqx_decoders.serving.engine.page_pool import OutOfPages
 from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache, count_shared_blocks
@@ -56,9 +55,7 @@ class SlotManager:
             cache_format=default_cache_format(model.execution) if dtype is None else CacheFormat.of(dtype),
             pages=config.pages,
         )
-        draft_model = drafts.model if isinstance(drafts, DraftModel) else None
-        runner = ModelRunner(model, runner_config, draft_model=draft_model, drafting=device_drafting(drafts))
-        return cls(runner, config.pages, config.prefix_cache_bytes)
+        return cls(ModelRunner(model, runner_config, drafts), config.pages, config.prefix_cache_bytes)
 
     @property
     def block_size(self) -> int:

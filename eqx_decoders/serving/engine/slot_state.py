@@ -9,19 +9,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Int
 
+from eqx_decoders.inference.draft_state import DraftState
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.sharding.axes import AnyArray
-
-
-class DraftState(eqx.Module):
-    """Drafting state of every slot: layer caches, hidden states of the last tokens, and the next drafts."""
-
-    layer_caches: Any
-    last: tuple[Float[Array, "slots 1 embed"], ...]
-    tokens: Int32[Array, "slots drafts"]
 
 
 class EngineState(eqx.Module):

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.core.sampling import choose_tokens
+from eqx_decoders.inference.draft_model import DraftModel
+from eqx_decoders.inference.drafters import PromptLookup
+from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.layers.cache.paged import PageConfig
-from eqx_decoders.serving.engine.config import DraftModel, EngineConfig, MTPDrafter, PromptLookup
+from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.engine.sampler import (
@@ -18,7 +22,6 @@ from eqx_decoders.serving.engine.sampler import (
     SamplingParams,
     TokenHistory,
     adjust_logits,
-    sample_tokens,
 )
 from tests.encoders.samples import media_decoder, patches, text
 from tests.models import filled
@@ -283,7 +286,8 @@ def test_drawn_answers_are_the_draws_of_their_seeds(engine):
         logits = engine.model(np.asarray([text])).logits[:, -1]
         tokens = jax.numpy.asarray([text + [0] * 20], "int32")
         written = TokenHistory(tokens, np.asarray([5]), np.asarray([len(text)]))
-        text.append(int(sample_tokens(adjust_logits(logits, rows, written, *free), rows, np.asarray([number]))[0]))
+        adjusted = adjust_logits(logits, rows, written, *free)
+        text.append(int(choose_tokens(adjusted, rows.draws, rows.keys, np.asarray([number]))[0]))
     request = Request(prompt=tuple(text[:5]), max_new_tokens=6, sampling=sampling)
     assert alone(engine, request) == tuple(text[5:])
     assert alone(engine, dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=12))) != tuple(
@@ -476,7 +480,7 @@ def test_drafts_change_no_answer(fixture, kind):
 
 
 def test_drafts_need_what_makes_them(engine):
-    with pytest.raises(ed.ConfigError, match="at most the model's depths of multi-token prediction, 0"):
+    with pytest.raises(ed.ConfigError, match="at most 0, the model's depths of multi-token prediction"):
         Engine(engine.model, EngineConfig(drafts=MTPDrafter()))
 
 

@@ -1,0 +1,75 @@
+"""Drafts of a smaller model."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from eqx_decoders.context import Promises
+from eqx_decoders.errors import PositiveInt, check
+from eqx_decoders.inference.draft_state import DraftState, VerifiedStep
+from eqx_decoders.inference.drafters import Drafter
+from eqx_decoders.inference.unstack import inference_cache
+from eqx_decoders.layers.cache.cache import Cache
+from eqx_decoders.layers.cache.format import CacheFormat
+from eqx_decoders.model.decoder import Decoder
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("model",), meta_fields=("num_tokens",))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModel(Drafter):
+    """Drafts that a smaller model of the same vocabulary finds most likely.
+
+    **Arguments:**
+
+    - `model`: the smaller model.
+    - `num_tokens`: drafts of each step.
+    """
+
+    model: Decoder
+    num_tokens: PositiveInt = 4
+
+    def check_model(self, model: Decoder) -> None:
+        sizes = self.model.config.vocab_size, model.config.vocab_size
+        check(sizes[0] == sizes[1], f"DraftModel.model has {sizes[0]} token ids, and the model {sizes[1]}: no match.")
+
+    def empty(self, model: Decoder, rows: int, length: int, cache_format: CacheFormat) -> DraftState:
+        cache = inference_cache(self.model, rows, length, cache_format)
+        return DraftState(layer_caches=cache.segments, last=(), tokens=jnp.zeros((rows, self.num_tokens), jnp.int32))
+
+    def prefill(self, model: Decoder, state: DraftState, row: Int[Array, ""], read: VerifiedStep) -> DraftState:
+        cache, promises = _cache(state), Promises(accept_all=True)
+        inputs = read.tokens, read.positions
+        _, proposal, _ = self.model.forward_uncommitted(*inputs, cache=cache.at_rows(row[None]), promises=promises)
+        cache = cache.commit_rows(row[None], proposal.entries, proposal.positions)
+        return dataclasses.replace(state, layer_caches=cache.segments)
+
+    def step(
+        self, model: Decoder, state: DraftState, verified: VerifiedStep, *, cache_is_empty: bool = False
+    ) -> DraftState:
+        # what it drafts is never in its cache before it is verified: so any kind of cache will do
+        promises, read = Promises(cache_is_empty=cache_is_empty), (verified.tokens, verified.positions)
+        _, cache, _ = self.model.run(*read, cache=_cache(state), promises=promises)
+        assert cache is not None
+        count = self.num_tokens
+        offsets, rows = jnp.arange(count, dtype=jnp.int32)[None], verified.tokens.shape[0]
+        last = jnp.take_along_axis(verified.following, jnp.maximum(verified.num_accepted - 1, 0)[:, None], axis=1)
+        begin = (verified.begin + verified.num_accepted)[:, None]
+
+        def draft_next(index: Array, tokens: Array) -> Array:
+            positions = jnp.where((offsets <= index) & (verified.num_accepted[:, None] > 0), begin + offsets, -1)
+            hidden, _, _ = self.model.forward_uncommitted(tokens[:, :count], positions, cache=cache)
+            last_hidden = jax.lax.dynamic_slice_in_dim(hidden, index, 1, 1)
+            draft = jnp.argmax(self.model.logits(last_hidden)[:, 0], axis=-1).astype(jnp.int32)
+            return jax.lax.dynamic_update_slice_in_dim(tokens, draft[:, None], index + 1, 1)
+
+        tokens = jnp.concatenate([last, jnp.zeros((rows, count), jnp.int32)], axis=1).astype(jnp.int32)
+        tokens = jax.lax.fori_loop(0, count, draft_next, tokens)
+        return DraftState(layer_caches=cache.segments, last=(), tokens=tokens[:, 1:])
+
+
+def _cache(state: DraftState) -> Cache:
+    """Return the layer caches of the draft model as a `Cache`."""
+    return Cache(segments=state.layer_caches, length=jnp.zeros((state.tokens.shape[0],), jnp.int32))
