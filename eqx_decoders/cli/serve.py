@@ -33,6 +33,7 @@ from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.status import StatusLine
+from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
@@ -61,6 +62,8 @@ class ServeConfig(ModelSource, EngineLimits):
     a matrix."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn"] = "auto"
     """Dtype of keys and values; auto: that of activations. Those of 4 and 8 bits have scales."""
+    cache_scale_block: PositiveInt | None = None
+    """Features of a head that share a scale of the cache, such as 32; None: all of a head."""
     page_size: PositiveInt | None = None
     """Tokens of a page of the cache, which requests have as they need them; None: --max-length for each of them."""
     num_pages: PositiveInt | None = None
@@ -123,7 +126,9 @@ class ServeConfig(ModelSource, EngineLimits):
             drafts = DraftModel(model=draft_model, num_tokens=self.num_draft_tokens)
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
         limits: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineLimits)}
-        cache_dtype = None if self.cache_dtype == "auto" else self.cache_dtype
+        cache_dtype: str | CacheFormat | None = None if self.cache_dtype == "auto" else self.cache_dtype
+        if self.cache_scale_block is not None:
+            cache_dtype = CacheFormat(dtype=cache_dtype or "bfloat16", scale_block=self.cache_scale_block)
         modes: dict[str, Any] = dict(cache_dtype=cache_dtype, pages=pages, batch_invariant=self.batch_invariant)
         return EngineConfig(**limits, **modes, drafts=drafts)
 
@@ -247,6 +252,7 @@ def engine_flags() -> dict[str, str]:
     flags |= {"ApiConfig.api_keys": "--api-key", "ApiConfig.name": "--served-name"}
     flags |= {f"{name}.num_tokens": "--num-draft-tokens" for name in ("PromptLookup", "MTPDrafter")}
     pages = {f"PageConfig.{name}": f"--{name.replace('_', '-')}" for name in ("page_size", "num_pages")}
+    flags |= {"CacheFormat.scale_block": "--cache-scale-block", "CacheFormat.dtype": "--cache-dtype"}
     return flags | pages | {"pages.page_size": "--page-size"}
 
 

@@ -15,6 +15,7 @@ from eqx_decoders.inference.draft_model import DraftModel
 from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import load_text_model
+from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.serving.http.api_config import ApiConfig
@@ -98,6 +99,10 @@ EFFECTS = {
     ),
     "batch_invariant": (["--batch-invariant"], lambda found: found.engine.batch_invariant),
     "cache_dtype": (["--cache-dtype", "bfloat16"], lambda found: found.engine.cache_dtype == "bfloat16"),
+    "cache_scale_block": (
+        ["--cache-dtype", "int8", "--cache-scale-block", "8"],
+        lambda found: found.engine.cache_dtype == CacheFormat(dtype="int8", scale_block=8),
+    ),
     "page_size": (["--page-size", "32"], lambda found: found.engine.pages == PageConfig(page_size=32)),
     "num_pages": (["--page-size", "32", "--num-pages", "9"], lambda found: found.engine.pages.num_pages == 9),
     "draft": (["--draft", "prompt"], lambda found: found.engine.drafts == PromptLookup(num_tokens=2)),
@@ -201,6 +206,7 @@ def test_what_the_model_was_published_with_is_the_default(asked):
         (("--drain-seconds", "-1"), 2, "--drain-seconds=-1"),
         (("--draft", "prompt", "--draft-model", "x"), 2, "exclude each other"),
         (("--draft", "mtp", "--num-draft-tokens", "0"), 2, "--num-draft-tokens=0 must be"),
+        (("--cache-scale-block", "8"), 2, "--cache-scale-block=8 needs"),
         (("--num-pages", "5"), 2, "--num-pages=5 needs"),
         (("--page-size", "48"), 2, "--prefill-chunk=128 must be a multiple of --page-size=48"),
         (("--distributed", "--mesh.fsdp", "-1"), 2, "--distributed=True is not for serving"),
