@@ -33,15 +33,22 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def run_command(
-    commands: Mapping[str, tuple[str, Callable[[list[str], str], int]]], args: Sequence[str] | None, prog: str
+    commands: Mapping[str, tuple[str, Callable[[list[str], str], int]]],
+    args: Sequence[str] | None,
+    prog: str,
+    about: str = "",
 ) -> int:
-    """Run the command that the first argument names; print the commands, each with its text, if it names none."""
+    """Run the command that the first argument names; print the commands, each with its text, if it names none.
+
+    about: text for the help, before the commands.
+    """
     name, *rest = [*(sys.argv[1:] if args is None else args), ""]
     if name in commands:
         return commands[name][1](rest[:-1], f"{prog} {name}")
     help_wanted = name in ("-h", "--help")
     lines = [] if help_wanted or not name else [f"{name!r} is no command.", ""]
     lines += [f"usage: {prog} {{{','.join(commands)}}} [OPTIONS]", ""]
+    lines += [about, ""] if help_wanted and about else []
     lines += [f"  {command:10}{text}" for command, (text, _) in commands.items()]
     lines += ["", f"{prog} {next(iter(commands))} --help explains the options of {next(iter(commands))}, and so on."]
     print("\n".join(lines), file=sys.stdout if help_wanted else sys.stderr)

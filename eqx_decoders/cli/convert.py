@@ -68,6 +68,7 @@ class Import(Devices):
         expand_paths(self, "source", "run_dir")
 
     def __call__(self) -> int:
+        require("filelock")  # now, not when the weights are loaded
         local, writes, folder = Path(self.source).exists(), jax.process_index() == 0, Path(self.run_dir)
         used = from_first("used", any((folder / name).exists() for name in ("settings.json", "checkpoints", "source")))
         check(not used, f"{folder} is a run directory already: choose another one.", CheckpointError)
@@ -202,12 +203,12 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         name: (str(inspect.getdoc(default)).partition("\n")[0], functools.partial(_run, default, arguments))
         for name, (default, arguments) in COMMANDS.items()
     }
-    return run_command(commands, args, prog or sys.argv[0])
+    return run_command(commands, args, prog or sys.argv[0], (__doc__ or "").strip())
 
 
 def _run(default: Import | Export | Verify, required: Sequence[str], args: Sequence[str], prog: str) -> int:
     """Parse the arguments of a command and run it."""
-    titles = {type(default): "conversion", Devices: "devices"}
+    titles = {type(default): type(default).__name__, Devices: "devices"}
     options: dict[str, Any] = dict(args=args, prog=prog, description=inspect.getdoc(default))
     command = parse_flags(default, titles=titles, required=required, **options)
     with contextlib.nullcontext() if isinstance(command, Verify) else command.connected():

@@ -106,7 +106,7 @@ def help_texts(kind: type[Any], prefix: str = "") -> dict[str, str]:
 def _documented(cls: type) -> dict[str, str]:
     """Return the texts about fields in the source of a class: below a field, or in the list of its docstring."""
     listed = re.findall(r"^- ((?:`\w+`,? ?)+): (.*?)(?=\n- `|\Z)", inspect.getdoc(cls) or "", re.S | re.M)
-    texts = {name: text for names, text in listed for name in re.findall(r"`(\w+)`", names)}
+    texts = {name: _capitalized(text) for names, text in listed for name in re.findall(r"`(\w+)`", names)}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError):  # installed without sources: flags without help are flags
@@ -116,7 +116,12 @@ def _documented(cls: type) -> dict[str, str]:
         documented = below.value if isinstance(below, ast.Expr) else None
         if isinstance(documented, ast.Constant) and isinstance(field, ast.AnnAssign):
             texts[ast.unparse(field.target)] = str(documented.value)
-    return {name: " ".join((text[:1].upper() + text[1:]).split()) for name, text in texts.items()}
+    return {name: " ".join(text.split()) for name, text in texts.items()}
+
+
+def _capitalized(text: str) -> str:
+    """Begin a text with a capital, unless its first word is a value: `adamw, lion or muon`, `none: all of them`."""
+    return text if re.match(r"\S+[:,]", text) else text[:1].upper() + text[1:]
 
 
 def flag_names(kind: type[Any]) -> dict[str, str]:

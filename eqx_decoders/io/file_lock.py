@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from eqx_decoders.errors import need_extra
 
 PAUSES = (0.01, 0.1, 0.5)  # seconds before a file that was deleted at this moment is opened once more
 POLL = 0.05, 1.0  # seconds between two tries of one that waits, at first and at most
+SIGNED = 512  # bytes of a signed file, blanks at its end
 GONE = (errno.ENOENT, errno.ESTALE)  # errors of a file that another process, or host, has deleted
 
 
@@ -59,14 +61,20 @@ class FileLock:
 
         Raises OSError where the file can be neither written nor read, or the file system has no locks.
         """
-        for pause in (*PAUSES, None):
+        for pause in PAUSES:
             try:
                 return self._take()
             except OSError as error:
-                may_pass = error.errno in GONE or isinstance(error, PermissionError)
-                if not may_pass or (pause is None and error.errno not in GONE):
+                if error.errno is None:
                     raise
-            time.sleep(pause or 0)
+                if error.errno not in GONE and not isinstance(error, PermissionError):
+                    raise OSError(error.errno, error.strerror, str(self.path)) from error
+            time.sleep(pause)
+        try:
+            return self._take()
+        except FileNotFoundError:  # others take and delete it all the time; a link to nowhere, or no directory, stays
+            if self.path.is_symlink() or not self.path.parent.is_dir():
+                raise
         return False
 
     def sign(self) -> None:
@@ -74,10 +82,11 @@ class FileLock:
         assert self._file is not None, "the lock is not taken"
         if not self._may_write:
             raise self._denied()
-        content = b"\n" + json.dumps(own_process()).encode() + b"\n"  # see `read_owner`
+        content = b"\n" + json.dumps(own_process()).encode().ljust(SIGNED - 2) + b"\n"  # see `read_owner`
+        # of one size and in one piece: a kill leaves no mixture of two, and ext4 need not flush a file that was cut
         os.lseek(self._file, 0, os.SEEK_SET)
         os.write(self._file, content)
-        os.ftruncate(self._file, len(content))  # not to 0 first: ext4 writes such a file to the disk when it is closed
+        os.ftruncate(self._file, len(content))
 
     def holder(self) -> str:
         """Name the process that has signed the file, for messages."""
@@ -97,11 +106,12 @@ class FileLock:
             self._delete()
 
     def _take(self) -> bool:
+        lock_descriptor = _lock_function()
         with contextlib.ExitStack() as stack:
             file = self._open()
             stack.callback(os.close, file)
             try:
-                if not _package().lock_descriptor(file, blocking=False):
+                if not lock_descriptor(file, blocking=False):
                     return False
             except OSError as error:
                 if error.errno != errno.EBADF:  # NFS: no exclusive locks of files that are open for reading
@@ -110,8 +120,8 @@ class FileLock:
             if not self._is_there(file):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             self.previous = os.read(file, 1 << 16)
-            stack.pop_all()
             self._file = file
+            stack.pop_all()
         return True
 
     def _open(self) -> int:
@@ -187,9 +197,9 @@ def read_json(content: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _package() -> Any:
+def _lock_function() -> Callable[..., bool]:
     try:
-        import filelock
+        from filelock import lock_descriptor  # since 3.30
     except ImportError as error:
-        raise need_extra("filelock", "train") from error
-    return filelock
+        raise need_extra("filelock>=3.30", "train") from error
+    return lock_descriptor

@@ -30,13 +30,17 @@ def check_own(folder: Any, names: Sequence[str], field: str, value: str | Path) 
     A run's folder is recognized by the content of `settings.json`, the first file that a run writes but for `.lock` and
     `owner.json`, which say nothing of the other files and are recognized by their content, too.
     """
-    if read_json(_content(folder / "settings.json")).keys() >= _OWN_SETTINGS:
+    if _is_of_a_run(folder):
         return
     present = [name for name in names if (folder / name).exists() or os.path.islink(folder / name)]
     foreign = [name for name in present if name not in (".lock", OWNER) or not is_owner(_content(folder / name))]
     foreign = [name for name in foreign if name != ".lock" or _content(folder / name)]  # an empty one is being written
     rule = f"but not from a run of this program, which would write over it. Choose another {field}, a new or empty one"
     check(not foreign, f"{field}={str(value)!r} has {', '.join(foreign)} in {folder}, {rule}.")
+
+
+def _is_of_a_run(folder: Any) -> bool:
+    return read_json(_content(folder / "settings.json")).keys() >= _OWN_SETTINGS
 
 
 def _content(path: Any) -> bytes:
@@ -83,7 +87,7 @@ class RunLock:
             stack.callback(self.release)
             previous = self._lock.previous
             rule = f"{self.path} is no lock of a run: choose another run directory"
-            check(not previous or is_owner(previous), f"{rule}.", CheckpointError)
+            check(not previous or is_owner(previous) or _is_of_a_run(directory), f"{rule}.", CheckpointError)
             names = {path.name for path in directory.iterdir() if path != self.path or path in existing}
             self._before = names if names or directory in existing else None
             try:

@@ -31,17 +31,19 @@ class ShardLock:
     def take(self) -> bool:
         """Take the lock; return False if another process, or another part of this one, has it.
 
-        One of another user that cannot be opened counts as held as long as something of its shard changes.
+        A lock that cannot be had, of another user or of a host that is gone, counts as held as long as something of its
+        shard changes: making a shard twice does no harm, waiting for ever does.
         """
+        folder = self._lock.path.parent
         try:
-            if not self._lock.take():
-                return False
+            is_free = self._lock.take()
         except PermissionError:
-            folder = self._lock.path.parent
             if not os.access(folder, os.W_OK):
                 raise
+            is_free = False
+        if not is_free:
             files = _unfinished(folder, self._lock.path.stem)
-            return bool(files) and _are_old(files)
+            return _are_old(files)
         with contextlib.suppress(OSError):  # another user's file
             self._lock.sign()
         return True
@@ -72,23 +74,25 @@ def delete_unfinished(folder: Path) -> None:
         lock = FileLock(folder / f"{name}.lock")
         with contextlib.suppress(OSError):  # another user's
             if _are_old(files) and lock.take():
-                _delete(*(file for file in files if file != lock.path))
-                lock.release(delete=True)
+                try:
+                    _delete(*(file for file in files if file != lock.path))
+                finally:
+                    lock.release(delete=True)
 
 
 def _unfinished(folder: Path, shard: str = "") -> list[Path]:
     """Return the files in a folder, or of one shard, that are there while a shard is made."""
-    names = [name for name in os.listdir(folder) if name.endswith(_SUFFIXES)]
+    names = [name for name in os.listdir(folder) if name.endswith(_SUFFIXES) and ".documents." not in name]
     return [folder / name for name in names if not shard or name.partition(".")[0] == shard]
 
 
 def _are_old(files: list[Path]) -> bool:
-    """Return whether no file of a shard was changed lately."""
-    newest = 0.0
+    """Return whether the files of a shard that are still there were not changed lately."""
+    newest = None
     for file in files:
         with contextlib.suppress(OSError):  # deleted at this moment
-            newest = max(newest, file.stat().st_mtime)
-    return time.time() - newest > UNFINISHED
+            newest = max(newest or 0.0, file.stat().st_mtime)
+    return newest is not None and time.time() - newest > UNFINISHED
 
 
 def _delete(*files: Path) -> None:

@@ -141,7 +141,9 @@ def make_shard(folder: Path, task: ShardTask, recipe: Recipe, partial: Path, don
                 same = is_as_described(task.source.file, task.content_hash, task.seen)
                 rule = f"{task.source.file} was changed while it was read"
                 check(same, f"{rule}: start again when it stays as it is.", DataError)
-                return os.replace(partial, target)
+                if read_info(target) is None:  # else another host has made it, and processes may have mapped it
+                    os.replace(partial, target)
+                return
             except OSError as error:
                 if read_info(target) is not None:  # made by another host, which does not see our lock
                     return
@@ -262,9 +264,9 @@ def _in_processes(folder: Path, queue: _Queue, setup: dict[str, Any], tasks: int
         for _ in range(count):
             worker = _Worker({**setup, "folder": str(folder)}, max(1, cores // count), queue.status.add)
             stack.callback(worker.end)
+            stack.callback(queue.ended.set)  # first, wherever this ends
             threads.append(threading.Thread(target=work, args=(worker,), daemon=True))
             threads[-1].start()
-        stack.callback(queue.ended.set)
         for _ in range(count):
             while outcomes.empty():
                 time.sleep(POLL[0])  # signals are handled between two pauses

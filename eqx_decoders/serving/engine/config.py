@@ -23,7 +23,8 @@ class EngineLimits(CheckedFields):
 
     **Arguments:**
 
-    - `max_batch_size`: requests that are computed at once, each in a slot.
+    - `max_batch_size`: requests that are computed at once, each in a slot: memory for so many of `max_length` tokens
+        is set aside, or for `pages`.
     - `max_length`: maximum tokens of a prompt and its answer together: the length of a slot.
     - `prefill_chunk`: prompt tokens that are computed at once; also the size of a block of the prefix cache.
     - `token_budget`: maximum tokens of one step, those of answers first, and at least one prompt chunk; fewer keep

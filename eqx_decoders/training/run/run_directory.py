@@ -158,7 +158,7 @@ class RunDirectory:
 
     @functools.cached_property
     def backup(self) -> RunBackup:
-        """Copies of the small files beside checkpoints that are elsewhere; the same object for all of a start."""
+        """Copies of the small files beside checkpoints that are elsewhere, with the owner that this start claims."""
         return RunBackup(self.path, self.settings.checkpoint_dir)
 
     def restore(self) -> None:

@@ -135,3 +135,17 @@ def test_many_that_take_and_release_one_lock_never_hold_it_together(tmp_path):
     for thread in threads:
         thread.join()
     assert set(most) == {1} and names(tmp_path) == []
+
+
+def test_the_lock_of_a_host_that_is_gone_is_not_waited_for(tmp_path):
+    """Some servers never free the locks of a client that does not come back."""
+    shard = tmp_path / "a.tokens"
+    gone, lock = ShardLock(shard), ShardLock(shard)
+    assert gone.take()
+    gone.partial.write_bytes(b"half")
+    assert not lock.take()
+    age(*tmp_path.iterdir())
+    assert lock.take()
+    lock.release()
+    gone.release()
+    assert names(tmp_path) == []
