@@ -25,6 +25,13 @@ def fast_key(key: PRNGKeyArray) -> PRNGKeyArray:
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_IMPLEMENTATION)
 
 
+def threefry_key(key: PRNGKeyArray) -> PRNGKeyArray:
+    """Return a key of JAX's default kind; one of another kind is the seed of a new one."""
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return key
+    return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
+
+
 def _threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
     """Apply Threefry-2x32 with 20 rounds (Salmon et al. 2011) to the counter (high, low)."""
     words = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)

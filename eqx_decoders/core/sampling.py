@@ -138,8 +138,9 @@ def choose_tokens(
 ) -> Int32[Array, "rows"]:
     """Return a token for each row: the most likely one, or draw number `index` of its key.
 
-    A row's token depends on its own logits, settings and key alone. A draw takes one random number, wherever it is
+    A row's token depends on its own logits, settings and key alone. A draw takes two random numbers, wherever it is
     made: so `generate`, the engine and the verification of drafts choose alike. Steps that no row needs are skipped.
+    The keys are Threefry's: `vmap` gives other generators of JAX one number for all rows.
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if settings is None:
@@ -151,7 +152,7 @@ def choose_tokens(
         scaled = logits / jnp.where(drawn, temperature, 1.0)
         passes = scaled >= min_logits(scaled, settings.filters)
         weights = jnp.where(passes, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
-        uniform = jax.vmap(lambda key, number: jax.random.uniform(jax.random.fold_in(key, number)))(keys, index)
+        uniform = jax.vmap(lambda key, number: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys, index)
         return jnp.where(drawn[:, 0], _inverse_cdf(weights, uniform, best), best)
 
     return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
@@ -219,19 +220,22 @@ def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def _inverse_cdf(weights: Array, uniform: Array, best: Array) -> Int32[Array, "rows"]:
-    """Return the first token at which the cumulative weight exceeds the uniform share of the total.
+    """Return a token drawn by its weight: a block of tokens by the first uniform number, and one of it by the second.
 
-    Blocks are summed first; then the one block of the token is searched.
+    Each is the first where the cumulative weight exceeds that share of all. One number would have too few bits
+    for large vocabularies.
     """
     rows, vocab = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
-    ends = jnp.cumsum(blocks.sum(-1), axis=1)
-    target = (uniform * ends[:, -1])[:, None]
-    block = jnp.minimum(jnp.sum((ends <= target).astype(jnp.int32), axis=1), blocks.shape[1] - 1)
-    preceding = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    cumulative = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=1)
-    offset = jnp.sum((cumulative + preceding[:, None] <= target).astype(jnp.int32), axis=1)
-    token = jnp.minimum(block * BLOCK + jnp.minimum(offset, BLOCK - 1), vocab - 1).astype(jnp.int32)
+
+    def draw(weights: Array, uniform: Array) -> Array:
+        ends = jnp.cumsum(weights, axis=1)
+        beyond = ends <= uniform[:, None] * ends[:, -1:]
+        return jnp.minimum(jnp.sum(beyond.astype(jnp.int32), axis=1), weights.shape[1] - 1)
+
+    block = draw(blocks.sum(-1), uniform[:, 0])
+    offset = draw(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
+    token = jnp.minimum(block * BLOCK + offset, vocab - 1).astype(jnp.int32)
     # where rounding has led to a token of no weight
     return jnp.where(jnp.take_along_axis(weights, token[:, None], axis=1)[:, 0] > 0, token, best)
 
@@ -270,7 +274,7 @@ class GenerationConfig:
         A temperature of 0 is greedy, and so is `do_sample` = False without any settings. If neither sets anything,
         temperature 0.7 and top_p 0.95.
         """
-        names = ("temperature", "top_k", "top_p", "min_p")
+        names = ("temperature", *FILTERS)
         requested = {name: settings[name] for name in names if settings.get(name) is not None}
         if self.do_sample is False and not requested:
             return Greedy()

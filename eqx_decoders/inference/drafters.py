@@ -3,13 +3,14 @@
 A draft is accepted where the model chooses the same token, by the draw (or the maximum) that it would have made without
 drafts (`decode_step`). As a draft is certain of its token, this is the rule of speculative sampling (Leviathan et al.
 2023): a token x is accepted with probability p(x), and another one is drawn from the rest of p. So drafts change no
-text, seeds included, and `generate` and the engine take any drafter that drafts on the device.
+text but for rounding, seeds included: a step computes several tokens, whose last bits may differ in low precision.
+`generate` and the engine take any drafter that drafts on the device, the engine also those that draft on the host.
 """
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -83,3 +84,12 @@ class PromptLookup(Drafter):
                 begin = int(starts[-1]) + size
                 return text[begin : begin + self.num_tokens].tolist()
         return []
+
+
+def with_models(function: Callable[[Decoder], Decoder], drafter: Drafter) -> Drafter:
+    """Return a drafter with its models, if it has any, changed by a function."""
+
+    def change(each: Any) -> Any:  # a drafter that JAX does not know is a leaf, too
+        return function(each) if isinstance(each, Decoder) else each
+
+    return jax.tree.map(change, drafter, is_leaf=lambda each: isinstance(each, Decoder))

@@ -15,17 +15,19 @@ from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.core.auto_jit import concrete
 from eqx_decoders.core.input_checks import as_int32, check_inputs, check_shapes
+from eqx_decoders.core.prng import threefry_key
 from eqx_decoders.core.sampling import DrawSettings, Greedy, Sampler, choose_tokens, is_stop
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.merge import check_tokens, without_placeholders
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.inference.decode_step import decode_step, prefill_prompts
 from eqx_decoders.inference.draft_state import DraftState, VerifiedStep
-from eqx_decoders.inference.drafters import Drafter
+from eqx_decoders.inference.drafters import Drafter, with_models
 from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.unstack import default_cache_format, inference_cache, unstack_layers
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
+from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
@@ -36,6 +38,7 @@ class GenerationOptions(TypedDict, total=False):
 
     prompt_lengths: Integer[AnyArray, "batch"] | None
     stop_ids: tuple[int, ...] | None
+    drafts: Drafter | None
     num_draft_tokens: int
     media: Media | None
     cache_dtype: DTypeLike | CacheFormat | None
@@ -60,8 +63,9 @@ def generate(
     - `sampler`: `Greedy()` or `Sample(...)`; the latter needs `key`. The same key gives the same tokens. Default: as
         `model.generation_config` says, else greedy.
     - `stop_ids`: a row ends with one of these, followed by `pad_id`. Default: those of `model.generation_config`.
-    - `num_draft_tokens`: number of tokens that multi-token prediction drafts at each step, for the model to verify: the
-        same tokens in fewer steps.
+    - `drafts`: drafter whose tokens the model verifies, such as `DraftModel(model=smaller)`: the same tokens, but for
+        rounding, in fewer steps. Not one that drafts on the host, as `PromptLookup` does for the engine.
+    - `num_draft_tokens`: in place of `drafts`: `MTPDrafter(num_tokens=…)`, the model's multi-token prediction.
     - `media`: images, videos and audio, made by `Media.create` for an array of prompts. They are encoded once.
     - `cache_dtype`: dtype of stored keys and values, as in `init_cache`; None: in the dtype of activations, or on
         CPU, where that is faster, in float32.
@@ -75,7 +79,7 @@ def generate(
     On a mesh the rows are split over the axes that divide them; the others compute the same rows. In a run of several
     processes all of them must call this, with the same arguments, and all get the tokens.
     """
-    request = _Request.create(model, prompt, max_new_tokens, sampler, key, **options)
+    request = _Request.create(model, prompt, max_new_tokens, sampler, key, options)
     tokens, _ = _generate(unstack_layers(model), request, np.asarray(pad_id, np.int32))
     if tokens.shape[1] == max_new_tokens:
         return tokens
@@ -95,7 +99,7 @@ def stream(
 ) -> Iterator[np.ndarray]:
     """Yield the tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     # errors are raised now, not at the first token
-    request = _Request.create(model, prompt, max_new_tokens, sampler, key, **options)
+    request = _Request.create(model, prompt, max_new_tokens, sampler, key, options)
     return _stream(unstack_layers(model), request, np.asarray(pad_id, np.int32))
 
 
@@ -130,7 +134,8 @@ class _Rules(eqx.Module):
         batch, columns, vocab = logits.shape
         keys = index = None
         if self.key is not None:
-            keys = jnp.repeat(jax.vmap(partial(jax.random.fold_in, self.key))(jnp.arange(batch)), columns, axis=0)
+            of_row = partial(jax.random.fold_in, threefry_key(self.key))
+            keys = jnp.repeat(jax.vmap(of_row)(jnp.arange(batch)), columns, axis=0)
             index = (count[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
         return choose_tokens(logits.reshape(-1, vocab), self.settings, keys, index).reshape(batch, columns)
 
@@ -160,29 +165,25 @@ class _Request(eqx.Module):
         new: int,
         sampler: Sampler | None,
         key: PRNGKeyArray | None,
-        *,
-        prompt_lengths: Any = None,
-        stop_ids: tuple[int, ...] | None = None,
-        num_draft_tokens: int = 0,
-        media: Media | None = None,
-        cache_dtype: DTypeLike | CacheFormat | None = None,
+        options: GenerationOptions,
     ) -> "_Request":
         """Check everything that can be known before compiling."""
-        lengths = prompt_lengths
+        for name in options.keys() - GenerationOptions.__annotations__.keys():
+            raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
+        cache_dtype, media = options.get("cache_dtype"), options.get("media")
+        drafts, num_draft_tokens = options.get("drafts"), options.get("num_draft_tokens", 0)
+        lengths, stop_ids = options.get("prompt_lengths"), options.get("stop_ids")
         cache_format = default_cache_format(model.execution) if cache_dtype is None else CacheFormat.of(cache_dtype)
         check_integer("generate: max_new_tokens", new)
-        config = model.generation_config
-        if sampler is None:
-            sampler = config.sampler() if config.do_sample else Greedy()
-        drawable = isinstance(sampler, Greedy) or key is not None
-        check(drawable, f"{sampler} draws at random: pass key=jax.random.key(seed), or sampler=Greedy().")
+        settings = _settings(model, sampler, key)
         if not hasattr(prompt, "shape"):
             rule = "generate: media belongs to an array of prompts, the one that Media.create was called with"
             check(media is None, f"{rule}: pad lists on the right, and give prompt_lengths.")
             prompt, lengths = _from_lists(prompt, lengths)
         elif media is not None:
             check_tokens(prompt, media)
-            check(num_draft_tokens == 0, "generate: num_draft_tokens > 0 with media: drafts see no images. Leave it 0.")
+            plain = num_draft_tokens == 0 and drafts is None
+            check(plain, "generate: num_draft_tokens > 0 or drafts with media: drafts see no images. Leave them out.")
         prompt, lengths = as_int32("generate: prompt", prompt), as_int32("generate: prompt_lengths", lengths)
         rows, width = check_shapes(model.config, prompt, name="generate: prompt")
         check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")
@@ -193,14 +194,10 @@ class _Request(eqx.Module):
         if counts is not None:
             good = counts.shape == (rows,) and bool(np.all((counts >= 1) & (counts <= width)))
             check(good, f"generate: prompt_lengths={counts.tolist()} must be {rows} numbers from 1 to {width}.")
-        if known is not None and counts is not None:
-            index = np.arange(width)[None]
-            real = np.where(index < counts[:, None], index, -1)
-            ids = known if media is None else without_placeholders(known, media)
-            check_inputs(model.config, ids, real, name="generate: prompt")
+        _check_ids(model, known, counts, media)
         longest = width if counts is None else int(counts.max())
         _check_positions(model, longest, new)
-        stops = tuple(config.stop_ids if stop_ids is None else stop_ids)
+        stops = tuple(model.generation_config.stop_ids if stop_ids is None else stop_ids)
         stops = as_int32("generate: stop_ids", stops) if stops else np.zeros(0, np.int32)
         if known is None:  # traced, or of other processes: used as it is
             room = width + new
@@ -210,19 +207,37 @@ class _Request(eqx.Module):
             prompt[:, :longest] = known[:, :longest]
             room = bucket(padded + new)
             media = None if media is None else media.cut(longest).padded(padded)
-        settings, drafter = DrawSettings.of(sampler), _drafter(model, num_draft_tokens)
+        if cache_format.scale_block is not None:  # its blocks must divide the heads
+            abstract_cache(model.config, rows, room, dtype=cache_format)
+        drafter = _drafter(model, drafts, num_draft_tokens)
         rules = _Rules(np.asarray(new, np.int32), settings, None if settings is None else key, stops, drafter)
         return cls(prompt, lengths, rules, media, room, cache_format)
 
 
-def _drafter(model: Decoder, num_draft_tokens: int) -> Drafter | None:
-    """Return the drafter of so many tokens; None for none."""
+def _settings(model: Decoder, sampler: Sampler | None, key: PRNGKeyArray | None) -> DrawSettings | None:
+    """Return the settings of draws, by default as the model was published; None for greedy decoding."""
+    config = model.generation_config
+    if sampler is None:
+        sampler = config.sampler() if config.do_sample else Greedy()
+    drawable = isinstance(sampler, Greedy) or key is not None
+    check(drawable, f"{sampler} draws at random: pass key=jax.random.key(seed), or sampler=Greedy().")
+    return DrawSettings.of(sampler)
+
+
+def _drafter(model: Decoder, drafts: Drafter | None, num_draft_tokens: int) -> Drafter | None:
+    """Return the drafter, for the model alone; None for none."""
     check_integer("generate: num_draft_tokens", num_draft_tokens, minimum=0)
-    if num_draft_tokens == 0:
+    if num_draft_tokens > 0:
+        check(drafts is None, f"generate: num_draft_tokens={num_draft_tokens} and drafts exclude each other: give one.")
+        drafter = MTPDrafter(num_tokens=num_draft_tokens)
+        drafter.check_model(model, "generate: num_draft_tokens")
+        return drafter
+    if drafts is None:
         return None
-    drafter = MTPDrafter(num_tokens=num_draft_tokens)
-    drafter.check_model(model, "generate: num_draft_tokens")
-    return drafter
+    good = isinstance(drafts, Drafter) and drafts.find([0]) is None
+    check(good, f"generate: drafts={drafts} must draft on the device, as DraftModel and MTPDrafter do.")
+    drafts.check_model(model)
+    return with_models(unstack_layers, drafts)
 
 
 def _from_lists(prompt: Sequence[Sequence[int]], lengths: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -235,6 +250,15 @@ def _from_lists(prompt: Sequence[Sequence[int]], lengths: Any) -> tuple[np.ndarr
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return padded, np.asarray([len(row) for row in rows], np.int32)
+
+
+def _check_ids(model: Decoder, prompt: Any, lengths: Any, media: Media | None) -> None:
+    """Raise ConfigError for ids that the model does not have, where prompts and lengths are known."""
+    if prompt is not None and lengths is not None:
+        index = np.arange(prompt.shape[1])[None]
+        real = np.where(index < lengths[:, None], index, -1)
+        ids = prompt if media is None else without_placeholders(prompt, media)
+        check_inputs(model.config, ids, real, name="generate: prompt")
 
 
 def _check_positions(model: Decoder, longest: int, new: int) -> None:
@@ -281,14 +305,19 @@ class _GenerationState(eqx.Module):
 
 
 def _stream(model: Decoder, request: _Request, pad_id: np.ndarray) -> Iterator[np.ndarray]:
-    state, yielded = _first(model, request, pad_id), 0
+    """Yield tokens as soon as all rows have them. A step returns the few that are next; rows may be further on."""
+    (state, shown), yielded = _first(model, request, pad_id), 0
     while True:
-        tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
+        tokens, count, done = jax.device_get(shown)
         ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
-        yield from tokens.T[yielded:ready]
+        begin = min(yielded, state.tokens.shape[1] - tokens.shape[1])  # as `dynamic_slice` has it
+        if ready > begin + tokens.shape[1]:  # the slowest row has ended: the others are known to be ahead of it
+            tokens, begin = jax.device_get(_all_tokens(model, state)), 0
+        yield from tokens.T[yielded - begin : ready - begin].copy()
         if np.all(done):
             return
-        state, yielded = _next((model, request.rules), state), max(yielded, ready)
+        yielded = max(yielded, ready)
+        state, shown = _next((model, request.rules, np.asarray(yielded, np.int32)), state)
 
 
 @typed
@@ -331,20 +360,29 @@ def _decode(model: Decoder, rules: _Rules, state: _GenerationState) -> _Generati
     return state.extended(rules, verified.following, verified.num_accepted)
 
 
-def _readable(model: Decoder, state: _GenerationState) -> _GenerationState:
-    """Return the state, with all that the host reads of it on every device."""
-    shown = {name: getattr(state, name) for name in ("tokens", "count", "done", "steps")}
-    return dataclasses.replace(state, **jax.tree.map(model.execution.layout.replicate, shown))
+def _shown(model: Decoder, state: _GenerationState, begin: Int[AnyArray, ""]) -> tuple[Array, Array, Array]:
+    """Return tokens of all rows from `begin` on, as many as a step adds, and the rows' counts and ends."""
+    width = min(1 if state.drafts is None else 1 + state.drafts.tokens.shape[1], state.tokens.shape[1])
+    tokens = jax.lax.dynamic_slice_in_dim(state.tokens, begin, width, axis=1)
+    return jax.tree.map(model.execution.layout.replicate, (tokens, state.count, state.done))
 
 
 @eqx.filter_jit
-def _first(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> _GenerationState:
-    return _readable(model, _prefill(model, request, pad_id))
+def _all_tokens(model: Decoder, state: _GenerationState) -> Int[Array, "batch new"]:
+    return model.execution.layout.replicate(state.tokens)
+
+
+@eqx.filter_jit
+def _first(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> tuple[_GenerationState, Any]:
+    state = _prefill(model, request, pad_id)
+    return state, _shown(model, state, jnp.zeros((), jnp.int32))
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(inputs: tuple[Decoder, _Rules], state: _GenerationState) -> _GenerationState:
-    return _readable(inputs[0], _decode(*inputs, state))
+def _next(inputs: tuple[Decoder, _Rules, Int[AnyArray, ""]], state: _GenerationState) -> tuple[_GenerationState, Any]:
+    model, rules, begin = inputs
+    state = _decode(model, rules, state)
+    return state, _shown(model, state, begin)
 
 
 @eqx.filter_jit

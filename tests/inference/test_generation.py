@@ -158,11 +158,12 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
 def test_what_the_host_reads_is_on_every_device(model):
     """Or one of several processes could not read it: tokens, and of a stream's state what it shows."""
     placed = model.place(ed.Layout.create(data=4, tensor=2))
-    asked, pad = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None), np.asarray(0, np.int32)
+    asked, pad = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None, {}), np.asarray(0, np.int32)
     assert all(x.sharding.is_fully_replicated for x in generate_module._generate(placed, asked, pad))
-    first = generate_module._first(placed, asked, pad)
-    for state in (first, generate_module._next((placed, asked.rules), first)):
-        assert all(x.sharding.is_fully_replicated for x in (state.tokens, state.count, state.done, state.steps))
+    state, first = generate_module._first(placed, asked, pad)
+    state, second = generate_module._next((placed, asked.rules, np.asarray(1, np.int32)), state)
+    shown = (*first, *second, generate_module._all_tokens(placed, state))
+    assert all(x.sharding.is_fully_replicated for x in shown)
 
 
 def test_what_was_published_with_a_model_is_used_unless_overruled(model):
@@ -214,3 +215,47 @@ def test_learned_positions_bound_the_length():
     config = dataclasses.replace(rich_decoder(1), positions=LearnedPositions(max_positions=8))
     with pytest.raises(ed.ConfigError, match="8 learned positions"):
         ed.generate(filled(config), some_tokens(1, 4), max_new_tokens=5)
+
+
+def test_rows_draw_alone_whatever_kind_of_key_draws(model):
+    """`vmap` gives generators other than Threefry one number for all rows: that of the first, which may have ended."""
+    key = jax.random.key(1, impl="rbg")
+    options = dict(max_new_tokens=12, sampler=ed.Sample(), key=key)
+    free = np.asarray(ed.generate(model, some_tokens(2, 5), **options))
+    stopped = np.asarray(ed.generate(model, some_tokens(2, 5), stop_ids=(int(free[0, 2]),), **options))
+    ends = np.flatnonzero(free[1] == free[0, 2])
+    count = int(ends[0]) + 1 if len(ends) else 12
+    np.testing.assert_array_equal(stopped[1, :count], free[1, :count])
+    assert len(set(free[1].tolist())) > 3
+
+
+def test_an_unknown_option_is_an_error(model):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stop_id'"):
+        ed.generate(model, some_tokens(1, 2), max_new_tokens=2, stop_id=(3,))
+
+
+def test_a_stream_holds_no_more_than_its_tokens(model):
+    pieces = list(ed.stream(model, some_tokens(2, 5), max_new_tokens=7))
+    assert sum(piece.nbytes if piece.base is None else piece.base.nbytes for piece in pieces) == 2 * 7 * 4
+
+
+def test_drafts_of_a_smaller_model_are_those_of_generate(model):
+    """Also of rows that are far ahead when the slowest of them ends."""
+    smaller, prompt = filled(rich_decoder(1), seed=3), some_tokens(3, 5)
+    drafts, options = ed.serving.DraftModel(model=smaller, num_tokens=2), dict(max_new_tokens=9)
+    want = np.asarray(ed.generate(model, prompt, **options))
+    np.testing.assert_array_equal(ed.generate(model, prompt, drafts=drafts, **options), want)
+    own = dict(options, drafts=ed.serving.DraftModel(model=model, num_tokens=3), stop_ids=(int(want[1, 2]),))
+    streamed = np.stack(list(ed.stream(model, prompt, **own)), axis=1)
+    whole = np.asarray(ed.generate(model, prompt, **own))
+    np.testing.assert_array_equal(streamed, whole[:, : streamed.shape[1]])
+    with pytest.raises(ed.ConfigError, match="exclude each other"):
+        ed.generate(model, prompt, drafts=drafts, num_draft_tokens=1, **options)
+    with pytest.raises(ed.ConfigError, match="must draft on the device"):
+        ed.generate(model, prompt, drafts=ed.serving.PromptLookup(), **options)
+
+
+def test_blocks_of_scales_that_do_not_fit_are_refused_at_once(model):
+    wrong = ed.CacheFormat(dtype="int8", scale_block=3)
+    with pytest.raises(ed.ConfigError, match="scale_block=3 must divide"):
+        ed.stream(model, some_tokens(1, 2), max_new_tokens=2, cache_dtype=wrong)

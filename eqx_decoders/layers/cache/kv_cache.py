@@ -147,7 +147,8 @@ class CachedKV(Past):
         return CachedKV(self.keys(dtype), value, self.positions)
 
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
-        past = self.without_blocks(queries.query.dtype)
+        wide = _is_narrow(queries.query, execution)
+        past = self.without_blocks(jnp.float32 if wide else queries.query.dtype)
         query, positions, spans, selected, _ = queries
         positions = AttentionPositions(positions, past.positions, query_spans=spans)
         scales, dtype, out_dtype = None, past.key.dtype, query.dtype
@@ -155,7 +156,8 @@ class CachedKV(Past):
             key_scale = jnp.swapaxes(past.key_scale, 1, 2)
             scales = Scales(key_scale, key_scale if past.value_scale is None else jnp.swapaxes(past.value_scale, 1, 2))
         else:
-            dtype = dtype if past._reads_wide(query, execution) else out_dtype
+            # else all of a float32 cache would be cast, not a few queries
+            dtype = dtype if dtype == jnp.float32 and wide else out_dtype
             query = query.astype(dtype)
         keys = past.key.astype(dtype).transpose(0, 2, 1, 3)
         values = keys if past.value is None else past.value.astype(dtype).transpose(0, 2, 1, 3)
@@ -163,10 +165,10 @@ class CachedKV(Past):
         out, lse = attend_on_mesh(inputs, options, execution, key_axis="slots")
         return out.astype(out_dtype), lse
 
-    def _reads_wide(self, query: Array, execution: Execution) -> bool:
-        """Return whether a few 16-bit queries are cast to float32, like the cache: otherwise all of it would be."""
-        cast = self.key.dtype == jnp.float32 and query.dtype.itemsize == 2
-        return cast and execution.layout.backend.widens_half and query.shape[1] < 32
+
+def _is_narrow(query: Array, execution: Execution) -> bool:
+    """Return whether queries are few and of 16 bits, where the machine multiplies these in float32 anyway."""
+    return query.dtype.itemsize == 2 and execution.layout.backend.widens_half and query.shape[1] < 32
 
 
 class KVCache(LayerCache):

@@ -76,6 +76,8 @@ class EngineConfig(EngineLimits):
         super().__post_init__()
         if self.cache_dtype is not None:
             CacheFormat.of(self.cache_dtype)
+        known = self.drafts is None or isinstance(self.drafts, Drafter)
+        check(known, f"EngineConfig.drafts={self.drafts!r} must be a Drafter, such as PromptLookup().")
         if self.pages is not None:
             size = self.pages.page_size
             rule = f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of pages.page_size={size}"

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Int
 from eqx_decoders.context import Promises
 from eqx_decoders.inference.decode_step import decode_step
 from eqx_decoders.inference.draft_state import VerifiedStep
-from eqx_decoders.inference.drafters import Drafter
+from eqx_decoders.inference.drafters import Drafter, with_models
 from eqx_decoders.inference.unstack import inference_cache, unstack_layers
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
@@ -94,7 +94,7 @@ class ModelRunner:
 
     def __init__(self, model: Decoder, config: RunnerConfig, drafter: Drafter | None = None):
         placed = lambda each: unstack_layers(_with_auto_mesh(each))  # noqa: E731
-        models = Models(placed(model), jax.tree.map(placed, drafter, is_leaf=lambda each: isinstance(each, Decoder)))
+        models = Models(placed(model), None if drafter is None else with_models(placed, drafter))
         model = models.model
         layout, slots, length = model.execution.layout, config.num_slots, config.length
         cache = inference_cache(model, slots, length, config.cache_format, pages=config.pages)
@@ -267,7 +267,9 @@ class ModelRunner:
             shardings = state if weightless else (state, None)
         jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
         weights = [] if weightless else self._weights
-        self._programs[name] = jitted.lower(weights, self._state, *inputs).compile()
+        # XLA for CPUs takes arrays of 4 bits by ordinary calls alone: these programs are compiled at their first use
+        packed = any(str(leaf.dtype).endswith("int4") for leaf in jax.tree.leaves(self._state))
+        self._programs[name] = jitted if packed else jitted.lower(weights, self._state, *inputs).compile()
 
     def _run(self, name: Any, *inputs: Any) -> Any:
         return self._programs[name]([] if isinstance(name, str) else self._weights, self._state, *inputs)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
+from eqx_decoders.core.sampling import FILTERS
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, Grammar, Kind
@@ -175,7 +176,7 @@ class GenerationRequest(RequestBody):
 
     def sampling(self, config: ApiConfig, seed: int) -> SamplingParams:
         """Return the parameters of the first answer to each prompt; `seed` is used if the request has none."""
-        names = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
+        names = ("temperature", *FILTERS, "repetition_penalty")
         merged: dict[str, Any] = {"temperature": 1.0}
         for owner in (config.defaults, self):
             merged |= {name: getattr(owner, name) for name in names if getattr(owner, name) is not None}

@@ -387,6 +387,26 @@ def test_what_could_never_be_answered_is_refused(engine, wrong, words):
     assert not engine.has_work
 
 
+def test_a_cache_of_four_bits_answers():
+    small = engine_for("llama_rope", cache_dtype="int4")
+    found = small.run([Request(prompt=(1, 2, 3, 4, 5), max_new_tokens=4)])
+    assert len(found[0]) == 4
+
+
+def test_a_drafter_of_ones_own_needs_no_more_than_its_methods(engine, pool):
+    class LastAgain(PromptLookup):
+        def find(self, text):
+            return [int(text[-1])] * self.num_tokens
+
+    own = engine_for("llama_rope", drafts=LastAgain())
+    assert [alone(own, each) for each in pool[:4]] == [alone(engine, each) for each in pool[:4]]
+
+
+def test_drafts_that_are_none_are_refused():
+    with pytest.raises(ed.ConfigError, match=r"EngineConfig.drafts='mtp' must be a Drafter"):
+        EngineConfig(drafts="mtp")
+
+
 class EvenThenStuck:
     """Only even tokens; after three of them it fails."""
 
