@@ -69,20 +69,20 @@ class Import(Devices):
 
     def __call__(self) -> int:
         require("filelock")  # now, not when the weights are loaded
-        local, writes, folder = Path(self.source).exists(), jax.process_index() == 0, Path(self.run_dir)
-        used = from_first("used", any((folder / name).exists() for name in ("settings.json", "checkpoints", "source")))
-        check(not used, f"{folder} is a run directory already: choose another one.", CheckpointError)
-        check_run_dir(folder) if writes else None
-        source = resolve(self.source).path
-        model = load_hf(source, layout=self.layout())
-        settings = TrainConfig(run_dir=self.run_dir, init_from=str(source.resolve()) if local else self.source)
-        run = RunDirectory(settings)
+        given, writes = Path(self.source), jax.process_index() == 0
+        init_from = str(given.resolve()) if given.exists() else self.source
+        run = RunDirectory(TrainConfig(run_dir=self.run_dir, init_from=init_from))
+        parts = run.has_settings, run.source.exists(), Path(run.checkpoint_directory).exists()
+        used = from_first("used", any(parts))
+        check(not used, f"{run.path} is a run directory already: choose another one.", CheckpointError)
+        check_run_dir(run.path) if writes else None
+        model = load_hf(resolve(self.source).path, layout=self.layout())
         with RunLock(run.path) if writes else contextlib.nullcontext():
             if writes:
                 write_source(model, run.source)
                 run.save_settings()  # a run there goes on with this model in any case
             with Checkpoints(run.checkpoint_directory) as checkpoints:
-                checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(settings))
+                checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(run.settings))
             if writes:
                 print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run.path}")
         return 0

@@ -36,7 +36,7 @@ AXES: dict[str, str] = {
     "positions": "rows of a table of learned positions",
     "heads": "query heads",
     "kv_heads": "key and value heads",
-    "scale_heads": "scales of a token's key or value in a cache: one of each head, or one",
+    "scale_heads": "scales of a token's key or value in a cache: one of each head or of each block of it, or one",
     "key_heads": "query and key heads of a linear recurrence, where values have others",
     "qkv_heads": "query, key and value heads of a fused projection",
     "head_dim": "features of one head",

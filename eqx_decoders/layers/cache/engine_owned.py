@@ -89,16 +89,15 @@ class ExternalKVCache(LayerCache, Past):
         sink: Float[Array, "heads"] | None = None,
     ) -> tuple[Float[Array, "1 tokens heads head_dim"], ExternalWrite]:
         """Attend by the engine, which first stores the keys and values that no earlier layer has written."""
-        (before,), mask = self.caches, options.mask
+        mask = options.mask
         check(queries.spans is None, f"layer {self.first} sees spans, {_UNKNOWN}.")
         check(isinstance(mask, Causal | SlidingWindow), f"layer {self.first} has mask={mask}, {_UNKNOWN}.")
         window, written = mask.size if isinstance(mask, SlidingWindow) else None, isinstance(entries, ExternalWrite)
         call = ExternalCall(layer=self.first, window=window, soft_cap=options.soft_cap, writes=not written)
         values = None if entries.value is None else entries.value[0]
-        before = entries.cache if isinstance(entries, ExternalWrite) else before
-        query = queries.query
-        cache, out = self.attention(before, query[0], entries.key[0], values, self.metadata, sink, call)
-        return out[None].astype(query.dtype), ExternalWrite(cache, entries.key, entries.value)
+        before = entries.cache if isinstance(entries, ExternalWrite) else self.caches[0]
+        cache, out = self.attention(before, queries.query[0], entries.key[0], values, self.metadata, sink, call)
+        return out[None].astype(queries.query.dtype), ExternalWrite(cache, entries.key, entries.value)
 
     def stacked(self, entries: Sequence[ExternalWrite]) -> tuple[ExternalWrite, ...]:
         return tuple(entries)

@@ -122,6 +122,11 @@ class ModelRunner:
         """True where layers have a state that cannot be cut by tokens, such as a recurrent state."""
         return len(jax.tree.leaves(jax.eval_shape(slot_state.save_state, self._state, np.int32(0)))) > 0
 
+    @cached_property
+    def _is_packed(self) -> bool:
+        """True with arrays of 4 bits: XLA's programs for CPUs take these by ordinary calls, compiled at the first."""
+        return any(str(leaf.dtype).endswith("int4") for leaf in jax.tree.leaves(self._state))
+
     def compile(self) -> None:
         """Compile all programs; later calls need no others."""
         slot, begin, num_top = np.int32(0), np.int32(0), self.config.max_logprobs
@@ -235,8 +240,9 @@ class ModelRunner:
         """Write a cache of one row, prefilled outside the engine state, into a slot, with its tokens."""
         ids = np.zeros((1, self.length), np.int32)
         ids[0, : len(tokens)] = tokens
-        shardings = self._programs["insert cache"].input_shardings[0][3]
-        self._state = self._run("insert cache", np.int32(slot), jax.device_put(cache, shardings), ids)
+        if not self._is_packed:  # a compiled program takes arguments only where it has placed them
+            cache = jax.device_put(cache, self._programs["insert cache"].input_shardings[0][3])
+        self._state = self._run("insert cache", np.int32(slot), cache, ids)
 
     # --- programs ---
 
@@ -267,9 +273,7 @@ class ModelRunner:
             shardings = state if weightless else (state, None)
         jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
         weights = [] if weightless else self._weights
-        # XLA for CPUs takes arrays of 4 bits by ordinary calls alone: these programs are compiled at their first use
-        packed = any(str(leaf.dtype).endswith("int4") for leaf in jax.tree.leaves(self._state))
-        self._programs[name] = jitted if packed else jitted.lower(weights, self._state, *inputs).compile()
+        self._programs[name] = jitted if self._is_packed else jitted.lower(weights, self._state, *inputs).compile()
 
     def _run(self, name: Any, *inputs: Any) -> Any:
         return self._programs[name]([] if isinstance(name, str) else self._weights, self._state, *inputs)

@@ -265,3 +265,8 @@ def test_images_for_other_tokens_are_refused(engine):
     with pytest.raises(ed.ConfigError, match="must be called with the tokens of the call"):
         engine.submit(dataclasses.replace(shown(engine, 9), prompt=(1, 2)))
     assert not engine.has_work
+
+
+def test_a_cache_of_four_bits_takes_what_was_seen(engine):
+    four = Engine(engine.model, EngineConfig(**SMALL | {"cache_dtype": "int4"}))
+    assert len(tokens(answers(four, shown(four, 4))[0])) == 3
