@@ -232,7 +232,7 @@ def percentile(numbers: list[float], share: float) -> float:
 
 
 def bench_serving(options: Any) -> None:
-    """Print tables; `options.image` names a file for a plot of their rates."""
+    """Print tables; `options.picture` names a file for a plot of their rates."""
     peer = options.peer
     if peer is None and all(map(importlib.util.find_spec, ("torch", "transformers"))):
         peer = sys.executable
@@ -251,8 +251,8 @@ def bench_serving(options: Any) -> None:
             print("transformers, generate_batch\nclients  tokens/s")
             for clients, rate in rates["transformers"].items():
                 print(f"{clients:7} {rate:9.1f}")
-    if options.image:
-        draw(options.image, rates)
+    if options.picture:
+        draw(options.picture, rates)
 
 
 def measure(title: str, server: Server) -> dict[int, float]:
