@@ -16,7 +16,7 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.pipeline_config import Pipeline
 
 
-AttentionName = Literal["auto", "dot", "chunked", "interval", "splash", "cudnn"]
+AttentionName = Literal["auto", "dot", "chunked", "interval", "splash", "cudnn", "triton"]
 ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]

@@ -28,12 +28,12 @@ class Backend:
     - `shares_cores`: all devices compute on the same cores.
     - `loss_tile_bytes`: logits of one tile of the fused loss.
     - `short_attention`: lengths below this have all their scores computed at once.
-    - `attention_kernel`: kernel of its own for longer ones, by its name in the registry; None for none.
+    - `attention_kernels`: kernels of its own for longer ones, by their names in the registry, the best first.
     - `attention_blocks`: queries and keys of a block, where there is no kernel.
     - `unrolled_attention`: float32 rows up to this length are attended to without a loop over keys.
     - `keeps_masks`: a mask for all heads is computed once, which the compiler would compute for each.
     - `values_by_head`: values of a past are read in the order in which a cache has them.
-    - `pallas_tpu`: runs Pallas kernels for TPUs; elsewhere they are interpreted.
+    - `pallas_tpu`, `pallas_gpu`: runs Pallas kernels for TPUs, or for GPUs; elsewhere they are interpreted.
     - `paged_kernel`: attention reads pages where they are; elsewhere they are gathered.
     - `sums_state_reads`: one token reads a recurrent state by sums, where a product would copy it.
     - `ragged_exchange`: rows of any number are sent to other devices.
@@ -53,12 +53,13 @@ class Backend:
     shares_cores: bool = False
     loss_tile_bytes: int = 256 * 2**20
     short_attention: int = 512
-    attention_kernel: str | None = None
+    attention_kernels: tuple[str, ...] = ()
     attention_blocks: tuple[int, int] = (512, 512)
     unrolled_attention: int = 0
     keeps_masks: bool = False
     values_by_head: bool = False
     pallas_tpu: bool = False
+    pallas_gpu: bool = False
     paged_kernel: bool = False
     sums_state_reads: bool = False
     ragged_exchange: bool = False
@@ -66,7 +67,7 @@ class Backend:
     expert_blocks: bool = True
 
     def describe(self) -> str:
-        """Return the choices in which it differs from any accelerator: `"tpu: attention_kernel=interval, …"`."""
+        """Return the choices in which it differs from any accelerator: `"tpu: attention_kernels=('interval',), …"`."""
         usual, chosen = Backend(platform=self.platform), vars(self)
         words = [f"{name}={value}" for name, value in chosen.items() if value != getattr(usual, name)]
         return f"{self.platform}: {', '.join(words) or 'as any accelerator'}"
@@ -90,10 +91,10 @@ BACKENDS = {
         keeps_masks=True,
         values_by_head=True,
     ),
-    "gpu": Backend(platform="gpu", attention_kernel="cudnn"),
+    "gpu": Backend(platform="gpu", attention_kernels=("cudnn", "triton"), pallas_gpu=True),
     "tpu": Backend(
         platform="tpu",
-        attention_kernel="interval",
+        attention_kernels=("interval",),
         pallas_tpu=True,
         paged_kernel=True,
         sums_state_reads=True,

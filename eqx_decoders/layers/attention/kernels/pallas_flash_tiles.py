@@ -1,20 +1,91 @@
-"""Tiles of scores of the flash kernel: the mask that each needs, and the tile of each step.
+"""Tiles of scores of the flash kernels of all platforms: their equations, and the mask that each needs.
 
 A tile is a block of queries against a block of keys. The extremes of its queries' intervals and of its keys' positions
 and segments decide: either no query sees a key of it, and it is skipped; or all see all, and no mask is applied; or
 segments and positions are compared. This holds for any order of positions. Only the blocks from the first to the last
 that a held block sees are read at all.
+
+    forward:  S = Q K',  out = softmax(S) V,  lse = logsumexp S
+    backward: P = exp(S - lse),  D = sum(out * dO) - dlse,  dS = P * (dO V' - D)
+              dQ = dS K  (blocks of queries held),  dK = dS' Q,  dV = P' dO  (blocks of keys held)
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float32
 
+from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_scores, cap_slopes
+from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.tpu import BlockSizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashPlan:
+    """Static description of one call, and the equations of its tiles."""
+
+    mask: Mask
+    soft_cap: float | None
+    segments: bool
+    interpret: bool
+    query_blocks: BlockSizes
+    key_blocks: BlockSizes
+
+    def scores(self, left: Array, right: Array) -> Float32[Array, "rows columns"]:
+        return cap_scores(tile_product(left, right, 1, 1), self.soft_cap)
+
+    def seen(self, intervals: Sequence[Array], positions: Sequence[Array]) -> Bool[Array, "rows columns"]:
+        """Return the mask of a tile, with one side as rows and the other as columns."""
+        (first, last, segment), (position, key_segment) = intervals, positions
+        seen = (position >= first) & (position <= last)
+        return seen & (segment == key_segment) if self.segments else seen
+
+    def slopes(
+        self, left: Array, right: Array, bars: tuple[Array, Array], lse_delta: Sequence[Array], seen: Array | None
+    ) -> tuple[Float32[Array, "rows columns"], Float32[Array, "rows columns"]]:
+        """Compute P and dS of a tile, queries or keys on the left; `bars` are dO and V in the same order."""
+        lse, delta = lse_delta
+        scores = self.scores(left, right)
+        weights = jnp.exp((scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - lse)
+        slopes = weights * (tile_product(*bars, 1, 1) - delta)
+        return weights, cap_slopes(slopes, scores, self.soft_cap)
+
+
+class Softmax(NamedTuple):
+    """Running softmax of a block of queries: largest scores, sums of weights, and sums of weighted values."""
+
+    top: Float32[Array, "queries 1"]
+    total: Float32[Array, "queries 1"]
+    sums: Float32[Array, "queries value_dim"]
+
+    def add(self, scores: Float32[Array, "queries keys"], value: Array) -> "Softmax":
+        """Add the keys of a tile; a score of -inf counts for nothing."""
+        top = jnp.maximum(self.top, scores.max(1, keepdims=True))
+        fade, weights = jnp.exp(self.top - top), jnp.exp(scores - top)
+        total = self.total * fade + weights.sum(1, keepdims=True)
+        return Softmax(top, total, self.sums * fade + tile_product(weights.astype(value.dtype), value, 1, 0))
+
+    def results(self) -> tuple[Float32[Array, "queries value_dim"], Float32[Array, "queries 1"]]:
+        """Return out and lse."""
+        safe = jnp.where(self.total > 0, self.total, 1.0)
+        return self.sums / safe, jnp.where(self.total > 0, self.top + jnp.log(safe), EMPTY)
+
+
+def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> Float32[Array, "rows columns"]:
+    """Multiply two tiles in f32. Products of bfloat16 are exact, whatever precision is the default."""
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((left_axis,), (right_axis,)), ((), ())),
+        precision=jax.lax.Precision.DEFAULT if left.dtype == jnp.bfloat16 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+# --- which tiles are read, and which need a mask ---
 
 MOST = jnp.iinfo(jnp.int32).max
 _POSITIONS, _SEGMENTS = 2**20, 2**11
@@ -34,9 +105,9 @@ class Schedule(NamedTuple):
     """Extremes of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
 
     - `reach`: for each held block the first block that it sees, and the number of blocks up to the last.
-    - `queries`: the least code of a first position, last position and segment; the largest code of a last position,
-        first position and segment; whether all queries see anything.
-    - `keys`: the least code, position and segment; the largest; whether all are tokens.
+    - `queries`: the least code of a first position and the largest of a last one; the least last position and the
+        largest first one; the least and the largest segment; whether all queries see anything.
+    - `keys`: the least and the largest code, position and segment; whether all are tokens.
     """
 
     reach: list[Array]
@@ -57,33 +128,54 @@ def make_schedule(
     position, segment = positions[:, 0], positions[:, 1]
     row = (_code(segments, position, segment), position, segment)
     keys = _extremes(row, row, position >= 0, key_block)
-    seen = may_see([x[:, :, None] for x in queries], [x[:, None, :] for x in keys])
-    return Schedule(_reach(seen.swapaxes(1, 2) if keys_held else seen), queries, keys)
+    return Schedule(_reach(_of_tiles(may_see, queries, keys, keys_held)), queries, keys)
+
+
+def whole_run(schedule: Schedule, keys_held: bool) -> list[Array]:
+    """Return, for each held block, the first block that it sees whole, and the end of those that follow it so.
+
+    Both are the end of its reach where there is none.
+    """
+    start, count = schedule.reach
+    whole, end = _of_tiles(all_see, schedule.queries, schedule.keys, keys_held), start + count
+    index = jnp.arange(whole.shape[2], dtype=jnp.int32)[None, None]
+    first = jnp.where(whole, index, end[:, :, None]).min(2, initial=MOST)
+    stop = jnp.where(~whole & (index >= first[:, :, None]), index, end[:, :, None]).min(2, initial=MOST)
+    return [first, stop]
+
+
+def _of_tiles(
+    relation: Callable, queries: Sequence[Array], keys: Sequence[Array], keys_held: bool
+) -> Bool[Array, "batch held streamed"]:
+    """Compute a relation of all blocks of queries to all blocks of keys."""
+    tiles = relation([x[:, :, None] for x in queries], [x[:, None, :] for x in keys])
+    return tiles.swapaxes(1, 2) if keys_held else tiles
 
 
 def _extremes(
     least: Sequence[Array], largest: Sequence[Array], counts: Bool[Array, "batch length"], block: int
 ) -> list[Array]:
-    """Return the least and the largest numbers among those that count in each block, and whether all of it counts."""
+    """Return the least and the largest numbers, in pairs, among those that count in each block; whether all count."""
 
     def blocks(x: Array) -> Array:
         return x.reshape(x.shape[0], -1, block)
 
     counts = blocks(counts)
-    fields = [jnp.where(counts, blocks(x), MOST).min(-1) for x in least]
-    fields += [jnp.where(counts, blocks(x), -1).max(-1) for x in largest]
+    fields: list[Array] = []
+    for low, high in zip(least, largest, strict=True):
+        fields += [jnp.where(counts, blocks(low), MOST).min(-1), jnp.where(counts, blocks(high), -1).max(-1)]
     return [*fields, counts.all(-1).astype(jnp.int32)]
 
 
 def may_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Return whether a query of a block may see a key of a block, from their extremes."""
-    return (queries[0] <= keys[3]) & (keys[0] <= queries[3])
+    """Return whether a query of a block may see a key of a block, from their codes, which come first."""
+    return (queries[0] <= keys[1]) & (keys[0] <= queries[1])
 
 
 def all_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
     """Return whether every query of a block sees every key of a block."""
-    _, last, segment, _, first, last_segment, all_queries = queries
-    _, position, key_segment, _, last_position, last_key_segment, all_keys = keys
+    _, _, last, first, segment, last_segment, all_queries = queries
+    _, _, position, last_position, key_segment, last_key_segment, all_keys = keys
     inside = (first <= position) & (last_position <= last) & (all_queries + all_keys == 2)
     return inside & (segment == last_key_segment) & (key_segment == last_segment) & (segment == last_segment)
 
@@ -92,74 +184,3 @@ def _reach(seen: Bool[Array, "batch held streamed"]) -> list[Array]:
     index = jnp.arange(seen.shape[2], dtype=jnp.int32)[None, None]
     start, end = jnp.where(seen, index, seen.shape[2]).min(2), jnp.where(seen, index + 1, 0).max(2)
     return [jnp.where(end > 0, start, 0), jnp.maximum(end - start, 0)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Tiles of a grid: each step's tile, by the schedule as one row of numbers in scalar memory.
-
-    Several dimensions would be padded there. The grid is (batch, heads, blocks of queries, steps), or (batch, key
-    heads, blocks of keys, groups, steps).
-    """
-
-    batch: int
-    groups: int
-    query_block: int
-    key_block: int
-    rows: int  # blocks of queries
-    columns: int  # blocks of keys
-    keys_held: bool
-
-    def entry(self, table: Any, field: int, batch: Any, block: Any) -> Any:
-        """Read an entry: fields 0 and 1 are the schedule's reach, then come 7 of the queries and 7 of the keys."""
-        counts = [self.columns if self.keys_held else self.rows] * 2 + [self.rows] * 7 + [self.columns] * 7
-        return table[self.batch * sum(counts[:field]) + batch * counts[field] + block]
-
-    def streamed(self, table: Any, batch: Any, held: Any, step: Any) -> Any:
-        """Return the block to read. Where a row ends before others do its last block stays, and is not read again."""
-        start, count = (self.entry(table, field, batch, held) for field in range(2))
-        return start + jnp.minimum(step, jnp.maximum(count - 1, 0))
-
-    def visit(self, table: Any, batch: Any, held: Any, step: Any, add: Callable[[bool], None]) -> None:
-        """Run `add(masked)` if anything in the step's tile is visible."""
-        start, count = (self.entry(table, field, batch, held) for field in range(2))
-
-        @pl.when(step < count)
-        def _():
-            i, j = (start + step, held) if self.keys_held else (held, start + step)
-            queries = [self.entry(table, field, batch, i) for field in range(2, 9)]
-            keys = [self.entry(table, field, batch, j) for field in range(9, 16)]
-            some, everything = may_see(queries, keys), all_see(queries, keys)
-            pl.when(some & everything)(lambda: add(False))
-            pl.when(some & ~everything)(lambda: add(True))
-
-    def spec(self, place: str, dims: tuple[int, ...]) -> pl.BlockSpec:
-        """Return the `BlockSpec` of an array that lies in a place."""
-        shape = {
-            "queries": (1, 1, self.query_block, dims[-1]),
-            "keys": (1, 1, self.key_block, dims[-1]),
-            "intervals": (1, dims[-2], self.query_block),
-            "positions": (1, dims[-2], self.key_block),
-            "rows": (1, 1, dims[-2], self.query_block),
-        }[place]
-
-        def index(*ids: Any) -> tuple:
-            batch, head, kv_head, i, j = self._at(*ids)
-            return {
-                "queries": (batch, head, i, 0),
-                "keys": (batch, kv_head, j, 0),
-                "intervals": (batch, 0, i),
-                "positions": (batch, 0, j),
-                "rows": (batch, head, 0, i),
-            }[place]
-
-        return pl.BlockSpec(shape, index)
-
-    def _at(self, *ids: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Return (batch, head, key head, block of queries, block of keys)."""
-        *at, table = ids
-        if self.keys_held:
-            batch, kv_head, held, group, step = at
-            return batch, kv_head * self.groups + group, kv_head, self.streamed(table, batch, held, step), held
-        batch, head, held, step = at
-        return batch, head, jax.lax.div(head, self.groups), held, self.streamed(table, batch, held, step)

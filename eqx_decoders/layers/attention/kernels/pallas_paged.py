@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
-from eqx_decoders.layers.attention.kernels.pallas_flash import tile_product
+from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import tile_product
 from eqx_decoders.layers.cache.page_layout import LANE, Pages
 from eqx_decoders.layers.tpu import block_sizes
 from eqx_decoders.sharding.backend import backend_of

@@ -9,6 +9,7 @@ added, outside. Scores, soft cap and softmax are in f32. A query that sees nothi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack, get_args
 
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
 from eqx_decoders.errors import ConfigError, check, check_number, check_word
-from eqx_decoders.layers.attention.kernels import cudnn, splash
+from eqx_decoders.layers.attention.kernels import cudnn, pallas_flash_gpu, splash
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs, AttentionOptions, group_arguments
 from eqx_decoders.layers.attention.kernels.chunked import blockwise, blockwise_gradients, blockwise_max
 from eqx_decoders.layers.attention.kernels.common import EMPTY as EMPTY, Cotangents, Gradients, Result, Scales
 from eqx_decoders.layers.attention.kernels.dot import dot, dot_gradients
-from eqx_decoders.layers.attention.kernels.pallas_flash import interval_attention, interval_gradients
+from eqx_decoders.layers.attention.kernels.pallas_flash import flash_attention, flash_gradients
+from eqx_decoders.layers.attention.kernels.pallas_flash_tpu import TPU
 from eqx_decoders.layers.cache.format import decode
 from eqx_decoders.layers.mask import Mask, Spans, check_segments
 
@@ -231,13 +233,13 @@ def _find(kernel: str, call: AttentionCall) -> Kernel:
 def choose(call: AttentionCall) -> str:
     """Choose the kernel for "auto": one that can do all of this call.
 
-    Blocks pay once the scores of a head are too many to hold. A platform's own kernel needs arrays of one device: XLA
-    cannot split it.
+    Blocks pay once the scores of a head are too many to hold. A platform's own kernels need arrays of one device: XLA
+    cannot split them. The first that can do the call is taken.
     """
     if min(call.length, call.kv_length) < call.backend.short_attention:
         return "dot"
-    fused = call.backend.attention_kernel
-    return fused if fused is not None and call.local and KERNELS[fused].lacks(call) is None else "chunked"
+    fused = call.backend.attention_kernels if call.local else ()
+    return next((name for name in fused if KERNELS[name].lacks(call) is None), "chunked")
 
 
 KERNELS: dict[str, Kernel] = {
@@ -245,11 +247,19 @@ KERNELS: dict[str, Kernel] = {
     "chunked": Kernel(name="chunked", function=blockwise, gradients=blockwise_gradients),
     "interval": Kernel(
         name="interval",
-        function=interval_attention,
-        gradients=interval_gradients,
+        function=functools.partial(flash_attention, TPU),
+        gradients=functools.partial(flash_gradients, TPU),
         selection=False,
         float16=False,
         platforms=("tpu",),
+    ),
+    "triton": Kernel(
+        name="triton",
+        function=functools.partial(flash_attention, pallas_flash_gpu.GPU),
+        gradients=functools.partial(flash_gradients, pallas_flash_gpu.GPU),
+        selection=False,
+        refusal=pallas_flash_gpu.refusal,
+        platforms=("gpu",),
     ),
     "splash": Kernel(
         name="splash",

@@ -1,0 +1,311 @@
+"""Flash attention in Pallas kernels for NVIDIA's GPUs, by Triton.
+
+A program has one block of sums in registers, and goes through the blocks of the other side that its own sees: first
+those that need a mask, then, without any condition in the loop, the run of those that are seen whole. All sizes of a
+tile are powers of two: rows of other widths are filled up with zeros as they are read, never in memory.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Int
+
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
+from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.kernels.pallas_flash import FlashKernels
+from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
+    FlashPlan,
+    Softmax,
+    make_schedule,
+    may_see,
+    tile_product,
+    whole_run,
+)
+from eqx_decoders.layers.tpu import BlockSizes
+
+
+WIDEST = 256  # features of a tile: more do not fit the registers and the shared memory
+_SMALLEST = 16  # rows and columns of a product
+_STAGES = 2
+WARPS = 0
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Return what the kernels cannot do in this call, in words, or None."""
+    if len(set(map(jnp.dtype, call.dtypes))) > 1:
+        return "arrays of several dtypes"
+    wide = max(call.head_dim, call.value_dim)
+    return f"heads of {wide} > {WIDEST} features" if wide > WIDEST else None
+
+
+# --- tables and tiles ---
+
+
+def _width(dim: int) -> int:
+    """Return the columns of a tile of so many features."""
+    return max(_SMALLEST, pl.next_power_of_2(dim))
+
+
+def _make_table(
+    plan: FlashPlan, intervals: Array, positions: Array, *, keys_held: bool
+) -> tuple[Int[Array, "batch held_blocks 6"], Int[Array, "batch streamed_blocks 2"]]:
+    """Return of each held block the ends of its reach and of its run without mask, and its codes; codes of the others.
+
+    The ends are start, first of the run, end of the run, end.
+    """
+    held, streamed = (plan.key_blocks, plan.query_blocks) if keys_held else (plan.query_blocks, plan.key_blocks)
+    blocks = (streamed.streamed, held.held) if keys_held else (held.held, streamed.streamed)
+    schedule = make_schedule(plan.segments, intervals, positions, *blocks, keys_held)
+    start, count = schedule.reach
+    own, other = (schedule.keys, schedule.queries) if keys_held else (schedule.queries, schedule.keys)
+    return jnp.stack([start, *whole_run(schedule, keys_held), start + count, *own[:2]], 2), jnp.stack(other[:2], 2)
+
+
+def _over_tiles(table: Any, codes: Any, add: Callable[[Any, bool, Any], Any], state: Any) -> Any:
+    """Fold `add(block, masked, state)` over the blocks that the held one sees."""
+    start, whole, rest, end, *own = (table[i] for i in range(6))
+
+    def masked(step, state):
+        block = step + jnp.where(step < whole, 0, rest - whole)
+        some = may_see(own, [codes[block, i] for i in range(2)])
+        return jax.lax.cond(some, lambda state: add(block, True, state), lambda state: state, state)
+
+    state = jax.lax.fori_loop(start, end - (rest - whole), masked, state)
+    return jax.lax.fori_loop(whole, rest, lambda block, state: add(block, False, state), state)
+
+
+def _features(dim: int) -> Array | None:
+    """Return which columns of a tile there are in memory; None: all."""
+    return None if _width(dim) == dim else (jnp.arange(_width(dim)) < dim)[None]
+
+
+def _read(rows: Any, dim: int) -> Array:
+    """Read a tile, whose columns beyond `dim` are zero."""
+    there = _features(dim)
+    return plgpu.load(rows) if there is None else plgpu.load(rows, mask=there, other=0.0)
+
+
+def _write(rows: Any, tile: Array, dim: int) -> None:
+    plgpu.store(rows, tile.astype(rows.dtype), mask=_features(dim))
+
+
+# --- the kernels ---
+
+
+def _forward_kernel(
+    plan: FlashPlan, dims: tuple[int, int], table, codes, query, key, value, intervals, positions, out, lse
+) -> None:
+    dim, value_dim = dims
+    size, held = plan.key_blocks.streamed, _read(query, dim)
+    rows = [intervals[i][:, None] for i in range(3)]
+
+    def add(block: Any, masked: bool, state: Softmax) -> Softmax:
+        at = pl.ds(block * size, size)
+        scores = plan.scores(held, _read(key.at[at, :], dim))
+        if masked:
+            scores = jnp.where(plan.seen(rows, [positions[i, at][None] for i in range(2)]), scores, -jnp.inf)
+        return state.add(scores, _read(value.at[at, :], value_dim))
+
+    column = jnp.zeros((held.shape[0], 1), jnp.float32)
+    start = Softmax(column + EMPTY, column, jnp.zeros((held.shape[0], _width(value_dim)), jnp.float32))
+    result, row = _over_tiles(table, codes, add, start).results()
+    _write(out, result, value_dim)
+    lse[0] = row[:, 0]
+
+
+def _query_kernel(
+    plan: FlashPlan,
+    dims: tuple[int, int],
+    table,
+    codes,
+    query,
+    key,
+    value,
+    intervals,
+    positions,
+    out_bar,
+    lse_delta,
+    query_bar,
+) -> None:
+    dim, value_dim = dims
+    size, held, held_bar = plan.key_blocks.streamed, _read(query, dim), _read(out_bar, value_dim)
+    rows, lse_delta_columns = [intervals[i][:, None] for i in range(3)], [lse_delta[i][:, None] for i in range(2)]
+
+    def add(block: Any, masked: bool, sums: Array) -> Array:
+        at = pl.ds(block * size, size)
+        keys = _read(key.at[at, :], dim)
+        seen = plan.seen(rows, [positions[i, at][None] for i in range(2)]) if masked else None
+        bars = held_bar, _read(value.at[at, :], value_dim)
+        _, slopes = plan.slopes(held, keys, bars, lse_delta_columns, seen)
+        return sums + tile_product(slopes.astype(keys.dtype), keys, 1, 0)
+
+    sums = _over_tiles(table, codes, add, jnp.zeros(held.shape, jnp.float32))
+    _write(query_bar, sums, dim)
+
+
+def _key_kernel(
+    plan: FlashPlan,
+    dims: tuple[int, int],
+    table,
+    codes,
+    query,
+    key,
+    value,
+    intervals,
+    positions,
+    out_bar,
+    lse_delta,
+    key_bar,
+    value_bar,
+) -> None:
+    dim, value_dim = dims
+    size, keys, values = plan.query_blocks.streamed, _read(key, dim), _read(value, value_dim)
+    columns = [positions[i][:, None] for i in range(2)]
+
+    def of_head(head: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(block: Any, masked: bool, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            at = pl.ds(block * size, size)
+            queries, bars = _read(query.at[at, head, :], dim), _read(out_bar.at[at, head, :], value_dim)
+            seen = plan.seen([intervals[i, at][None] for i in range(3)], columns) if masked else None
+            lse_delta_rows = [lse_delta[head, i, at][None] for i in range(2)]
+            weights, slopes = plan.slopes(keys, queries, (values, bars), lse_delta_rows, seen)
+            key_sums = sums[0] + tile_product(slopes.astype(queries.dtype), queries, 1, 0)
+            return key_sums, sums[1] + tile_product(weights.astype(bars.dtype), bars, 1, 0)
+
+        return _over_tiles(table, codes, add, state)
+
+    zeros = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    key_sums, value_sums = jax.lax.fori_loop(0, query.shape[1], of_head, zeros)
+    _write(key_bar, key_sums, dim)
+    _write(value_bar, value_sums, value_dim)
+
+
+# --- their calls ---
+
+
+def _spec(place: str, shape: tuple[int, ...], block: int, groups: int, keys_held: bool) -> pl.BlockSpec:
+    """Return the `BlockSpec` of an array that lies in a place: a block of the held side, all of the other.
+
+    The grid is (blocks of queries, heads, batch), or (blocks of keys, key heads, batch).
+    """
+    of_keys = place in ("keys", "positions")
+    held = of_keys == keys_held
+    heads = groups if keys_held and not of_keys else None
+
+    def spec(sizes: tuple[int | None, ...], index: Callable[..., tuple]) -> pl.BlockSpec:
+        def of_program(at: Any, head: Any, batch: Any) -> tuple:
+            head = jax.lax.div(head, groups) if of_keys and not keys_held else head
+            return index(batch, head, at if held else 0)
+
+        return pl.BlockSpec(sizes, of_program)
+
+    match place:
+        case "table":
+            return pl.BlockSpec((None, None, shape[2]), lambda at, head, batch: (batch, at, 0))
+        case "codes":
+            return pl.BlockSpec((None, *shape[1:]), lambda at, head, batch: (batch, 0, 0))
+        case "queries" | "keys":
+            rows = block if held else shape[1]
+            return spec((None, rows, heads, _width(shape[3])), lambda batch, head, at: (batch, at, head, 0))
+        case "intervals" | "positions":
+            columns = block if held else shape[2]
+            return spec((None, shape[1], columns), lambda batch, head, at: (batch, 0, at))
+        case _:
+            columns = block if held else shape[3]
+            return spec((None, heads, shape[2], columns), lambda batch, head, at: (batch, head, 0, at))
+
+
+def _call(
+    plan: FlashPlan,
+    kernel: Callable,
+    operands: Sequence[tuple[str, Array]],
+    results: Sequence[tuple[str, tuple[int, ...], Any]],
+    *,
+    keys_held: bool = False,
+) -> Sequence[Array]:
+    """Run one `pallas_call`.
+
+    `operands` and `results` are arrays, or shapes and dtypes, with the places of their blocks; query, key and value
+    come first.
+    """
+    named, (query, key, value) = dict(operands), (array for _, array in operands[:3])
+    tables = _make_table(plan, named["intervals"], named["positions"], keys_held=keys_held)
+    operands = [*zip(("table", "codes"), tables, strict=True), *operands]
+    block, heads = (plan.key_blocks.held, key) if keys_held else (plan.query_blocks.held, query)
+    groups, rest = query.shape[2] // key.shape[2], (heads.shape[2], heads.shape[0])
+
+    def spec(place: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+        return _spec(place, shape, block, groups, keys_held)
+
+    return pl.pallas_call(
+        functools.partial(kernel, plan, (query.shape[3], value.shape[3])),
+        grid=(heads.shape[1] // block, *rest),
+        in_specs=[spec(place, array.shape) for place, array in operands],
+        out_specs=[spec(place, shape) for place, shape, _ in results],
+        out_shape=[jax.ShapeDtypeStruct(*result[1:]) for result in results],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS or block // 16, num_stages=_STAGES),
+        interpret=plan.interpret,
+        name=f"flash_attention{kernel.__name__}",
+    )(*(array for _, array in operands))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
+def _forward(
+    plan: FlashPlan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
+) -> tuple[Array, Array]:
+    kinds, dims = ("queries", "keys", "keys", "intervals", "positions"), (*query.shape[:3], value.shape[3])
+    rows = query.shape[0], query.shape[2], 1, query.shape[1]
+    out, lse = _call(
+        plan,
+        _forward_kernel,
+        list(zip(kinds, (query, key, value, intervals, positions), strict=True)),
+        [("queries", dims, query.dtype), ("rows", rows, jnp.float32)],
+    )
+    return out, lse
+
+
+def _backward(
+    plan: FlashPlan,
+    query: Array,
+    key: Array,
+    value: Array,
+    intervals: Array,
+    positions: Array,
+    out_bar: Array,
+    lse_delta: Array,
+    dtype: Any,
+) -> tuple[Array, Array, Array]:
+    kinds = ("queries", "keys", "keys", "intervals", "positions", "queries", "rows")
+    operands = list(zip(kinds, (query, key, value, intervals, positions, out_bar, lse_delta), strict=True))
+    like_query, like_key, like_value = (
+        (place, x.shape, dtype or x.dtype) for place, x in zip(kinds[:3], (query, key, value), strict=True)
+    )
+    (query_bar,) = _call(plan, _query_kernel, operands, [like_query])
+    key_bar, value_bar = _call(plan, _key_kernel, operands, [like_key, like_value], keys_held=True)
+    return query_bar, key_bar, value_bar
+
+
+def block_sizes(call: AttentionCall) -> tuple[BlockSizes, BlockSizes]:
+    """Return the blocks of queries and of keys whose sums and tiles fit the registers of a program."""
+    width = max(_width(call.head_dim), _width(call.value_dim)) * jnp.dtype(call.dtypes[0]).itemsize
+    return BlockSizes(held=128, streamed=32), BlockSizes(held=128, streamed=64)
+
+
+def _plan(call: AttentionCall) -> FlashPlan:
+    query_blocks, key_blocks = block_sizes(call)
+    return FlashPlan(
+        mask=call.mask,
+        soft_cap=call.soft_cap,
+        segments=call.segments,
+        interpret=not call.backend.pallas_gpu,
+        query_blocks=query_blocks,
+        key_blocks=key_blocks,
+    )
+
+
+GPU = FlashKernels(_plan, _forward, _backward, heads_first=False)
