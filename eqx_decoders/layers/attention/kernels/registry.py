@@ -127,6 +127,7 @@ class AttendKeywords(TypedDict, total=False):
     needs_lse: bool
     local: bool
     platform: str
+    compute_capability: tuple[int, int] | None
 
 
 def attend(
