@@ -1,7 +1,5 @@
 """Keys and values that go round give what they give on one device, and go no further than they are seen."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +8,12 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.attention.context_parallel import zigzag
-from eqx_decoders.layers.attention.kernels import pallas_flash
 from eqx_decoders.layers.attention.kernels.call import group_arguments
 from eqx_decoders.layers.attention.kernels.chunked import may_see
 from eqx_decoders.layers.attention.kernels.common import make_cotangents
-from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend, attend_gradients, with_sink
+from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend, attend_gradients, with_sink
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
-from eqx_decoders.layers.tpu import BlockSizes
+from tests.layers.attention.kernels.test_pallas_flash import interpret
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
 from tests.layers.attention.test_context_parallel import (
     check,
@@ -35,10 +32,9 @@ slow = pytest.mark.slow
 
 @pytest.fixture
 def interpreted():
-    """The TPU kernel runs on CPU, in small blocks."""
+    """Our kernels run on CPU, in small blocks."""
     patch = pytest.MonkeyPatch()
-    patch.setitem(KERNELS, "interval", dataclasses.replace(KERNELS["interval"], platforms=("cpu", "tpu")))
-    patch.setattr(pallas_flash, "block_sizes", lambda: BlockSizes(held=128, streamed=128))
+    interpret(patch)
     yield
     patch.undo()
     results.clear_cache()
@@ -99,10 +95,19 @@ def test_packed_rows_in_a_ring(sizes, mask, options):
 @slow
 @pytest.mark.parametrize("form", ["ring", "ring_all_to_all"])
 @pytest.mark.parametrize("order", ["plain", "zigzag"])
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(200), Chunked(300)], ids=str)
-def test_kernels_in_a_ring(interpreted, mask, order, form):
-    """The TPU kernel, several blocks of a piece."""
-    check_ring(FOUR, 1072, mask, order=order, form=form, kernel="interval")
+@pytest.mark.parametrize(
+    ("kernel", "mask"),
+    [
+        ("interval", Causal()),
+        ("interval", SlidingWindow(200)),
+        ("interval", Chunked(300)),
+        ("triton", SlidingWindow(200)),
+    ],
+    ids=str,
+)
+def test_kernels_in_a_ring(interpreted, kernel, mask, order, form):
+    """Our kernels, several blocks of a piece."""
+    check_ring(FOUR, 1072, mask, order=order, form=form, kernel=kernel)
 
 
 @slow
@@ -145,7 +150,9 @@ def test_a_ring_in_bfloat16():
     assert all(each < 1.5 * errors["gather"] < 0.03 for each in errors.values()), errors
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("dot", marks=slow), "chunked", pytest.param("interval", marks=slow)])
+@pytest.mark.parametrize(
+    "kernel", ["chunked", *(pytest.param(name, marks=slow) for name in ("dot", "interval", "triton"))]
+)
 def test_gradients_of_parts_of_the_keys(kernel, interpreted):
     """Given lse of all keys, gradients of queries add up, and those of keys are those of the whole, a sink and all."""
     places, sink = packed_places(160), jnp.array([0.5, -1.0, 0.0, 2.0])

@@ -29,18 +29,33 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
 from eqx_decoders.layers.tpu import BlockSizes
 
 
-WIDEST = 256  # features of a tile: more do not fit the registers and the shared memory
+GENERATIONS = 9, 10  # major compute capabilities, of Hopper and Blackwell: others have less shared memory
 _SMALLEST = 16  # rows and columns of a product
-_STAGES = 2
-WARPS = 0
+_WARPS, _STAGES = 8, 2
+# Of queries and of keys, by the bytes of a row of a tile. Registers of Hopper hold them by ptxas; they are not timed.
+_BLOCKS: dict[int, tuple[BlockSizes, BlockSizes]] = {
+    256: (BlockSizes(held=128, streamed=32), BlockSizes(held=128, streamed=64)),
+    512: (BlockSizes(held=128, streamed=16), BlockSizes(held=64, streamed=32)),
+}
 
 
 def refusal(call: AttentionCall) -> str | None:
     """Return what the kernels cannot do in this call, in words, or None."""
+    if call.compute_capability is None or call.compute_capability[0] not in GENERATIONS:
+        return f"devices of compute capability {call.compute_capability}, not {GENERATIONS}"
     if len(set(map(jnp.dtype, call.dtypes))) > 1:
         return "arrays of several dtypes"
-    wide = max(call.head_dim, call.value_dim)
-    return f"heads of {wide} > {WIDEST} features" if wide > WIDEST else None
+    size = _row_bytes(call)
+    return None if size <= max(_BLOCKS) else f"heads whose tiles have rows of {size} > {max(_BLOCKS)} bytes"
+
+
+def block_sizes(call: AttentionCall) -> tuple[BlockSizes, BlockSizes]:
+    """Return the blocks of queries and of keys."""
+    return _BLOCKS[min((size for size in _BLOCKS if size >= _row_bytes(call)), default=max(_BLOCKS))]
+
+
+def _row_bytes(call: AttentionCall) -> int:
+    return _width(max(call.head_dim, call.value_dim)) * max(jnp.dtype(dtype).itemsize for dtype in call.dtypes)
 
 
 # --- tables and tiles ---
@@ -248,7 +263,7 @@ def _call(
         in_specs=[spec(place, array.shape) for place, array in operands],
         out_specs=[spec(place, shape) for place, shape, _ in results],
         out_shape=[jax.ShapeDtypeStruct(*result[1:]) for result in results],
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS or block // 16, num_stages=_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=plan.interpret,
         name=f"flash_attention{kernel.__name__}",
     )(*(array for _, array in operands))
@@ -288,12 +303,6 @@ def _backward(
     (query_bar,) = _call(plan, _query_kernel, operands, [like_query])
     key_bar, value_bar = _call(plan, _key_kernel, operands, [like_key, like_value], keys_held=True)
     return query_bar, key_bar, value_bar
-
-
-def block_sizes(call: AttentionCall) -> tuple[BlockSizes, BlockSizes]:
-    """Return the blocks of queries and of keys whose sums and tiles fit the registers of a program."""
-    width = max(_width(call.head_dim), _width(call.value_dim)) * jnp.dtype(call.dtypes[0]).itemsize
-    return BlockSizes(held=128, streamed=32), BlockSizes(held=128, streamed=64)
 
 
 def _plan(call: AttentionCall) -> FlashPlan:

@@ -129,6 +129,13 @@ def exact_by_cudnn(call):
     return call.batch * max(1, call.selected_heads) * call.length * call.kv_length * 2 <= 2**30
 
 
+def done_by_triton(call):
+    """Arrays of one device and dtype, no selection, heads of at most 512 bytes where their width is a power of two."""
+    wide = next(width for width in (64, 128, 256, 512) if width >= max(call.head_dim, call.value_dim))
+    one = call.local and not call.selected_heads and len(set(call.dtypes)) == 1
+    return one and wide * jnp.dtype(call.dtypes[0]).itemsize <= 512
+
+
 VARIANTS = dict(
     mask=MASKS,
     positions=[
@@ -147,7 +154,7 @@ VARIANTS = dict(
 
 
 def test_auto_is_exact_in_every_combination():
-    """Over all combinations: it can do the call; on GPU it is cuDNN where that is exact, and only there."""
+    """Over all combinations: it can do the call; on GPU it is cuDNN where that is exact, else ours where that can."""
     taken = {}
     for mask, positions, sizes, dtypes, rest, platform in itertools.product(*VARIANTS.values()):
         call = AttentionCall(
@@ -159,9 +166,10 @@ def test_auto_is_exact_in_every_combination():
         short = min(call.length, call.kv_length) < (32 if platform == "cpu" else 512)
         assert (name == "dot") == short
         if platform == "gpu" and not short:
-            assert name == ("cudnn" if exact_by_cudnn(call) else "chunked"), call
+            other = "triton" if done_by_triton(call) else "chunked"
+            assert name == ("cudnn" if exact_by_cudnn(call) else other), call
     assert taken == {
-        "gpu": {"dot", "cudnn", "chunked"},
+        "gpu": {"dot", "cudnn", "triton", "chunked"},
         "tpu": {"dot", "interval", "chunked"},
         "cpu": {"dot", "chunked"},
     }

@@ -1,4 +1,4 @@
-"""The TPU kernel, interpreted: it is the plain one in values and gradients, and does no more than it has to."""
+"""Our flash kernels, interpreted: they are the plain one in values and gradients, and do no more than they have to."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention.kernels import pallas_flash, pallas_flash_tiles
+from eqx_decoders.layers.attention.kernels import pallas_flash, pallas_flash_gpu, pallas_flash_tiles, pallas_flash_tpu
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
 from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
@@ -22,20 +22,31 @@ DIMS = [(64, 64, 4), (128, 128, 4), (256, 256, 4), (192, 128, 16)]  # of keys, o
 NAMES = ("query_positions", "key_positions", "query_segments", "key_segments", "query_spans")
 
 
+KERNEL = pytest.mark.parametrize("kernel", ["interval", "triton"])
+slow = pytest.mark.slow
+
+
+def interpret(patch):
+    """The kernels run on CPU, in small blocks."""
+    for name in ("interval", "triton"):
+        patch.setitem(KERNELS, name, dataclasses.replace(KERNELS[name], platforms=("cpu",), refusal=lambda call: None))
+    patch.setattr(pallas_flash_tpu, "block_sizes", lambda: BlockSizes(held=256, streamed=128))
+    small = BlockSizes(held=64, streamed=32), BlockSizes(held=32, streamed=16)
+    patch.setattr(pallas_flash_gpu, "block_sizes", lambda call: small)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def interpreted():
-    """The kernel runs on CPU, in blocks of 128 and, where they are held, 256."""
     patch = pytest.MonkeyPatch()
-    patch.setitem(KERNELS, "interval", dataclasses.replace(KERNELS["interval"], platforms=("cpu", "tpu")))
-    patch.setattr(pallas_flash, "block_sizes", lambda: BlockSizes(held=256, streamed=128))
+    interpret(patch)
     yield
     patch.undo()
     all_of.clear_cache()
 
 
-def both(qkv, places, **options):
+def both(kernel, qkv, places, **options):
     weights = weights_for(qkv)
-    return tuple(all_of(qkv, weights, places, kernel=kernel, **options) for kernel in ("interval", "dot"))
+    return tuple(all_of(qkv, weights, places, kernel=name, **options) for name in (kernel, "dot"))
 
 
 def zigzag(places, order):
@@ -55,24 +66,32 @@ def layouts(length):
 
 
 @pytest.mark.parametrize(
-    ("mask", "soft_cap"),
+    ("kernel", "mask", "soft_cap"),
     [
-        (Causal(), None),
-        (SlidingWindow(70), 2.0),
-        pytest.param(Chunked(100), None, marks=pytest.mark.slow),
-        pytest.param(Bidirectional(), 2.0, marks=pytest.mark.slow),
+        ("interval", Causal(), None),
+        ("interval", SlidingWindow(70), 2.0),
+        ("triton", SlidingWindow(70), 2.0),
+        pytest.param("triton", Causal(), None, marks=slow),
+        *(pytest.param(kernel, Chunked(100), None, marks=slow) for kernel in ("interval", "triton")),
+        *(pytest.param(kernel, Bidirectional(), 2.0, marks=slow) for kernel in ("interval", "triton")),
     ],
     ids=str,
 )
-def test_interval_is_dot(mask, soft_cap):
+def test_flash_is_dot(kernel, mask, soft_cap):
     """An odd length, three query heads a key head, narrow values."""
     qkv = make(421, heads=3, kv_heads=1, value_dim=5)
     for places in layouts(421):
-        same(*both(qkv, places, mask=mask, soft_cap=soft_cap))
+        same(*both(kernel, qkv, places, mask=mask, soft_cap=soft_cap))
 
 
-@pytest.mark.parametrize("spans", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_keys_are_not_the_queries(spans):
+@pytest.mark.parametrize(
+    ("kernel", "spans"),
+    [
+        ("interval", True),
+        *(pytest.param(*case, marks=slow) for case in (("interval", False), ("triton", True), ("triton", False))),
+    ],
+)
+def test_keys_are_not_the_queries(kernel, spans):
     """A ring of slots in any order, some of them empty, without segments; spans that reach ahead."""
     qkv = make(140, 333, heads=4, kv_heads=2, value_dim=11)
     order = np.random.default_rng(0).permutation(333)
@@ -81,23 +100,36 @@ def test_keys_are_not_the_queries(spans):
     if spans:
         first = jnp.where(plain(140) < 60, 190, jnp.where(plain(140) < 70, -1, 225))
         places["query_spans"] = Spans(jnp.where(first < 0, -1, first + 60))
-    same(*both(qkv, places, mask=SlidingWindow(40)))
+    same(*both(kernel, qkv, places, mask=SlidingWindow(40)))
 
 
-@pytest.mark.slow
-def test_one_token():
+@slow
+@KERNEL
+def test_one_token(kernel):
     places = {"query_positions": plain(1, start=4), "key_positions": plain(9)}
-    same(*both(make(1, 9), places, mask=Causal()))
+    same(*both(kernel, make(1, 9), places, mask=Causal()))
 
 
-@pytest.mark.slow
-def test_bfloat16_stays_near():
+@slow
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16)])
+def test_widths_of_triton(dims):
+    """Widths that are powers of two, which no tile fills up, and those of latent attention."""
+    dim, value_dim = dims
+    qkv = make(140, dim=dim, value_dim=value_dim)
+    same(*both("triton", qkv, packed_places(140), mask=Causal()))
+
+
+@slow
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("interval", jnp.bfloat16), ("triton", jnp.bfloat16), ("triton", jnp.float16)]
+)
+def test_half_precision_stays_near(kernel, dtype):
     """Of one document, whose keys are filled up to whole blocks: what is filled in is not seen."""
     qkv, places = make(270), dict.fromkeys(NAMES[:2], plain(270))
-    low, options = tuple(x.astype(jnp.bfloat16) for x in qkv), dict(mask=Causal(), soft_cap=5.0)
-    near = all_of(low, weights_for(qkv), places, kernel="interval", **options)
+    low, options = tuple(x.astype(dtype) for x in qkv), dict(mask=Causal(), soft_cap=5.0)
+    near = all_of(low, weights_for(qkv), places, kernel=kernel, **options)
     exact = all_of(tuple(x.astype(jnp.float32) for x in low), weights_for(qkv), places, kernel="dot", **options)
-    assert near[0][0].dtype == jnp.bfloat16 and near[0][1].dtype == jnp.float32
+    assert near[0][0].dtype == dtype and near[0][1].dtype == jnp.float32
     same(jax.tree.map(lambda x: x.astype(jnp.float32), near), exact, tolerance=2e-2)
 
 
@@ -112,7 +144,8 @@ ROWS = {
 }
 
 
-def test_blocks_that_nobody_sees_are_not_touched():
+@KERNEL
+def test_blocks_that_nobody_sees_are_not_touched(kernel):
     """NaN in them changes no bit, whatever keeps them from being seen."""
     parts = zip(*ROWS.values(), strict=True)
     rows = [np.stack([np.concatenate([np.broadcast_to(x, 256) for x in row]) for row in part]) for part in parts]
@@ -124,7 +157,7 @@ def test_blocks_that_nobody_sees_are_not_touched():
     qkv = make(768, heads=2, kv_heads=1, value_dim=5, batch=len(ROWS))
     poisons = zip(qkv, (asleep, unseen, unseen), strict=True)
     poisoned = tuple(jnp.where(rows[:, :, None, None], jnp.nan, x) for x, rows in poisons)
-    runs = [all_of(x, weights_for(qkv), places, mask=Causal(), kernel="interval") for x in (qkv, poisoned)]
+    runs = [all_of(x, weights_for(qkv), places, mask=Causal(), kernel=kernel) for x in (qkv, poisoned)]
     for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
         np.testing.assert_array_equal(a, b)
     (out, lse), (query_bar, *bars) = runs[1]
@@ -134,8 +167,8 @@ def test_blocks_that_nobody_sees_are_not_touched():
 
 @functools.partial(jax.jit, static_argnames=("mask", "keys_held"))
 def schedule(places, *, mask, keys_held):
-    """Which tiles are read, which count, and which need no mask: [batch, blocks of queries, blocks of keys]."""
-    plan = pallas_flash._FlashPlan(
+    """Which tiles are read, which count, which need no mask, which follow one another so: [batch, queries, keys]."""
+    plan = pallas_flash_tiles.FlashPlan(
         mask=mask,
         soft_cap=None,
         segments=True,
@@ -144,13 +177,30 @@ def schedule(places, *, mask, keys_held):
         key_blocks=BlockSizes(held=32, streamed=16),
     )
     sizes = (16, 32) if keys_held else (32, 16)
-    rows = pallas_flash._intervals_and_positions(plan, AttentionPositions(**places))
-    (start, count), queries, keys = pallas_flash_tiles.make_schedule(plan.segments, *rows, *sizes, keys_held)
-    tables = [x[:, :, None] for x in queries], [x[:, None, :] for x in keys]
-    sees, sees_all = pallas_flash_tiles.may_see(*tables), pallas_flash_tiles.all_see(*tables)
-    index = jnp.arange(sees.shape[1 if keys_held else 2])[None, None]
-    read = (index >= start[:, :, None]) & (index < (start + count)[:, :, None])
-    return read.swapaxes(1, 2) if keys_held else read, sees, sees_all
+    rows = pallas_flash.intervals_and_positions(plan, AttentionPositions(**places))
+    tables = pallas_flash_tiles.make_schedule(plan.segments, *rows, *sizes, keys_held)
+    (start, count), queries, keys = tables
+    first, stop = pallas_flash_tiles.whole_run(tables, keys_held)
+    tiles = [x[:, :, None] for x in queries], [x[:, None, :] for x in keys]
+    sees, sees_all = pallas_flash_tiles.may_see(*tiles), pallas_flash_tiles.all_see(*tiles)
+
+    def between(start, end):
+        index = jnp.arange(sees.shape[1 if keys_held else 2])[None, None]
+        tiles = (index >= start[:, :, None]) & (index < end[:, :, None])
+        return tiles.swapaxes(1, 2) if keys_held else tiles
+
+    ordered = (start <= first) & (first <= stop) & (stop <= start + count)
+    return between(start, start + count), sees, sees_all, between(first, stop), ordered
+
+
+def first_run(whole):
+    """The first tiles of each row that follow one another and are whole."""
+    run = np.zeros_like(whole)
+    for index in np.ndindex(*whole.shape[:2]):
+        at = whole[index].argmax()
+        while at < whole.shape[2] and whole[index][at]:
+            run[index][at], at = True, at + 1
+    return run
 
 
 @pytest.mark.parametrize(
@@ -164,20 +214,23 @@ def test_tiles_are_those_that_are_seen(mask):
             queries, keys = (16, 32) if keys_held else (32, 16)
             tiles = seen.reshape(2, 416 // queries, queries, 416 // keys, keys)
             some = tiles.any((2, 4))
-            read, sees, sees_all = map(np.asarray, schedule(places, mask=mask, keys_held=keys_held))
+            read, sees, sees_all, run, ordered = map(np.asarray, schedule(places, mask=mask, keys_held=keys_held))
             np.testing.assert_array_equal(sees_all, tiles.all((2, 4)))
+            turn = (0, 2, 1) if keys_held else (0, 1, 2)
+            np.testing.assert_array_equal(run.transpose(turn), first_run(sees_all.transpose(turn)))
+            assert ordered.all()
             assert (read & sees)[some].all()
             if at == 0:  # packed rows in order: nothing is in vain
                 np.testing.assert_array_equal(sees, some)
                 np.testing.assert_array_equal(read, some)
 
 
-def layers(remat):
+def layers(remat, kernel):
     """Two layers in a scan."""
 
     def loss(qkv, places):
         def layer(x, _):
-            out, lse = attend(jnp.sin(x), *qkv[1:], mask=Causal(), kernel="interval", **places)
+            out, lse = attend(jnp.sin(x), *qkv[1:], mask=Causal(), kernel=kernel, **places)
             return jnp.sin(out) + lse[..., None], None
 
         return jax.lax.scan(remat(layer), qkv[0], None, length=2)[0].sum()
@@ -185,7 +238,8 @@ def layers(remat):
     return loss
 
 
-def test_context_saves_the_forward_kernel():
+@KERNEL
+def test_context_saves_the_forward_kernel(kernel):
     qkv, places = make(24), packed_places(24)
     policies = {
         "context": jax.checkpoint_policies.save_only_these_names("context"),
@@ -194,14 +248,15 @@ def test_context_saves_the_forward_kernel():
     remats = {"plain": lambda f: f}
     remats |= {k: functools.partial(jax.checkpoint, policy=v, prevent_cse=False) for k, v in policies.items()}
     calls = {
-        name: str(jax.make_jaxpr(jax.grad(layers(remat)))(qkv, places)).count("pallas_call[")
+        name: str(jax.make_jaxpr(jax.grad(layers(remat, kernel)))(qkv, places)).count("pallas_call[")
         for name, remat in remats.items()
     }
     assert calls == {"plain": 3, "context": 3, "nothing": 4}
 
 
 def test_auto_takes_it_where_it_can(monkeypatch):
-    """On TPUs, for arrays of one device, that are long enough, without a selection or float16."""
+    """For arrays of one device, that are long enough, without a selection; on TPUs without float16, on GPUs of some
+    generations."""
     chosen = []
 
     def spy(name):
@@ -209,19 +264,27 @@ def test_auto_takes_it_where_it_can(monkeypatch):
 
     table = {name: dataclasses.replace(kernel, function=spy(name)) for name, kernel in KERNELS.items()}
     table["interval"] = dataclasses.replace(table["interval"], platforms=("tpu",))
+    refusal = pallas_flash_gpu.refusal
+    table["triton"] = dataclasses.replace(table["triton"], platforms=("gpu",), refusal=refusal)
     monkeypatch.setattr("eqx_decoders.layers.attention.kernels.registry.KERNELS", table)
     usual = dict(length=4096, kv_length=4096, dtype=jnp.bfloat16, local=True, platform="tpu")
+    hopper, ampere, other = (dict(platform="gpu", compute_capability=each) for each in ((9, 0), (8, 0), (12, 0)))
     for change in ({}, dict(local=False), dict(platform="gpu"), dict(length=4), dict(kv_length=16),
-                   dict(dtype=jnp.float16), dict(selected=True), dict(soft_cap=3.0, spans=True)):  # fmt: skip
+                   dict(dtype=jnp.float16), dict(selected=True), dict(soft_cap=3.0, spans=True),
+                   hopper, hopper | dict(dtype=jnp.float16, spans=True), hopper | dict(selected=True),
+                   hopper | dict(local=False), hopper | dict(dtype=jnp.float32, dim=129), ampere, other):  # fmt: skip
         case = usual | change
-        q, k = (jnp.zeros((1, case[n], 1, 2), case["dtype"]) for n in ("length", "kv_length"))
+        q, k = (jnp.zeros((1, case[n], 1, case.get("dim", 2)), case["dtype"]) for n in ("length", "kv_length"))
         places = {"query_positions": plain(q.shape[1], 1), "key_positions": plain(k.shape[1], 1)}
         if case.get("spans"):
             places["query_spans"] = Spans(plain(q.shape[1], 1))
         selected = jnp.zeros((1, 1, q.shape[1], k.shape[1]), bool) if case.get("selected") else None
         options = dict(local=case["local"], platform=case["platform"], soft_cap=case.get("soft_cap"), mask=Causal())
+        options["compute_capability"] = case.get("compute_capability")
         attend(q, k, k, **places, **options, selected=selected)
-    assert chosen == ["interval", "chunked", "chunked", "dot", "dot", "chunked", "chunked", "interval"]
+    usual, other = chosen[:8], chosen[8:]
+    assert usual == ["interval", "chunked", "chunked", "dot", "dot", "chunked", "chunked", "interval"]
+    assert other == ["triton", "triton", "chunked", "chunked", "chunked", "chunked", "chunked"]
     with pytest.raises(ConfigError, match=r"kernel='interval' cannot do a selection of keys.* These can: dot, chunked"):
         attend(*make(3), mask=Causal(), query_positions=plain(3), key_positions=plain(3), kernel="interval",
                platform="tpu", selected=jnp.ones((2, 1, 3, 3), bool))  # fmt: skip
@@ -243,7 +306,7 @@ def test_block_sizes_of_what_is_not_known():
     assert block_sizes() == SAFE
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("topology", "dim", "value_dim", "kv_heads"),
     [
@@ -254,7 +317,7 @@ def test_block_sizes_of_what_is_not_known():
 def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads):
     """Values and gradients of packed rows, in blocks of this generation, which its vector memory holds."""
     devices, asked = tpu_devices(topology), []
-    monkeypatch.setattr(pallas_flash, "block_sizes", lambda: asked.append(block_sizes()) or asked[-1])
+    monkeypatch.setattr(pallas_flash_tpu, "block_sizes", lambda: asked.append(block_sizes()) or asked[-1])
     mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
 
     def bars(query, key, value, positions, segments, out_bar, lse_bar):
