@@ -6,15 +6,16 @@ from typing import Any, NamedTuple
 
 
 _GROUPED = ("gmm", "tgmm")  # JAX's kernels of grouped products
+_CUDNN = "dot_product_attention"  # how its primitives begin
 
 
 class MatmulFlops(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
     counted: those in loops whose trips are known. uncounted: whether there are others, in loops or grids of kernels
-    whose trips depend on data. eight_bit: those of the counted ones that are of 8-bit numbers. ragged: those of the
-    counted ones that are grouped products, whose rows may have room for the worst case. loose: whether there are
-    grouped products in loops or grids whose trips depend on data.
+    whose trips depend on data, or in cuDNN's attention. eight_bit: those of the counted ones that are of 8-bit numbers.
+    ragged: those of the counted ones that are grouped products, whose rows may have room for the worst case. loose:
+    whether there are grouped products in loops or grids whose trips depend on data.
     """
 
     counted: float
@@ -38,7 +39,8 @@ def products(jaxpr: Any) -> MatmulFlops:
         if eqn.params.get("name") in _GROUPED:
             loose = True
             continue
-        if name == "pallas_call" and not all(isinstance(size, int) for size in eqn.params["grid_mapping"].grid):
+        of_data = name == "pallas_call" and not all(isinstance(size, int) for size in eqn.params["grid_mapping"].grid)
+        if of_data or name.startswith(_CUDNN):
             uncounted = True
             continue
         uncounted |= any(part.uncounted for part in parts)
