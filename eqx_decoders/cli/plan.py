@@ -158,8 +158,7 @@ def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer
     trainer = Trainer.create(config.optimizer, model, steps=config.steps, config=config.step)
     gpus = gpus_of(config.topology)
     in_mesh = list(execution.layout.mesh.devices.flat)
-    stands_in = gpus is not None and in_mesh[0].platform != "gpu"
-    machine = gpus.machine if stands_in else Machine.of(in_mesh)
+    machine = Machine.of(in_mesh) if gpus is None or in_mesh[0].platform == "gpu" else gpus.machine
     return model, trainer, machine
 
 

@@ -135,7 +135,7 @@ def tracing_for(devices: list[Any]) -> Iterator[None]:
         "is_cuda_compute_capability_equal": lambda capability: devices[0].compute_capability == capability,
     }
     before = {name: getattr(module, name) for name in asked}
-    vars(module).update(asked)
+    module.__dict__.update(asked)
     try:
         yield
     except RuntimeError as error:
@@ -144,7 +144,7 @@ def tracing_for(devices: list[Any]) -> Iterator[None]:
         remedy = "pip install nvidia-cudnn-cu13, or plan with attention=chunked"
         raise ConfigError(f"Attention by cuDNN can't be compiled: {str(error).splitlines()[0]} {remedy}.") from error
     finally:
-        vars(module).update(before)
+        module.__dict__.update(before)
 
 
 def on_gpus(plan: Plan, memory: DeviceMemory, gpus: GpuNodes) -> Plan:
