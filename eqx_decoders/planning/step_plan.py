@@ -9,6 +9,7 @@ import jax
 
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.families.summary import active_parameters
+from eqx_decoders.layers.attention.kernels.registry import KERNELS
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.planning.collectives import collectives
@@ -76,7 +77,14 @@ def make_plan(
         compiler_message=message,
         tokens=batch_size * seq_len,
         replicated=replicated_fraction(model, layout),
+        attention=() if program is None else attention_kernels(program),
     )
+
+
+def attention_kernels(program: Program) -> tuple[str, ...]:
+    """Return the names of the attention kernels whose functions made operations of a program."""
+    files = {function.partition(":")[0] for function in program.functions.values()}
+    return tuple(name for name, kernel in KERNELS.items() if kernel.function.__module__.split(".")[-1] in files)
 
 
 def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision | None) -> float:

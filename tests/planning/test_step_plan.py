@@ -14,6 +14,7 @@ from eqx_decoders.core.chips import CHIPS, chip_of
 from eqx_decoders.layers.attention.kernels.registry import attend
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.numerics.grouped_matmul import grouped_arrays
 from eqx_decoders.numerics.megablox import kernel_product
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
@@ -111,7 +112,7 @@ def test_a_step_takes_its_longest_part_or_all_of_them():
 # --- operations ---
 
 
-def test_products_of_loops_branches_and_devices():
+def test_products_of_loops_branches_and_devices(monkeypatch):
     """2 m k n each; a scan of five; the larger branch; recomputed ones; loops that data decide are only noted."""
     x, w = jnp.zeros((2, 3)), jnp.zeros((3, 3))
     one = 2 * 2 * 3 * 3
@@ -142,10 +143,19 @@ def test_products_of_loops_branches_and_devices():
     assert products(looped) == MatmulFlops(0, False, loose=True)
     kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
     assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
+    blocked = jax.grad(lambda x, w, n: grouped_arrays(x, (w,), n, 8)[0].sum(), (0, 1))
+    arrays = jnp.zeros((64, 8)), jnp.zeros((2, 8, 8)), jnp.array([40, 24])
+    assert products(jax.make_jaxpr(blocked)(*arrays)) == MatmulFlops(0, False, loose=True)
+    turned = jax.make_jaxpr(lambda *inputs: jax.checkpoint(jax.jit(blocked))(*inputs))(*arrays)
+    assert products(turned) == MatmulFlops(0, False, loose=True)
     places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
     own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
     q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)
     assert products(jax.make_jaxpr(lambda q: attend(q, q, q, mask=Causal(), **own))(q)) == MatmulFlops(0, True)
+    own |= dict(kernel="cudnn", platform="gpu", compute_capability=(9, 0), needs_lse=False)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    back = jax.grad(lambda q: attend(q, q, q, mask=Causal(), **own)[0].astype(jnp.float32).sum())
+    assert products(jax.make_jaxpr(back)(q)) == MatmulFlops(0, True)
 
     # over one of two mesh axes, and inside over the other one: shapes are those of a device
     layout = ed.Layout.create(stage=2, fsdp=4)
