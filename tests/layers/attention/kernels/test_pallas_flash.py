@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.kernels import pallas_flash, pallas_flash_gpu, pallas_flash_tiles, pallas_flash_tpu
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
 from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
+from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from tests.layers.attention.kernels.test_registry import all_of, make, packed_places, plain, same, weights_for
 from tests.programs import tpu_devices
 
@@ -22,6 +24,7 @@ DIMS = [(64, 64, 4), (128, 128, 4), (256, 256, 4), (192, 128, 16)]  # of keys, o
 NAMES = ("query_positions", "key_positions", "query_segments", "key_segments", "query_spans")
 
 
+BLOCK_SIZES_OF_GPUS = pallas_flash_gpu.block_sizes
 KERNEL = pytest.mark.parametrize("kernel", ["interval", "triton"])
 slow = pytest.mark.slow
 
@@ -29,7 +32,11 @@ slow = pytest.mark.slow
 def interpret(patch):
     """The kernels run on CPU, in small blocks."""
     for name in ("interval", "triton"):
-        patch.setitem(KERNELS, name, dataclasses.replace(KERNELS[name], platforms=("cpu",), refusal=lambda call: None))
+        patch.setitem(
+            KERNELS,
+            name,
+            dataclasses.replace(KERNELS[name], platforms=("cpu", "gpu", "tpu"), refusal=lambda call: None),
+        )
     patch.setattr(pallas_flash_tpu, "block_sizes", lambda: BlockSizes(held=256, streamed=128))
     small = BlockSizes(held=64, streamed=32), BlockSizes(held=32, streamed=16)
     patch.setattr(pallas_flash_gpu, "block_sizes", lambda call: small)
@@ -306,18 +313,8 @@ def test_block_sizes_of_what_is_not_known():
     assert block_sizes() == SAFE
 
 
-@slow
-@pytest.mark.parametrize(
-    ("topology", "dim", "value_dim", "kv_heads"),
-    [
-        *((name, *dims) for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2") for dims in DIMS),
-        ("tpu7x:2x2x1", 128, 128, 4),
-    ],
-)
-def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads):
-    """Values and gradients of packed rows, in blocks of this generation, which its vector memory holds."""
-    devices, asked = tpu_devices(topology), []
-    monkeypatch.setattr(pallas_flash_tpu, "block_sizes", lambda: asked.append(block_sizes()) or asked[-1])
+def values_and_gradients(devices, dim, value_dim, kv_heads, **options):
+    """Trace values and gradients of packed rows, one a device, and count the bytes of q, k, v and out of a device."""
     mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
 
     def bars(query, key, value, positions, segments, out_bar, lse_bar):
@@ -325,7 +322,7 @@ def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads):
             places = dict.fromkeys(("query_positions", "key_positions"), positions)
             places |= dict.fromkeys(("query_segments", "key_segments"), segments)
             qkv = [x.swapaxes(1, 2) for x in qkv]  # as projections lay them out
-            out, lse = attend(*qkv, mask=Causal(), **places, local=True, platform="tpu")
+            out, lse = attend(*qkv, mask=Causal(), **places, local=True, **options)
             return out.swapaxes(1, 2), lse
 
         results, pull = jax.vjp(local, query, key, value)
@@ -339,10 +336,48 @@ def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads):
     results = shaped(heads, length, value_dim), shaped(length, heads, dtype=jnp.float32)
     qkv = [shaped(n, length, width) for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))]
     split = jax.shard_map(bars, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    program = jax.jit(split).lower(*qkv, *rows, *results).compile()
-    assert asked == [BLOCK_SIZES[devices[0].device_kind]]
-    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
+    kept = sum(np.prod(x.shape[1:]) * 2 for x in (*qkv, results[0]))
+    return jax.jit(split).trace(*qkv, *rows, *results), kept
+
+
+def check_compiled(program, call, name, kept):
+    """Three kernels, and few temporaries."""
+    assert program.as_text().count(f'custom_call_target="{call}"') == 3
     temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
-    kept = sum(np.prod(x.shape[1:]) * 2 for x in (*qkv, results[0])) / 2**20
-    print(f"{topology} {dim}/{value_dim}: {temporaries:.0f} MiB of temporaries, {kept:.0f} MiB of q, k, v, out")
-    assert temporaries < 4 * kept
+    print(f"{name}: {temporaries:.0f} MiB of temporaries, {kept / 2**20:.0f} MiB of q, k, v, out")
+    assert temporaries < 4 * kept / 2**20
+
+
+@slow
+@pytest.mark.parametrize(
+    ("topology", "dim", "value_dim", "kv_heads"),
+    [
+        *((name, *dims) for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2") for dims in DIMS),
+        ("tpu7x:2x2x1", 128, 128, 4),
+    ],
+)
+def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads):
+    """Values and gradients of packed rows, in blocks of this generation, which its vector memory holds."""
+    devices, asked = tpu_devices(topology), []
+    monkeypatch.setattr(pallas_flash_tpu, "block_sizes", lambda: asked.append(block_sizes()) or asked[-1])
+    traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, platform="tpu")
+    check_compiled(traced.lower().compile(), "tpu_custom_call", f"{topology} {dim}/{value_dim}", kept)
+    assert asked == [BLOCK_SIZES[devices[0].device_kind]]
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("topology", ["h100:1x1", "b200:1x1"])
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "kv_heads", "soft_cap"), [*((*dims, None) for dims in DIMS), (80, 80, 4, 30.0)]
+)
+def test_it_compiles_for_gpus(monkeypatch, topology, dim, value_dim, kv_heads, soft_cap):
+    """Values and gradients of packed rows, in blocks that the shared memory holds; also of widths to be filled up."""
+    devices = gpu_devices(gpus_of(topology))
+    if devices is None:
+        pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")
+    monkeypatch.setattr(pallas_flash_gpu, "block_sizes", BLOCK_SIZES_OF_GPUS)
+    device = dict(platform="gpu", compute_capability=compute_capability(devices[0]))
+    traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, soft_cap=soft_cap, kernel="triton", **device)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    check_compiled(lowered.compile(GPU_OPTIONS), "__gpu$xla.gpu.triton", f"{topology} {dim}/{value_dim}", kept)
