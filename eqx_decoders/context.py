@@ -64,9 +64,9 @@ class ExecutionConfig(CheckedFields):
 
     - `attention`: name of the attention kernel: `"dot"`, all scores at once; `"chunked"`, block by block; for TPU
         `"interval"`, a Pallas kernel of this library, or `"splash"`, JAX's, which supports less; for NVIDIA's GPUs
-        `"cudnn"`, fused kernels for 16-bit numbers, without soft caps, sinks and a past; or `"auto"`, by platform and
-        shapes: `dot` for a few tokens, else `interval` on TPU, `cudnn` on GPU where it is exact, and `chunked`
-        everywhere else.
+        `"cudnn"`, fused kernels for 16-bit numbers, without soft caps, sinks and a past, or `"triton"`, a Pallas kernel
+        of this library; or `"auto"`, by platform and shapes: `dot` for a few tokens, else `interval` on TPU, on GPU
+        `cudnn` where it is exact and `triton` where that can do it, and `chunked` everywhere else.
     - `experts`: algorithm of experts: `"dense"`, all on all tokens; `"dropless"`, sorted by expert; `"capacity"`, which
         drops tokens beyond `ExpertsConfig.capacity_factor`; `"auto"`, capacity where there is such a factor, else
         dropless. The first two ignore the factor.

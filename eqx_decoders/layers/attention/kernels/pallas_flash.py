@@ -1,13 +1,11 @@
 """Flash attention in Pallas kernels, with an interval of positions per query as the mask.
 
-Tiles of scores exist on the chip alone (Dao et al., 2022). Here is what its platforms share: the call, its gradients,
-and the arrays of the mask. `pallas_flash_tiles` has the equations, `pallas_flash_tpu` and `pallas_flash_gpu` the
-kernels.
+Tiles of scores exist on the chip alone (Dao et al., 2022). Here are a call, its gradients and the arrays of its mask.
+`pallas_flash_tiles` has the equations, `pallas_flash_tpu` and `pallas_flash_gpu` have the kernels.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,46 +14,9 @@ from jaxtyping import Array, Int
 
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Cotangents, Gradients, Result, make_cotangents
-from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashPlan
+from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, fill
 from eqx_decoders.layers.mask import AttentionPositions, interval
 from eqx_decoders.layers.tpu import BlockSizes
-
-
-class FlashKernels(NamedTuple):
-    """Kernels of a platform. Their arrays are in whole blocks: queries, keys and values in the platform's order.
-
-    **Arguments:**
-
-    - `make_plan`: `(call) -> FlashPlan`.
-    - `forward`: `(plan, query, key, value, intervals, positions) -> (out, lse)`, lse being a row of each head:
-        `[batch, heads, 1, length]`.
-    - `backward`: `(plan, query, key, value, intervals, positions, out_bar, lse_delta, dtype)`, with the rows lse and
-        delta of `Cotangents`, `[batch, heads, 2, length]`: the gradients of query, key and value, in a dtype or, for
-        None, in theirs.
-    - `heads_first`: whether arrays are `[batch, heads, length, dim]`; else they are `[batch, length, heads, dim]`.
-    """
-
-    make_plan: Callable[[AttentionCall], FlashPlan]
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
-    heads_first: bool
-
-    def arrange(self, x: Array, blocks: BlockSizes) -> Array:
-        """Bring `[batch, length, heads, …]` into the platform's order, in whole blocks."""
-        x = fill(x, blocks, 1)
-        return x.swapaxes(1, 2) if self.heads_first else x
-
-    def restore(self, x: Array, length: int) -> Array:
-        """Undo `arrange`."""
-        return (x.swapaxes(1, 2) if self.heads_first else x)[:, :length]
-
-    def rows(self, x: Array) -> Array:
-        """Make rows of heads, `[batch, heads, 1, length]`, of numbers in the platform's order."""
-        return (x if self.heads_first else x.swapaxes(1, 2))[:, :, None]
-
-    def from_rows(self, rows: Array) -> Array:
-        """Undo `rows`."""
-        return rows[:, :, 0] if self.heads_first else rows[:, :, 0].swapaxes(1, 2)
 
 
 # The backward pass gets positions, not what follows from them: that may then leave a loop over layers.
@@ -130,10 +91,3 @@ def intervals_and_positions(
     first, last = interval(plan.mask, positions.query_positions, positions.query_spans)
     intervals = stack(plan.query_blocks, positions.query_segments, (first, 0), (last, -1))
     return intervals, stack(plan.key_blocks, positions.key_segments, (positions.key_positions, -1))
-
-
-def fill(x: Array, blocks: BlockSizes, axis: int, value: int = 0) -> Array:
-    """Pad to whole blocks, at least one."""
-    more = [(0, 0)] * x.ndim
-    more[axis] = (0, blocks.held * max(1, -(-x.shape[axis] // blocks.held)) - x.shape[axis])
-    return jnp.pad(x, more, constant_values=value)

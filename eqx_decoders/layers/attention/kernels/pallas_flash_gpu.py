@@ -7,7 +7,7 @@ tile are powers of two: rows of other widths are filled up with zeros as they ar
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jaxtyping import Array, Int
 
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
-from eqx_decoders.layers.attention.kernels.pallas_flash import FlashKernels
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
+    FlashKernels,
     FlashPlan,
     Softmax,
     make_schedule,
@@ -81,19 +81,6 @@ def _make_table(
     return jnp.stack([start, *whole_run(schedule, keys_held), start + count, *own[:2]], 2), jnp.stack(other[:2], 2)
 
 
-def _over_tiles(table: Any, codes: Any, add: Callable[[Any, bool, Any], Any], state: Any) -> Any:
-    """Fold `add(block, masked, state)` over the blocks that the held one sees."""
-    start, whole, rest, end, *own = (table[i] for i in range(6))
-
-    def masked(step, state):
-        block = step + jnp.where(step < whole, 0, rest - whole)
-        some = may_see(own, [codes[block, i] for i in range(2)])
-        return jax.lax.cond(some, lambda state: add(block, True, state), lambda state: state, state)
-
-    state = jax.lax.fori_loop(start, end - (rest - whole), masked, state)
-    return jax.lax.fori_loop(whole, rest, lambda block, state: add(block, False, state), state)
-
-
 def _features(dim: int) -> Array | None:
     """Return which columns of a tile there are in memory; None: all."""
     return None if _width(dim) == dim else (jnp.arange(_width(dim)) < dim)[None]
@@ -112,90 +99,90 @@ def _write(rows: Any, tile: Array, dim: int) -> None:
 # --- the kernels ---
 
 
-def _forward_kernel(
-    plan: FlashPlan, dims: tuple[int, int], table, codes, query, key, value, intervals, positions, out, lse
-) -> None:
-    dim, value_dim = dims
-    size, held = plan.key_blocks.streamed, _read(query, dim)
-    rows = [intervals[i][:, None] for i in range(3)]
+class _Refs(NamedTuple):
+    """What all kernels read: tables, and blocks of the held side, or all of the other."""
+
+    table: Any
+    codes: Any
+    query: Any
+    key: Any
+    value: Any
+    intervals: Any
+    positions: Any
+
+
+_READ = len(_Refs._fields)
+
+
+def _over_tiles(read: _Refs, add: Callable[[Any, bool, Any], Any], state: Any) -> Any:
+    """Fold `add(block, masked, state)` over the blocks that the held one sees."""
+    start, whole, rest, end, *own = (read.table[i] for i in range(6))
+
+    def masked(step, state):
+        block = step + jnp.where(step < whole, 0, rest - whole)
+        some = may_see(own, [read.codes[block, i] for i in range(2)])
+        return jax.lax.cond(some, lambda state: add(block, True, state), lambda state: state, state)
+
+    state = jax.lax.fori_loop(start, end - (rest - whole), masked, state)
+    return jax.lax.fori_loop(whole, rest, lambda block, state: add(block, False, state), state)
+
+
+def _forward_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
+    (dim, value_dim), size = dims, plan.key_blocks.streamed
+    read, (out, lse) = _Refs(*refs[:_READ]), refs[_READ:]
+    held, rows = _read(read.query, dim), [read.intervals[i][:, None] for i in range(3)]
 
     def add(block: Any, masked: bool, state: Softmax) -> Softmax:
         at = pl.ds(block * size, size)
-        scores = plan.scores(held, _read(key.at[at, :], dim))
+        scores = plan.scores(held, _read(read.key.at[at, :], dim))
         if masked:
-            scores = jnp.where(plan.seen(rows, [positions[i, at][None] for i in range(2)]), scores, -jnp.inf)
-        return state.add(scores, _read(value.at[at, :], value_dim))
+            scores = jnp.where(plan.seen(rows, [read.positions[i, at][None] for i in range(2)]), scores, -jnp.inf)
+        return state.add(scores, _read(read.value.at[at, :], value_dim))
 
     column = jnp.zeros((held.shape[0], 1), jnp.float32)
     start = Softmax(column + EMPTY, column, jnp.zeros((held.shape[0], _width(value_dim)), jnp.float32))
-    result, row = _over_tiles(table, codes, add, start).results()
+    result, row = _over_tiles(read, add, start).results()
     _write(out, result, value_dim)
     lse[0] = row[:, 0]
 
 
-def _query_kernel(
-    plan: FlashPlan,
-    dims: tuple[int, int],
-    table,
-    codes,
-    query,
-    key,
-    value,
-    intervals,
-    positions,
-    out_bar,
-    lse_delta,
-    query_bar,
-) -> None:
-    dim, value_dim = dims
-    size, held, held_bar = plan.key_blocks.streamed, _read(query, dim), _read(out_bar, value_dim)
-    rows, lse_delta_columns = [intervals[i][:, None] for i in range(3)], [lse_delta[i][:, None] for i in range(2)]
+def _query_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
+    (dim, value_dim), size = dims, plan.key_blocks.streamed
+    read, (out_bar, lse_delta, query_bar) = _Refs(*refs[:_READ]), refs[_READ:]
+    held, held_bar = _read(read.query, dim), _read(out_bar, value_dim)
+    rows, lse_delta_columns = ([x[i][:, None] for i in range(x.shape[0])] for x in (read.intervals, lse_delta))
 
     def add(block: Any, masked: bool, sums: Array) -> Array:
         at = pl.ds(block * size, size)
-        keys = _read(key.at[at, :], dim)
-        seen = plan.seen(rows, [positions[i, at][None] for i in range(2)]) if masked else None
-        bars = held_bar, _read(value.at[at, :], value_dim)
+        keys = _read(read.key.at[at, :], dim)
+        seen = plan.seen(rows, [read.positions[i, at][None] for i in range(2)]) if masked else None
+        bars = held_bar, _read(read.value.at[at, :], value_dim)
         _, slopes = plan.slopes(held, keys, bars, lse_delta_columns, seen)
         return sums + tile_product(slopes.astype(keys.dtype), keys, 1, 0)
 
-    sums = _over_tiles(table, codes, add, jnp.zeros(held.shape, jnp.float32))
-    _write(query_bar, sums, dim)
+    _write(query_bar, _over_tiles(read, add, jnp.zeros(held.shape, jnp.float32)), dim)
 
 
-def _key_kernel(
-    plan: FlashPlan,
-    dims: tuple[int, int],
-    table,
-    codes,
-    query,
-    key,
-    value,
-    intervals,
-    positions,
-    out_bar,
-    lse_delta,
-    key_bar,
-    value_bar,
-) -> None:
-    dim, value_dim = dims
-    size, keys, values = plan.query_blocks.streamed, _read(key, dim), _read(value, value_dim)
-    columns = [positions[i][:, None] for i in range(2)]
+def _key_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
+    (dim, value_dim), size = dims, plan.query_blocks.streamed
+    read, (out_bar, lse_delta, key_bar, value_bar) = _Refs(*refs[:_READ]), refs[_READ:]
+    keys, values = _read(read.key, dim), _read(read.value, value_dim)
+    columns = [read.positions[i][:, None] for i in range(2)]
 
     def of_head(head: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
         def add(block: Any, masked: bool, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             at = pl.ds(block * size, size)
-            queries, bars = _read(query.at[at, head, :], dim), _read(out_bar.at[at, head, :], value_dim)
-            seen = plan.seen([intervals[i, at][None] for i in range(3)], columns) if masked else None
+            queries, bars = _read(read.query.at[at, head, :], dim), _read(out_bar.at[at, head, :], value_dim)
+            seen = plan.seen([read.intervals[i, at][None] for i in range(3)], columns) if masked else None
             lse_delta_rows = [lse_delta[head, i, at][None] for i in range(2)]
             weights, slopes = plan.slopes(keys, queries, (values, bars), lse_delta_rows, seen)
             key_sums = sums[0] + tile_product(slopes.astype(queries.dtype), queries, 1, 0)
             return key_sums, sums[1] + tile_product(weights.astype(bars.dtype), bars, 1, 0)
 
-        return _over_tiles(table, codes, add, state)
+        return _over_tiles(read, add, state)
 
     zeros = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    key_sums, value_sums = jax.lax.fori_loop(0, query.shape[1], of_head, zeros)
+    key_sums, value_sums = jax.lax.fori_loop(0, read.query.shape[1], of_head, zeros)
     _write(key_bar, key_sums, dim)
     _write(value_bar, value_sums, value_dim)
 

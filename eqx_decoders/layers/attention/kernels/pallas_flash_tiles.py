@@ -54,6 +54,53 @@ class FlashPlan:
         return weights, cap_slopes(slopes, scores, self.soft_cap)
 
 
+class FlashKernels(NamedTuple):
+    """Kernels of a platform. Their arrays are in whole blocks: queries, keys and values in the platform's order.
+
+    **Arguments:**
+
+    - `make_plan`: `(call: AttentionCall) -> FlashPlan`.
+    - `forward`: `(plan, query, key, value, intervals, positions) -> (out, lse)`, lse being a row of each head:
+        `[batch, heads, 1, length]`.
+    - `backward`: `(plan, query, key, value, intervals, positions, out_bar, lse_delta, dtype)`, with the rows lse and
+        delta of `Cotangents`, `[batch, heads, 2, length]`: the gradients of query, key and value, in a dtype or, for
+        None, in theirs.
+    - `heads_first`: whether arrays are `[batch, heads, length, dim]`; else they are `[batch, length, heads, dim]`.
+    """
+
+    make_plan: Callable[..., FlashPlan]
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., tuple[Array, Array, Array]]
+    heads_first: bool
+
+    def arrange(self, x: Array, blocks: BlockSizes) -> Array:
+        """Bring `[batch, length, heads, …]` into the platform's order, in whole blocks."""
+        x = fill(x, blocks, 1)
+        return x.swapaxes(1, 2) if self.heads_first else x
+
+    def restore(self, x: Array, length: int) -> Array:
+        """Undo `arrange`."""
+        return (x.swapaxes(1, 2) if self.heads_first else x)[:, :length]
+
+    def rows(self, x: Array) -> Array:
+        """Make rows of heads, `[batch, heads, 1, length]`, of numbers in the platform's order."""
+        return (x if self.heads_first else x.swapaxes(1, 2))[:, :, None]
+
+    def from_rows(self, rows: Array) -> Array:
+        """Undo `rows`."""
+        return rows[:, :, 0] if self.heads_first else rows[:, :, 0].swapaxes(1, 2)
+
+
+def fill(x: Array, blocks: BlockSizes, axis: int, value: int = 0) -> Array:
+    """Pad to whole blocks, at least one."""
+    more = [(0, 0)] * x.ndim
+    more[axis] = (0, blocks.held * max(1, -(-x.shape[axis] // blocks.held)) - x.shape[axis])
+    return jnp.pad(x, more, constant_values=value)
+
+
+# --- the equations of a tile ---
+
+
 class Softmax(NamedTuple):
     """Running softmax of a block of queries: largest scores, sums of weights, and sums of weighted values."""
 

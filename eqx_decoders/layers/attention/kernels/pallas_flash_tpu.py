@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
-from eqx_decoders.layers.attention.kernels.pallas_flash import FlashKernels
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
+    FlashKernels,
     FlashPlan,
     Softmax,
     all_see,
