@@ -34,7 +34,8 @@ class Backend:
     - `keeps_masks`: a mask for all heads is computed once, which the compiler would compute for each.
     - `values_by_head`: values of a past are read in the order in which a cache has them.
     - `pallas_tpu`, `pallas_gpu`: runs Pallas kernels for TPUs, or for GPUs; elsewhere they are interpreted.
-    - `paged_kernel`: attention reads pages where they are; elsewhere they are gathered.
+    - `paged_kernel`: attention reads pages where they are, by a kernel that goes with this one of the registry;
+        None: they are gathered.
     - `sums_state_reads`: one token reads a recurrent state by sums, where a product would copy it.
     - `ragged_exchange`: rows of any number are sent to other devices.
     - `few_token_experts`: so few tokens read the weights of their experts one by one.
@@ -60,7 +61,7 @@ class Backend:
     values_by_head: bool = False
     pallas_tpu: bool = False
     pallas_gpu: bool = False
-    paged_kernel: bool = False
+    paged_kernel: str | None = None
     sums_state_reads: bool = False
     ragged_exchange: bool = False
     few_token_experts: bool = False
@@ -91,12 +92,12 @@ BACKENDS = {
         keeps_masks=True,
         values_by_head=True,
     ),
-    "gpu": Backend(platform="gpu", attention_kernels=("cudnn", "triton"), pallas_gpu=True),
+    "gpu": Backend(platform="gpu", attention_kernels=("cudnn", "triton"), pallas_gpu=True, paged_kernel="triton"),
     "tpu": Backend(
         platform="tpu",
         attention_kernels=("interval",),
         pallas_tpu=True,
-        paged_kernel=True,
+        paged_kernel="interval",
         sums_state_reads=True,
         ragged_exchange=True,
         few_token_experts=True,

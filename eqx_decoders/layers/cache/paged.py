@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import CheckedFields, PositiveInt
-from eqx_decoders.layers.attention.kernels import pallas_paged
+from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
 from eqx_decoders.layers.attention.kernels.call import AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.cache.base import LayerCache, rows_of
@@ -90,7 +90,7 @@ class PagedKVCacheView(Past):
             return super().attend(queries, options, execution)
         seen, layout = interval(options.mask, positions, spans), execution.layout
         kernel: Any = functools.partial(
-            pallas_paged.paged_attention, kv_heads=plan.used, soft_cap=options.soft_cap, platform=layout.platform
+            plan.kernel.paged_attention, kv_heads=plan.used, soft_cap=options.soft_cap, platform=layout.platform
         )
         if layout.single:
             return kernel(query, self.cache, self.layer, seen)
@@ -115,6 +115,9 @@ def _like(rows: Bool[Array, "batch slots"], x: Array) -> Array:
     return rows.reshape(rows.shape[0], 1, rows.shape[1], *(1,) * (x.ndim - 3))
 
 
+_KERNELS: dict[str | None, Any] = {"interval": pallas_paged, "triton": pallas_paged_gpu}
+
+
 @dataclasses.dataclass(frozen=True)
 class _PagedPlacement:
     """Placement of paged attention on a mesh; names are mesh axes.
@@ -126,6 +129,7 @@ class _PagedPlacement:
     - `page_heads`: number of heads of pages.
     - `used`: number of a device's key heads that its queries use.
     - `own_heads`, `groups`: query heads of a device, and query heads that share a key head.
+    - `kernel`: module of the kernel.
     """
 
     rows: tuple[str, ...]
@@ -136,6 +140,7 @@ class _PagedPlacement:
     used: int
     own_heads: int
     groups: int
+    kernel: Any
 
     def first_head(self) -> Any:
         """Return the index of the first key head that a device uses."""
@@ -152,8 +157,9 @@ class _PagedPlacement:
 def _plan(query: Array, pages: Pages, execution: Execution) -> _PagedPlacement | None:
     """Plan the call of the paged kernel; None where it cannot do it, or is not wanted: pages are gathered then."""
     layout, heads, kv_heads = execution.layout, query.shape[2], pages.key.shape[2]
-    wanted = layout.backend.paged_kernel and execution.attention in ("auto", "interval")
-    if not wanted or not pallas_paged.fits(pages, query.dtype, heads):
+    name = layout.backend.paged_kernel
+    kernel = _KERNELS.get(name if execution.attention in ("auto", name) else None)
+    if kernel is None or not kernel.fits(pages, query.dtype, heads, layout.device):
         return None
     rows, length, split = map(names_of, layout.activation_spec("batch length heads head_dim", query.shape)[:3])
     words = "layers pages kv_heads page_slots stored_dim"
@@ -161,7 +167,8 @@ def _plan(query: Array, pages: Pages, execution: Execution) -> _PagedPlacement |
     own_heads, groups = heads // math.prod(layout.sizes[name] for name in split), heads // kv_heads
     if split[: len(of_keys)] != of_keys or (own_heads % groups and groups % own_heads):
         return None
-    return _PagedPlacement(rows, length, split, of_keys, kv_heads, max(1, own_heads // groups), own_heads, groups)
+    used = max(1, own_heads // groups)
+    return _PagedPlacement(rows, length, split, of_keys, kv_heads, used, own_heads, groups, kernel)
 
 
 # --- the cache ---

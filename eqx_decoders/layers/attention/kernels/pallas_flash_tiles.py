@@ -108,11 +108,12 @@ class Softmax(NamedTuple):
     total: Float32[Array, "queries 1"]
     sums: Float32[Array, "queries value_dim"]
 
-    def add(self, scores: Float32[Array, "queries keys"], value: Array) -> "Softmax":
-        """Add the keys of a tile; a score of -inf counts for nothing."""
+    def add(self, scores: Float32[Array, "queries keys"], value: Array, scale: Array | None = None) -> "Softmax":
+        """Add the keys of a tile, whose values a scale may multiply; a score of -inf counts for nothing."""
         top = jnp.maximum(self.top, scores.max(1, keepdims=True))
         fade, weights = jnp.exp(self.top - top), jnp.exp(scores - top)
         total = self.total * fade + weights.sum(1, keepdims=True)
+        weights = weights if scale is None else weights * scale
         return Softmax(top, total, self.sums * fade + tile_product(weights.astype(value.dtype), value, 1, 0))
 
     def results(self) -> tuple[Float32[Array, "queries value_dim"], Float32[Array, "queries 1"]]:

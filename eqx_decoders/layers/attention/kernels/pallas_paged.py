@@ -105,8 +105,8 @@ class _PagedPlan:
         return row, held - row * self.query_blocks, held, self.number(numbers, "block", step)
 
 
-def fits(past: Pages, dtype: Any, heads: int) -> bool:
-    """Return whether a TPU can read these pages in place: whole lanes, whole tiles, and numbers that it can widen."""
+def fits(past: Pages, dtype: Any, heads: int, device: Any) -> bool:
+    """Return whether any TPU can read these pages in place: whole lanes and tiles, and numbers that it can widen."""
     rows = 8 * 4 // past.key.dtype.itemsize  # of a tile
     wide = past.key.dtype.itemsize > 1 or past.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
     whole = past.key.shape[4] % LANE == 0 and past.page_size % rows == 0

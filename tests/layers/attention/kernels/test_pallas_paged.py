@@ -9,12 +9,13 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention.kernels import pallas_paged
+from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow, Spans
+from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
 from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.sharding.layout import device_bytes
 from tests.compare import assert_close
@@ -24,11 +25,15 @@ from tests.programs import tpu_devices
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
+def kernel(request, monkeypatch):
     """The kernel runs on CPU, whatever the width, with steps of few tokens."""
-    backend = dataclasses.replace(backend_of("cpu", single=False), paged_kernel=True)
+    name = getattr(request, "param", "interval")
+    backend = dataclasses.replace(backend_of("cpu", single=False), paged_kernel=name)
     monkeypatch.setattr(ed.Layout, "backend", backend)
-    monkeypatch.setattr(pallas_paged, "fits", lambda past, dtype, heads: True)
+    monkeypatch.setattr(pallas_paged_gpu, "_KEYS", 4)
+    monkeypatch.setattr(pallas_paged_gpu, "_PART", 16)
+    for module in (pallas_paged, pallas_paged_gpu):
+        monkeypatch.setattr(module, "fits", lambda past, dtype, heads, device: True)
     monkeypatch.setattr(pallas_paged, "_STEP_TOKENS", (8, 16))
     monkeypatch.setattr(pallas_paged, "_QUERY_NUMBERS", 1024)
 
@@ -85,7 +90,8 @@ LENGTHS = (13, 0, 16, 1, 40)
     ],
     ids=str,
 )
-def test_the_kernel_is_the_general_path(dtype, heads, kv_heads, values, mask, soft_cap):
+@pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
+def test_the_kernel_is_the_general_path(kernel, dtype, heads, kv_heads, values, mask, soft_cap):
     """One token and several, odd lengths, rows without a past, ends of pages and of steps; NaN elsewhere."""
     window = getattr(mask, "size", None) if isinstance(mask, SlidingWindow) else None
     past = paged(LENGTHS, kv_heads=kv_heads, values=values, dtype=dtype, window=window)
@@ -96,9 +102,10 @@ def test_the_kernel_is_the_general_path(dtype, heads, kv_heads, values, mask, so
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
 @pytest.mark.parametrize("head_dim, size", [(64, 3), (80, 8), (128, 16), (256, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_heads_and_pages_of_any_size(head_dim, size, dtype):
+def test_heads_and_pages_of_any_size(kernel, head_dim, size, dtype):
     past = paged(LENGTHS, head_dim=head_dim, dtype=dtype, size=size)
     for count in (1, 70):  # many blocks of queries
         got, want, _ = both(past, next_tokens(LENGTHS, count), 4, head_dim, mask=SlidingWindow(30))
@@ -106,7 +113,8 @@ def test_heads_and_pages_of_any_size(head_dim, size, dtype):
 
 
 @pytest.mark.slow
-def test_scales_over_all_heads_spans_and_16_bits():
+@pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
+def test_scales_over_all_heads_spans_and_16_bits(kernel):
     past = paged(LENGTHS, dtype=CacheFormat(dtype="int8", scale_over="heads_and_head_dim"))
     positions = next_tokens(LENGTHS, 6)
     spans = Spans(jnp.where(positions % 3 == 0, positions + 2, -1))
@@ -120,15 +128,17 @@ def test_scales_over_all_heads_spans_and_16_bits():
 
 
 @pytest.mark.parametrize(
-    "sizes, heads, kv_heads",
+    "kernel, sizes, heads, kv_heads",
     [
-        (dict(tensor=8), 16, 2),
-        pytest.param(dict(data=2, tensor=2, context=2), 8, 4, marks=pytest.mark.slow),
-        pytest.param(dict(tensor=4, data=2), 4, 1, marks=pytest.mark.slow),
+        ("interval", dict(tensor=8), 16, 2),
+        pytest.param("triton", dict(tensor=8), 16, 2, marks=pytest.mark.slow),
+        pytest.param("interval", dict(data=2, tensor=2, context=2), 8, 4, marks=pytest.mark.slow),
+        pytest.param("interval", dict(tensor=4, data=2), 4, 1, marks=pytest.mark.slow),
     ],
     ids=str,
+    indirect=["kernel"],
 )
-def test_heads_are_split_over_devices(sizes, heads, kv_heads):
+def test_heads_are_split_over_devices(kernel, sizes, heads, kv_heads):
     """Also where several devices share a head of keys, whose scales are their own."""
     lengths, layout = (13, 0, 16, 20), ed.Layout.create(**sizes)
     past = paged(lengths, kv_heads=kv_heads, dtype="int8")
@@ -141,10 +151,22 @@ def test_heads_are_split_over_devices(sizes, heads, kv_heads):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["interval", "triton"], indirect=True)
 @pytest.mark.parametrize("kind", ["keys", "chunks", "latents", "indexed", "blocks"])
-def test_decoders_read_pages_by_the_kernel(kind):
+def test_decoders_read_pages_by_the_kernel(kernel, kind):
     check_paged(kind)
     check_paged(kind, "int8", bound=0.06)
+
+
+def devices_of(topology, count):
+    """So many devices to compile for, and what the compiler is told."""
+    gpus = gpus_of(topology)
+    if gpus is None:
+        return tpu_devices(topology)[:count], {}, {}
+    devices = gpu_devices(gpus)
+    if devices is None:
+        pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")
+    return devices[:count], GPU_OPTIONS, dict(lowering_platforms=("cuda",))
 
 
 STEPS = [
@@ -158,15 +180,18 @@ STEPS = [
     ("deepseek3-671b", "v6e:8x8", dict(tensor=8, expert=8), "int8", 64, 16),
     ("llama3-8b", "v5p:2x2x1", dict(data=2, tensor=2), "int8", None, 16),
     ("gemma3-12b", "v5p:2x2x1", dict(data=2, tensor=2), "int4", None, 16),
+    ("llama3-8b", "h100:1x4", dict(tensor=4), "bfloat16", 64, 16),
+    ("gemma3-12b", "b200:1x4", dict(data=2, tensor=2), "int8", 64, 16),
 ]
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS, ids=str)
 def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topology, sizes, dtype, page_size, rows):
-    """Compiled for TPUs, whose kernel reads the pages."""
+    """Compiled for TPUs and GPUs, whose kernels read the pages."""
     monkeypatch.undo()
-    devices = tpu_devices(topology)[: int(np.prod(list(sizes.values())))]
+    devices, compiler_options, lowering = devices_of(topology, int(np.prod(list(sizes.values()))))
     layout, config = ed.Layout.create(**sizes, devices=devices), ed.get_config(name)
     model = ed.abstract(config, layout=layout, precision=ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16))
     pages = None if page_size is None else PageConfig(page_size=page_size)
@@ -178,9 +203,9 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
         out = model(tokens, positions=positions, cache=cache)
         return out.logits, out.cache
 
-    lowered = jax.jit(step, donate_argnums=1).lower(model, cache, tokens, tokens)
+    lowered = jax.jit(step, donate_argnums=1).trace(model, cache, tokens, tokens).lower(**lowering)
     assert ("paged_attention" in lowered.as_text()) == (page_size is not None)
-    memory = lowered.compile().memory_analysis()
+    memory = lowered.compile(compiler_options).memory_analysis()
     share = sum(device_bytes(leaf) for leaf in jax.tree.leaves(cache))
     print(f"{name} {sizes} {dtype} {page_size}: {share / 1e6:.1f} MB, {memory.temp_size_in_bytes / 1e6:.2f} MB beside")
     # where `expert` splits weights, the vocabulary's table is gathered: a size that does not depend on the cache
@@ -188,7 +213,8 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2x1"])
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2x1", "h100:1x2", "b200:1x2"])
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, values, page_size, dtype, count",
     [
@@ -202,8 +228,10 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
     ids=str,
 )
 def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, values, page_size, dtype, count):
+    """Latents are too wide for GPUs: there their pages are gathered."""
     monkeypatch.undo()
-    layout = ed.Layout.create(data=2, devices=tpu_devices(topology)[:2])
+    devices, compiler_options, lowering = devices_of(topology, 2)
+    layout = ed.Layout.create(data=2, devices=devices)
     shape = KVShape(slots=4096, kv_heads=kv_heads, head_dim=head_dim, ring=False, values=values)
     cache = jax.eval_shape(lambda: build_pages(shape, 2, 4, 4096, dtype, PageConfig(page_size=page_size)))
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
@@ -222,9 +250,10 @@ def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, v
     def run(query, cache, positions):
         return attend_past(query, cache.past(jnp.int32(1)), query_positions=positions, **options)
 
-    lowered = jax.jit(run).lower(query, cache, like("batch length", (4, count), jnp.int32))
-    assert "paged_attention" in lowered.as_text()
-    lowered.compile()
+    traced = jax.jit(run).trace(query, cache, like("batch length", (4, count), jnp.int32))
+    in_place = layout.platform == "tpu" or head_dim <= 256
+    assert ("name=paged_attention" in str(traced.jaxpr)) == in_place
+    traced.lower(**lowering).compile(compiler_options)
 
 
 def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
