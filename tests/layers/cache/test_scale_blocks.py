@@ -1,5 +1,7 @@
 """Caches with a scale for each block of a head's features: a large number costs only its neighbors precision."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention.kernels import pallas_paged
+from eqx_decoders.layers.attention.kernels import pallas_paged, pallas_paged_gpu
 from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, decode, encode
 from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
@@ -84,7 +86,10 @@ def test_the_kernel_of_pages_leaves_blocks_to_the_general_path():
     shape = KVShape(slots=64, kv_heads=2, head_dim=128, ring=False)
     for block, fits in ((None, True), (128, True), (64, False)):
         pages = build_pages(shape, 1, 1, 64, CacheFormat(dtype="int8", scale_block=block), PageConfig(page_size=32))
-        assert pallas_paged.fits(pages, jnp.bfloat16, 4) == fits
+        assert pallas_paged.fits(pages, jnp.bfloat16, 4, None) == fits
+        for capability, known in (("9.0", True), ("10.0", True), ("8.0", False), ("gfx942", False)):
+            device = types.SimpleNamespace(compute_capability=capability)
+            assert pallas_paged_gpu.fits(pages, jnp.bfloat16, 4, device) == (fits and known)
 
 
 @pytest.mark.parametrize(
