@@ -62,9 +62,11 @@ STEPS = {
         "qwen3-30b-a3b", dict(fsdp=2, expert=2), dict(blocks=slice(1), expert_exchange="all_to_all"), ("cudnn",),
         ("all-to-all",),
     ),
-    "ring": ("llama3-8b", dict(context=4), dict(context_form="ring"), ("chunked",), ("collective-permute",)),
+    "ring": (
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring"), ("chunked",), ("collective-permute",),
+    ),
     "ring, zigzag": (
-        "llama3-8b", dict(context=4), dict(context_form="ring", context_order="zigzag"), ("chunked",),
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring", context_order="zigzag"), ("chunked",),
         ("collective-permute",),
     ),
     "exchanged heads": ("llama3-8b", dict(context=4), dict(context_form="all_to_all"), ("cudnn",), ("all-to-all",)),
