@@ -18,6 +18,7 @@ from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.serving.engine.model_runner import Models, decode
 from eqx_decoders.serving.engine.sampler import SamplingBatch
 from eqx_decoders.serving.engine.slot_state import EngineState
+from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
@@ -62,9 +63,11 @@ STEPS = {
         "qwen3-30b-a3b", dict(fsdp=2, expert=2), dict(blocks=slice(1), expert_exchange="all_to_all"), ("cudnn",),
         ("all-to-all",),
     ),
-    "ring": ("llama3-8b", dict(context=4), dict(context_form="ring"), ("chunked",), ("collective-permute",)),
+    "ring": (
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring"), ("chunked",), ("collective-permute",),
+    ),
     "ring, zigzag": (
-        "llama3-8b", dict(context=4), dict(context_form="ring", context_order="zigzag"), ("chunked",),
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring", context_order="zigzag"), ("chunked",),
         ("collective-permute",),
     ),
     "exchanged heads": ("llama3-8b", dict(context=4), dict(context_form="all_to_all"), ("cudnn",), ("all-to-all",)),
@@ -84,9 +87,11 @@ def test_training_steps_compile(devices, name):
     model, sizes, options, kernels, kinds = STEPS[name]
     layout = ed.Layout.create(**sizes, devices=devices)
     compiled = lowered_step(model, layout, **options).compile(compiler_options=GPU_OPTIONS)
-    program = parse(compiled.as_text())
+    text = compiled.as_text()
+    program = parse(text)
     sent = {one.kind for one in collectives(program, layout.sizes)}
     assert set(attention_kernels(program)) == set(kernels)
+    assert ("__cudnn$fmha" in text) == ("cudnn" in kernels) == ('"mask_type": "CAUSAL"' in text)
     assert sent >= set(kinds) and compiled.memory_analysis().peak_memory_in_bytes > 0
 
 
@@ -104,8 +109,8 @@ def test_a_step_sends_as_much_at_once_as_beside_others(devices):
     assert found[0][0] == found[1][0] and [starts for _, starts in found] == [True, False]
 
 
-def test_a_step_of_what_the_host_has_is_lowered(devices):
-    """These devices list no memories: where the state is is not compiled, but the step is the same."""
+def test_a_step_of_what_the_host_has_compiles(devices):
+    """These devices list no memories, so that offload cannot be seen: the step is that without it."""
     layout = ed.Layout.create(fsdp=4, devices=devices)
     layout = dataclasses.replace(layout, offload=Offload(optimizer=("*",)))
     lowered_step("llama3-8b", layout).compile(compiler_options=GPU_OPTIONS)
@@ -128,7 +133,10 @@ def test_the_loop_of_generation_compiles(devices, sizes):
 
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b"])
 def test_a_step_of_the_engine_compiles(devices, name):
-    """A decoding step of eight slots copies no cache: temporaries are less than it."""
+    """A decoding step of eight slots copies no cache: it stays in place.
+
+    XLA:GPU copies what a turn of the scan reads of cache and weights, as products of cuBLAS need arrays of their own.
+    """
     layout = ed.Layout.create(tensor=4, devices=devices)
     config = ed.get_config(name)
     config = dataclasses.replace(config, blocks=config.blocks[:2])
@@ -138,14 +146,15 @@ def test_a_step_of_the_engine_compiles(devices, name):
     def like(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated())
 
-    state = EngineState(cache=cache, tokens=like(8, 32768), drafts=None)
     batch = SamplingBatch.greedy(8, -(-config.vocab_size // 32), 4)
     arrays, static = eqx.partition(Models(model, None), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
-    def step(arrays, state, slots, tokens, positions, batch):
-        return decode(eqx.combine(arrays, static), state, slots, tokens, positions, batch, num_top=4)
+    def step(arrays, cache, ids, *inputs):
+        return decode(eqx.combine(arrays, static), EngineState(cache=cache, tokens=ids), *inputs, num_top=4)
 
-    lowered = jax.jit(step, donate_argnums=1).lower(arrays, state, like(8), like(8, 1), like(8, 1), batch)
+    inputs = like(8), like(8, 1), like(8, 1), batch
+    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(arrays, cache, like(8, 32768), *inputs)
     memory = lowered.compile(compiler_options=GPU_OPTIONS).memory_analysis()
-    assert memory.alias_size_in_bytes > 2 * 8 * 32768 * 2 * 4 * 128 * 2 / 4 * 0.9
-    print(name, memory)
+    share = sum(map(device_bytes, jax.tree.leaves(cache)))
+    print(f"{name}: cache {share}, in place {memory.alias_size_in_bytes}, temporaries {memory.temp_size_in_bytes}")
+    assert memory.alias_size_in_bytes >= share > memory.temp_size_in_bytes

@@ -20,8 +20,10 @@ ORDER = [
 ]  # fmt: skip
 
 
-# JAX has no public way to what its processes tell each other, nor to where it finds them; nor Orbax to its counter.
+# JAX has no public way to what its processes tell each other, to where it finds them, and to what its cuDNN attention
+# asks of the GPUs that a step is traced for; nor Orbax to its counter.
 PRIVATE = {("key_value_store.py", "jax._src.distributed"), ("rendezvous.py", "jax._src.clusters")}
+PRIVATE |= {("gpus.py", "jax._src.cudnn")}
 PRIVATE |= {("checkpoints.py", "orbax.checkpoint._src.futures.synchronization")}
 
 

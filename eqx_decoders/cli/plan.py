@@ -34,6 +34,7 @@ from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
 from eqx_decoders.planning.step_plan import Until, make_plan
 from eqx_decoders.planning.traced_memory import counted_memory, predicted_bytes
+from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig, describe_devices
@@ -133,6 +134,9 @@ def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan
     until: Until = "code" if compiled else config.until
     with tracing_for(list(devices)):
         step_plan = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=until)
+    if compiled and model.execution.layout.offload != Offload():
+        note = "Devices of this compiler have no memory of a host: the plan is that without offload."
+        step_plan = dataclasses.replace(step_plan, note=note)
     if gpus is not None and not compiled:
         step_plan = on_gpus(step_plan, counted_memory(model, trainer, machine, **shape), gpus)
     return step_plan, advice(step_plan, model.execution), model.execution

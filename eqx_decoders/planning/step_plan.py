@@ -1,8 +1,10 @@
 """Planning of a training step: compiled for a machine that is not here, counted, and estimated."""
 
+import contextlib
 import dataclasses
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -58,7 +60,8 @@ def make_plan(
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)
     started = time.perf_counter()
-    memory, program, message = _compiled(traced, known, dict(options or {}), until)
+    with _own_names():
+        memory, program, message = _compiled(traced, known, dict(options or {}), until)
     sent = None if program is None else tuple(collectives(program, layout.sizes))
     devices = len(machine.positions)
     line = Roofline(
@@ -81,10 +84,22 @@ def make_plan(
     )
 
 
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Take no program from JAX's cache on disk whose operations are named by other sources."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 def attention_kernels(program: Program) -> tuple[str, ...]:
-    """Return the names of the attention kernels whose functions made operations of a program."""
-    files = {function.partition(":")[0] for function in program.functions.values()}
-    return tuple(name for name, kernel in KERNELS.items() if kernel.function.__module__.split(".")[-1] in files)
+    """Return the names of the attention kernels of which a program has operations."""
+    scopes = {part for ops in program.computations.values() for op in ops for part in re.findall(r"\w+", op.cause)}
+    return tuple(name for name, kernel in KERNELS.items() if kernel.scope in scopes)
 
 
 def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision | None) -> float:

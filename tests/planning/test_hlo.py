@@ -168,6 +168,7 @@ ENTRY %main (x: bf16[8,4], y: bf16[64]) -> bf16[8,4] {
   ROOT %result = bf16[8,4] add(%x, %x)
 }
 """
+CAUSE = ', metadata={op_name="jit(step)/jvp()/psum"}'
 PAIRS = {
     "all-gather": ("bf16[16,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[16,4]{1,0}) NAME-start(%x)", 128),
     "reduce-scatter": ("bf16[4,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[4,4]{1,0}) NAME-start(%x)", 64),
@@ -180,8 +181,8 @@ PAIRS = {
     ),
     "all-reduce": ("bf16[8,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[8,4]{1,0}) NAME-start(%x)", 64),
     "fusion": (
-        "bf16[64]{0} NAME(%y), kind=kCustom, calls=%reduced",
-        "((bf16[64]{0}), bf16[64]{0}) NAME-start(%y), kind=kCustom, calls=%reduced",
+        "bf16[64]{0} NAME(%y), kind=kCustom, calls=%reduced" + CAUSE,
+        "((bf16[64]{0}), bf16[64]{0}) NAME-start(%y), kind=kCustom, calls=%reduced" + CAUSE,
         128,
     ),
     "of TPUs": (
@@ -207,6 +208,7 @@ def test_what_is_started_and_done_later_is_what_is_done_at_once(name):
 
     at_once, later = map(read, both)
     assert at_once == later and [one.total for one in later] == [size]
+    assert [one.phase for one in later] == ["forward" if name == "fusion" else "update"]
 
 
 def test_what_a_loop_keeps_is_what_it_writes_piece_by_piece():

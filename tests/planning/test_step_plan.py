@@ -20,6 +20,7 @@ from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.device_memory import DeviceMemory, needed_bytes
 from eqx_decoders.planning.flop_count import MatmulFlops, products
+from eqx_decoders.planning.gpus import gpus_of
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.report import as_data, by_kind, report
@@ -215,12 +216,18 @@ def bound_by(name: str, kind: str = "all-gather") -> Plan:
     return planned(line, (collective(kind, (0, 1), axes=axes),))
 
 
+def on_h100(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, machine=gpus_of("h100:1x8").machine)
+
+
 @pytest.mark.parametrize(
     "plan, remat, words",
     [
         (planned(needed=120e9, peak=None), "minimal", ["asks for 120.0 GB", "remat=save_dot_except_mlpwi", "batch"]),
         (planned(needed=120e9, peak=None, optimizer=90e9), "full", ["alone are 110.0 GB", "mesh.fsdp is 4"]),
         (planned(peak=100e9), "full", ["peak of 100.0 GB is above 95.0 GB", "mesh.context"]),
+        (on_h100(planned(peak=70e9, capacity=80e9)), "full", ["XLA_PYTHON_CLIENT_MEM_FRACTION"]),
+        (on_h100(planned(peak=90e9, capacity=80e9)), "full", ["compiled, but its peak of 90.0 GB is above 80.0"]),
         (planned(peak=20e9), "full", ["75.0 GB are free, and 33%", "remat=save_qkv_proj"]),
         (bound_by("fsdp"), "full", ["links along fsdp are the bound: 3 s", "512 tokens a device", "batch_size"]),
         (bound_by("tensor", "all-reduce"), "full", ["mesh.tensor (now 2) smaller"]),
@@ -237,7 +244,8 @@ def test_advice_says_what_to_change(plan, remat, words):
 
 
 def test_there_is_no_advice_for_a_step_that_fits_and_computes():
-    assert advice(planned(), Execution(layout=ed.Layout.create(fsdp=8), remat="full")) == []
+    for plan in (planned(), on_h100(planned(peak=59e9, capacity=80e9))):
+        assert advice(plan, Execution(layout=ed.Layout.create(fsdp=8), remat="full")) == []
 
 
 # --- all of it ---
@@ -268,6 +276,7 @@ def test_a_plan_adds_up(tiny):
         assert words in text
     assert data["memory"]["total"] == memory.total and data["seconds"]["bound"] == plan.roofline.bound
     assert len(data["collectives"]) == len(plan.collectives) and data["advice"] == ["Do this."]
+    assert data["attention"] == ["chunked"] and "(attention by the kernel chunked)" in text
 
 
 def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch):
