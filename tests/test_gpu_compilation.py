@@ -53,21 +53,21 @@ def lowered_step(name, layout, *, blocks=slice(2), length=1024, **options):
 
 # model, sizes of the mesh, options, the kernels of attention, and the kinds of collectives besides those of weights
 STEPS = {
-    "latent attention": ("deepseek2-16b", dict(fsdp=4), {}, ("chunked",), ()),
-    "linear attention": ("kimi-linear-48b-a3b", dict(fsdp=4), dict(blocks=slice(2, 4)), ("chunked",), ()),
+    "latent attention": ("deepseek2-16b", dict(fsdp=4), {}, ("triton",), ()),
+    "linear attention": ("kimi-linear-48b-a3b", dict(fsdp=4), dict(blocks=slice(2, 4)), ("triton",), ()),
     "gemma 3": ("gemma3-4b", dict(fsdp=4), dict(blocks=slice(4, 6)), ("cudnn",), ()),
     "gemma 4": ("gemma4-26b", dict(fsdp=4), dict(blocks=slice(4, 6)), ("chunked", "cudnn"), ()),
-    "sinks": ("gpt-oss-20b", dict(fsdp=4), {}, ("chunked",), ()),
+    "sinks": ("gpt-oss-20b", dict(fsdp=4), {}, ("triton",), ()),
     "experts, gathered": ("qwen3-30b-a3b", dict(expert=4), dict(blocks=slice(1)), ("cudnn",), ()),
     "experts, exchanged": (
         "qwen3-30b-a3b", dict(fsdp=2, expert=2), dict(blocks=slice(1), expert_exchange="all_to_all"), ("cudnn",),
         ("all-to-all",),
     ),
     "ring": (
-        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring"), ("chunked",), ("collective-permute",),
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring"), ("triton",), ("collective-permute",),
     ),
     "ring, zigzag": (
-        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring", context_order="zigzag"), ("chunked",),
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring", context_order="zigzag"), ("triton",),
         ("collective-permute",),
     ),
     "exchanged heads": ("llama3-8b", dict(context=4), dict(context_form="all_to_all"), ("cudnn",), ("all-to-all",)),
