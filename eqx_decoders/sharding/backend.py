@@ -36,6 +36,8 @@ class Backend:
     - `pallas_tpu`: runs Pallas kernels for TPUs; elsewhere they are interpreted.
     - `paged_kernel`: attention reads pages where they are; elsewhere they are gathered.
     - `sums_state_reads`: one token reads a recurrent state by sums, where a product would copy it.
+    - `gradient_rings`: gradients of gathered weights are added up in rings beside their products: the compiler has no
+        sum of which each device gets its piece.
     - `ragged_exchange`: rows of any number are sent to other devices.
     - `few_token_experts`: so few tokens read the weights of their experts one by one.
     - `expert_blocks`: rows of an expert are padded to blocks.
@@ -61,6 +63,7 @@ class Backend:
     pallas_tpu: bool = False
     paged_kernel: bool = False
     sums_state_reads: bool = False
+    gradient_rings: bool = False
     ragged_exchange: bool = False
     few_token_experts: bool = False
     expert_blocks: bool = True
@@ -97,6 +100,7 @@ BACKENDS = {
         pallas_tpu=True,
         paged_kernel=True,
         sums_state_reads=True,
+        gradient_rings=True,
         ragged_exchange=True,
         few_token_experts=True,
         expert_blocks=False,
