@@ -93,13 +93,15 @@ def find_ring(
     split = dict(zip(right, kept, strict=True))
     rows = tuple(name for names in shared.values() for name in names)
     same = all(split[word] == (ins | outs)[word] for word in right)
-    if not same or not set(parts[changed[0]]) <= set(rows) <= layout.axes_here:
+    axes = parts[changed[0]]
+    # `data` may join slices by a slow network, for which a ring would wait at each step
+    if not same or "data" in axes or not set(axes) <= set(rows) <= layout.axes_here:
         return None
 
     def spec(words: tuple[str, ...]) -> PartitionSpec:
         return PartitionSpec(*(split.get(word, shared.get(word)) or None for word in words))
 
-    axes, others = parts[changed[0]], tuple(name for name in rows if name not in parts[changed[0]])
+    others = tuple(name for name in rows if name not in axes)
     return GradientRing(axes, changed[0], halves[0], others, spec(left), spec(out), stored)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import eqx_decoders as ed
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.numerics import gradient_ring as rings
 from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_product, ring_sum
 from eqx_decoders.numerics.product_plan import product_plan
@@ -100,6 +103,34 @@ def test_sums_travel_in_the_dtype_of_the_weight():
 )
 def test_there_is_no_ring(sizes, pattern, shapes):
     assert ring_of(pattern, ed.Layout.create(**sizes), shapes) is None
+
+
+def test_no_ring_joins_copies_of_the_weights():
+    layout = dataclasses.replace(ed.Layout.create(data=2, fsdp=4), gradients_over_data=True)
+    assert ring_of(IN, layout) is None
+
+
+def test_a_model_learns_the_same_by_rings(monkeypatch):
+    """A loss and its gradients through scan, remat and head, with all matrices of attention and MLP in rings."""
+    config = ed.get_config("tiny")
+    config = dataclasses.replace(config, vocab_size=64, blocks=config.blocks[:2])
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 128)))
+
+    def gradients(layout):
+        model = ed.init(config, key=jax.random.key(0), layout=layout, remat="full")
+        arrays, static = eqx.partition(model, eqx.is_array)
+        loss = lambda arrays: ed.next_token_loss(eqx.combine(arrays, static), Batch(tokens=tokens))[0]  # noqa: E731
+        traced = jax.jit(jax.grad(loss)).trace(arrays)
+        return traced.lower().compile()(arrays), str(traced.jaxpr)
+
+    want, _ = gradients(ed.Layout())
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    backend = dataclasses.replace(layout.backend, gradient_rings=True)
+    monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
+    monkeypatch.setattr(rings, "LANES", 1)
+    got, program = gradients(layout)
+    assert program.count("ppermute") >= 2 * 5  # both directions; programs of equal matrices are printed once
+    assert_close(jax.device_get(got), jax.device_get(want), units=512)
 
 
 def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
