@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache
-from jax._src.compilation_cache_interface import CacheInterface
+import jax._src.compilation_cache as jax_cache
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically
@@ -22,8 +21,8 @@ OFF = "JAX_ENABLE_COMPILATION_CACHE=0"
 _DIGEST = 16  # bytes, in front of each program
 
 
-class ProgramCache(CacheInterface):
-    """Cache of compiled programs for JAX, a file each, of which the least recently used are deleted.
+class ProgramCache:
+    """Cache of compiled programs, as JAX calls one: a file each, of which the least recently used are deleted.
 
     JAX's own cache writes a file in place: a killed process or a full disk leaves a part of it, which every later
     process fails to read and none replaces. Here a file is whole or absent, and one that is damaged is compiled anew.
@@ -57,7 +56,7 @@ class ProgramCache(CacheInterface):
             write_atomically(self._path / key, _digest(value) + value)
         except OSError as error:
             if not self._failed:
-                self._say(f"{_not_kept(self._path, error.strerror or str(error))}; the run goes on")
+                self._say(f"programs cannot be kept in {self._path}, the run goes on: {error.strerror or error}")
             self._failed = True
         self._make_room()
 
@@ -90,30 +89,34 @@ def keep_programs(cache_dir: str | None = None, say: Callable[[str], None] | Non
         return None
     say = say or _print_line
     try:
-        folder = cache_directory(cache_dir) / f"programs-{processor()}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except ConfigError as error:
-        say(_not_kept(None, str(error).rstrip(".")))
-        return None
-    except OSError as error:
-        say(_not_kept(folder, error.strerror or str(error)))
-        return None
-    refusal = _refusal(folder)
-    if refusal:
-        say(_not_kept(folder, refusal))
+        folder = _open_folder(cache_directory(cache_dir))
+    except (ConfigError, OSError, RuntimeError) as error:  # RuntimeError: of a user without a home
+        say(f"compiled programs are not kept: {str(error).rstrip('.')}")
         return None
     most = config.jax_compilation_cache_max_size
     cache = ProgramCache(folder, say, MOST_BYTES if most < 0 else most)
-    jaxs_own = compilation_cache.get_file_cache
+    jaxs_own = jax_cache.get_file_cache
 
     def open_cache(path: str) -> Any:
         return (cache, path) if path == str(folder) else jaxs_own(path)
 
-    compilation_cache.get_file_cache = open_cache
+    jax_cache.get_file_cache = open_cache
     config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles many small programs
     say(f"compiled programs are kept in {folder} ({OFF}: nowhere)")
+    return folder
+
+
+def _open_folder(cache: Path) -> Path:
+    """Make the folder of this kind of machine in a cache; OSError unless this user can write it, and nobody else."""
+    folder = cache / f"programs-{processor()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        raise PermissionError(f"others may write into {folder}, and its code would be run")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} is read-only")
     return folder
 
 
@@ -130,18 +133,6 @@ def processor() -> str:
 
 def _digest(program: bytes) -> bytes:
     return hashlib.blake2b(program, digest_size=_DIGEST).digest()
-
-
-def _refusal(folder: Path) -> str | None:
-    """Return why a folder is not used: code is run from it, so that nobody else may write it."""
-    status = folder.stat()
-    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        return "others may write there"
-    return None if os.access(folder, os.W_OK | os.X_OK) else "it is read-only"
-
-
-def _not_kept(folder: Path | None, reason: str) -> str:
-    return f"compiled programs are not kept{'' if folder is None else f' in {folder}'}: {reason}"
 
 
 def _print_line(text: str) -> None:
