@@ -82,8 +82,8 @@ def keep_programs(cache_dir: str | None = None, say: Callable[[str], None] | Non
 
     Call it before anything is compiled; `say` is told in one line where they are, or why they are not kept.
     JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 come before it, and JAX_COMPILATION_CACHE_MAX_SIZE
-    replaces its bound of 1 GB. Of several processes only the first one writes (JAX's rule), and the others may find theirs
-    or not: on CPUs a program belongs to its process, and they compile.
+    replaces its bound of 1 GB. Of several processes only the first one writes (JAX's rule): on CPUs, where a program
+    belongs to its process, the others compile.
     """
     config: Any = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
