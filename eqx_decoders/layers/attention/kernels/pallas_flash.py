@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
+from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
@@ -33,6 +32,9 @@ from eqx_decoders.layers.attention.kernels.common import (
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Tiles, make_schedule
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval, seen_keys
 from eqx_decoders.layers.tpu import BlockSizes, block_sizes
+
+
+pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool
 
+from eqx_decoders.core.lazy_imports import LazyModule
 
+
+pl = LazyModule("jax.experimental.pallas")  # slow to import
 MOST = jnp.iinfo(jnp.int32).max
 _POSITIONS, _SEGMENTS = 2**20, 2**11
 
@@ -133,7 +135,7 @@ class Tiles:
             pl.when(some & everything)(lambda: add(False))
             pl.when(some & ~everything)(lambda: add(True))
 
-    def spec(self, place: str, dims: tuple[int, ...]) -> pl.BlockSpec:
+    def spec(self, place: str, dims: tuple[int, ...]) -> Any:
         """Return the `BlockSpec` of an array that lies in a place."""
         shape = {
             "queries": (1, 1, self.query_block, dims[-1]),
