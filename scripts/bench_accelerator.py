@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 import eqx_decoders as ed
 from eqx_decoders.context import AttentionName
-from eqx_decoders.core.chips import Chip, chip_of
+from eqx_decoders.core.chips import Chip, chip_of, compute_capability
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
@@ -115,7 +115,7 @@ def programs(devices: Sequence[Any], shapes: Shapes = Shapes()) -> Iterator[Prog
     yield training(devices, shapes)
     platform = devices[0].platform
     for case in shapes.attention:
-        for name in kernels(case, platform):
+        for name in kernels(case, devices[0]):
             yield from attention(case, name, devices[0])
     for case in shapes.recurrences:
         yield from recurrence(case, devices[0], kernel=False)
@@ -149,13 +149,14 @@ def training(devices: Sequence[Any], shapes: Shapes) -> Program:
     )
 
 
-def kernels(case: Attention, platform: str) -> list[str]:
-    """Return the names of the attention kernels that can do a case on such a platform."""
+def kernels(case: Attention, device: Any) -> list[str]:
+    """Return the names of the attention kernels that can do a case on such a device."""
     names = [name for name in get_args(AttentionName) if name != "auto"]
     scores = 4 * case.batch * case.heads * case.length**2
     call = AttentionCall(
         mask=case.mask,
-        platform=platform,
+        platform=device.platform,
+        compute_capability=compute_capability(device),
         batch=case.batch,
         length=case.length,
         kv_length=case.length,
@@ -180,8 +181,9 @@ def attention(case: Attention, kernel: str, device: Any) -> Iterator[Program]:
     def forward(query, key, value):
         positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
         options: dict[str, Any] = dict(query_positions=positions, key_positions=positions, aligned=True, local=True)
-        options |= dict(dense_positions=True, needs_lse=False)
-        return attend(query, key, value, mask=case.mask, kernel=kernel, platform=device.platform, **options)[0]
+        options |= dict(dense_positions=True, needs_lse=False, platform=device.platform)
+        options |= dict(compute_capability=compute_capability(device))
+        return attend(query, key, value, mask=case.mask, kernel=kernel, **options)[0]
 
     def both(query, key, value):
         out, back = jax.vjp(forward, query, key, value)

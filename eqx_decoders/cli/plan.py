@@ -1,11 +1,12 @@
-"""Say what a training step will hold, send and compute on TPUs that are not here: the step is compiled for them.
+"""Say what a training step will hold, send and compute on TPUs or GPUs that are not here: it is compiled for them.
 
     python scripts/plan.py llama3-8b --topology v5p:2x2x4 --mesh.fsdp 16 --batch-size 16 --remat save_qkv_proj
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --mesh fsdp=16 tensor=4 --json
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --search 3
-    python scripts/plan.py llama3-8b --topology h100:4x8 --mesh data=4 fsdp=8 --until memory
+    python scripts/plan.py llama3-8b --topology h100:4x8 --mesh data=4 fsdp=8
 
-It needs libtpu and no TPU. Times are estimates by published figures; memory and collectives are the compiler's.
+It needs libtpu and no TPU, or the extra aot-gpu and no GPU. Times are estimates by published figures; memory and
+collectives are the compiler's.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.compile import abandoned
-from eqx_decoders.planning.gpus import gpus_of, on_gpus
+from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, on_gpus, tracing_for
 from eqx_decoders.planning.image_shapes import abstract_media
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Plan
@@ -33,6 +34,7 @@ from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
 from eqx_decoders.planning.step_plan import Until, make_plan
 from eqx_decoders.planning.traced_memory import counted_memory, predicted_bytes
+from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.mesh_config import MeshConfig, describe_devices
@@ -49,11 +51,12 @@ _POLICIES = ("none", "minimal_with_context", "save_qkv_proj", "full")  # a searc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(StepSettings, ModelSettings):
-    """Compile a training step for TPUs that are not here."""
+    """Compile a training step for TPUs or GPUs that are not here."""
 
     topology: str = "v5p:2x2x1"
     """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4; or nodes of GPUs: h100:4x8
-    are four of eight. For these memory is counted, and collectives are of a step compiled for as many TPUs."""
+    are four of eight. Without the compiler of GPUs (the extra aot-gpu) their memory is counted, and collectives are of
+    a step compiled for as many TPUs."""
     slices: PositiveInt = 1
     """How many of them; mesh.data crosses the slower network between them."""
     batch_size: PositiveInt = 16
@@ -69,7 +72,7 @@ class PlanConfig(StepSettings, ModelSettings):
     `remat` on that fits; 0: plan the one that is given."""
     until: Until = "code"
     """End of the compilation: after machine code; or when memory is assigned, before machine code, in a fraction of
-    the time. Later errors (a kernel that finds no room) are not found."""
+    the time. Later errors (a kernel that finds no room) are not found. For GPUs all is compiled."""
     rows: NonNegativeInt = 12
     """Collectives to print."""
     json: bool = False
@@ -121,23 +124,31 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
 def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan, list[str], Execution]:
     """Plan a step; return the plan, advice, and the execution. devices: those of the topology, if known."""
     devices = planned_devices(config) if devices is None else devices
-    gpus = gpus_of(config.topology)
+    gpus, compiled = gpus_of(config.topology), devices[0].platform == "gpu"
     model, trainer, machine = _parts(config, devices)
     flags = options(machine.chip.name) if gpus is None else gpus.options
-    flags = {} if config.xla_flags == "none" else flags
+    flags = GPU_OPTIONS if compiled else {} if config.xla_flags == "none" else flags
     shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
     images = dict(images=config.images, side=config.image_side)
     media = abstract_media(model.config, model.execution.layout, **shape, **images) if config.images else None
-    step_plan = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=config.until)
-    if gpus is not None:
+    until: Until = "code" if compiled else config.until
+    with tracing_for(list(devices)):
+        step_plan = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=until)
+    if compiled and model.execution.layout.offload != Offload():
+        note = "Devices of this compiler have no memory of a host: the plan is that without offload."
+        step_plan = dataclasses.replace(step_plan, note=note)
+    if gpus is not None and not compiled:
         step_plan = on_gpus(step_plan, counted_memory(model, trainer, machine, **shape), gpus)
     return step_plan, advice(step_plan, model.execution), model.execution
 
 
 def planned_devices(config: PlanConfig) -> list[Any]:
-    """Return the devices that a step is compiled for: of the topology, or as many TPUs in place of GPUs."""
+    """Return the devices that a step is compiled for: of the topology, or as many TPUs where GPUs have no compiler."""
     gpus = gpus_of(config.topology)
-    return tpu_devices(config.topology, config.slices) if gpus is None else tpu_devices(gpus.stand_in, 1)
+    if gpus is None:
+        return tpu_devices(config.topology, config.slices)
+    check(config.slices == 1, f"slices={config.slices} are of TPUs: {gpus.chip.name}:4x8 are four nodes.")
+    return gpu_devices(gpus) or tpu_devices(gpus.stand_in, 1)
 
 
 def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
@@ -150,7 +161,8 @@ def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer
     check_replicated(model, execution.layout, config.replicated_tolerance)
     trainer = Trainer.create(config.optimizer, model, steps=config.steps, config=config.step)
     gpus = gpus_of(config.topology)
-    machine = Machine.of_tpus(list(execution.layout.mesh.devices.flat)) if gpus is None else gpus.machine
+    in_mesh = list(execution.layout.mesh.devices.flat)
+    machine = Machine.of(in_mesh) if gpus is None or in_mesh[0].platform == "gpu" else gpus.machine
     return model, trainer, machine
 
 
@@ -160,6 +172,11 @@ PlannedConfig = tuple[PlanConfig, Plan, list[str], Execution]
 def search(config: PlanConfig, say: Callable[[str], None]) -> PlannedConfig:
     """Compile the meshes and policies that an estimate ranks first; return the shortest step that fits."""
     devices = planned_devices(config)
+    with tracing_for(devices):
+        return _best(config, devices, say)
+
+
+def _best(config: PlanConfig, devices: Sequence[Any], say: Callable[[str], None]) -> PlannedConfig:
     ranked = _ranked(config, devices)
     say(f"{len(ranked)} meshes can hold the state; {min(config.search, len(ranked))} are compiled\n")
     fitting = [planned for _, one in ranked[: config.search] if (planned := _first_that_fits(one, devices)) is not None]

@@ -1,6 +1,8 @@
 """Accelerators in published figures: products, memory, and the links of each network."""
 
 import dataclasses
+import re
+from typing import Any
 
 import jax
 
@@ -81,6 +83,12 @@ CHIPS: tuple[Chip, ...] = (
 def chip_of(device_kind: str) -> Chip | None:
     """Return the chip with devices of this kind; None for one without figures here."""
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
+
+
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """Return major and minor number of a GPU's compute capability; None for devices that are not NVIDIA's."""
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def device_kind() -> str:

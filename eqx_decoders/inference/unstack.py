@@ -1,8 +1,10 @@
 """Models and caches whose layers are arrays of their own, for inference on CPU.
 
-A scan over layers slices each one's weights from stacked arrays. TPUs and GPUs read them in place; XLA's CPU backend
-copies them first (and widens 16-bit ones, those of all layers at once), which takes longer than the products of a few
-tokens. Separate arrays are not copied. They are views: on CPU they take no memory of their own.
+A scan over layers slices each one's weights from stacked arrays. TPUs read them in place; XLA's CPU backend copies them
+first (and widens 16-bit ones, those of all layers at once), which takes longer than the products of a few tokens. XLA's
+GPU backend copies them for cuBLAS, too, with the cache, and doesn't where `scan=False` (by programs compiled for an
+H100 without one, whose products are not tuned). Separate arrays are not copied. They are views: on CPU they take no
+memory of their own.
 """
 
 import dataclasses

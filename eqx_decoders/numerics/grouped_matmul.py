@@ -5,6 +5,7 @@ every weight and drops most of it, so there a loop runs over blocks of rows of o
 not with the number of groups.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from eqx_decoders.numerics.matmul import cast_in_loop, cast_weight, matmul, row_major_transpose
 from eqx_decoders.numerics.megablox import has_kernel, kernel_product
+
+
+BLOCKS = "grouped_blocks"  # name in programs of the loop over blocks: its trips are as many as the rows need
 
 
 def grouped_arrays(x: Array, weights: tuple[Array, ...], counts: Array, block: int | None) -> tuple[Array, ...]:
@@ -94,6 +98,11 @@ def _blocked(block: int, x: Array, weights: tuple[Array, ...], counts: Array) ->
     return _blocked_forward(block, x, weights, counts)[0]
 
 
+@jax.named_scope(BLOCKS)
+def _over_blocks(blocks: Any, step: Callable[..., Any], start: Any) -> Any:
+    return lax.fori_loop(0, blocks.number, step, start)
+
+
 def _blocked_forward(block, x, weights, counts):
     cast = tuple(cast_weight(w, x.dtype) for w in weights)
     # empty arrays carry the dtypes of the weights' gradients
@@ -122,7 +131,7 @@ def _multiply_blocks(
         return tuple(lax.dynamic_update_slice_in_dim(o, new, begin, 0) for o, new in zip(outs, news, strict=True))
 
     start = _zeros(counts, 0, *((x.shape[0], w.shape[outer], dtype) for w in weights))
-    return lax.fori_loop(0, blocks.number, step, start)
+    return _over_blocks(blocks, step, start)
 
 
 def _blocked_backward(block, saved, gradients):
@@ -147,7 +156,7 @@ def _blocked_backward(block, saved, gradients):
     kinds = (*x.shape, x.dtype), *((*w.shape, like.dtype) for w, like in zip(cast, likes, strict=True))
     zeros = _zeros(counts, 8, *kinds)  # other numbers than the forward pass has
     start = zeros[0], zeros[1:], tuple(jnp.zeros(w.shape[1:], wide) for w in cast)
-    to_x, to_weights, _ = lax.fori_loop(0, blocks.number, step, start)
+    to_x, to_weights, _ = _over_blocks(blocks, step, start)
     return to_x, to_weights, None
 
 
@@ -225,7 +234,7 @@ def columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dty
 
     shape = x.shape[1], g.shape[1]
     start = _zeros(counts, 8, (len(counts), *shape, wide))[0], jnp.zeros(shape, wide)
-    return lax.fori_loop(0, blocks.number, step, start)[0]
+    return _over_blocks(blocks, step, start)[0]
 
 
 def _at(weights: Float[Array, "groups inner outer"], group: Int32[Array, ""]) -> Float[Array, "inner outer"]:

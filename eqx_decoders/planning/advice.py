@@ -23,6 +23,7 @@ _HEADS = ("tensor", "tensor_sequence")  # along which activations are added up
 _ROOM = 0.4  # of a device's memory: so much free is worth a word
 _RECOMPUTED = 0.1  # and so much recomputation
 _MUCH = 0.2  # and such a share of state and gradients
+_PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes by itself
 
 
 def advice(plan: Plan, execution: Execution) -> list[str]:
@@ -34,6 +35,8 @@ def _memory(plan: Plan, execution: Execution) -> Iterator[str]:
     memory, fsdp, data = plan.memory, execution.layout.sizes["fsdp"], execution.layout.sizes["data"]
     state = memory.state + memory.gradients
     if memory.fits:
+        if plan.machine.chip.node and (memory.peak or 0) > _PREALLOCATED * memory.capacity:
+            yield f"JAX takes {_PREALLOCATED:.0%} of a GPU by itself: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for more."
         return
     if memory.needed is None:
         yield f"It was compiled, but its peak of {_gb(memory.peak or 0)} is above {_gb(memory.capacity)}."

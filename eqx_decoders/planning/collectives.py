@@ -84,7 +84,7 @@ def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) 
     size = sum(map(shape_bytes, arrays))
     if op.base == "reduce-scatter":
         size *= max(map(len, groups), default=1)  # its result is one part
-    source = caller if not op.cause and caller is not None and caller.kind == "fusion" else op
+    source = caller if not op.cause and caller is not None and caller.base == "fusion" else op
     return Collective(
         kind=kind,
         bytes=size,
@@ -130,11 +130,16 @@ def _count(part: str) -> int:
 
 
 def _arrays(op: Op) -> list[str]:
-    """Return the shapes of the results; a start returns operands and results, of which these are the results."""
+    """Return the shapes of the results; a start returns operands and results, of which these are the results.
+
+    XLA:GPU groups the operands of every kind, `((operands), results)`; XLA:TPU those of some, and its reductions start
+    with results alone.
+    """
     parts = members(op.shape)
-    if op.kind in ("all-gather-start", "collective-permute-start") and len(parts) > 1:
-        return members(parts[1])
-    return parts
+    if not op.kind.endswith("-start") or len(parts) < 2:
+        return parts
+    both = op.base in ("all-gather", "collective-permute") or parts[0].startswith("(")
+    return members(parts[1]) if both else parts
 
 
 def _operand(program: Program, run: ComputationRun) -> list[str]:

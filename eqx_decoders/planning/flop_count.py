@@ -4,17 +4,20 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from eqx_decoders.numerics.grouped_matmul import BLOCKS
 
-_GROUPED = ("gmm", "tgmm")  # JAX's kernels of grouped products
+
+_GROUPED = ("gmm", "tgmm", BLOCKS)  # JAX's kernels of grouped products, and loops over blocks
+_CUDNN = "dot_product_attention"  # how its primitives begin
 
 
 class MatmulFlops(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
     counted: those in loops whose trips are known. uncounted: whether there are others, in loops or grids of kernels
-    whose trips depend on data. eight_bit: those of the counted ones that are of 8-bit numbers. ragged: those of the
-    counted ones that are grouped products, whose rows may have room for the worst case. loose: whether there are
-    grouped products in loops or grids whose trips depend on data.
+    whose trips depend on data, or in cuDNN's attention. eight_bit: those of the counted ones that are of 8-bit numbers.
+    ragged: those of the counted ones that are grouped products, whose rows may have room for the worst case. loose:
+    whether there are grouped products in loops or grids whose trips depend on data.
     """
 
     counted: float
@@ -31,14 +34,15 @@ def products(jaxpr: Any) -> MatmulFlops:
         flops = _product(eqn)
         parts = [products(inner) for inner in inner_programs(eqn)]
         name = eqn.primitive.name
+        if eqn.params.get("name", scope_of(eqn)) in _GROUPED:
+            loose = True
+            continue
         if name == "while":
             uncounted |= any(part.counted > part.ragged or part.uncounted for part in parts)
             loose |= any(part.ragged > 0 or part.loose for part in parts)
             continue
-        if eqn.params.get("name") in _GROUPED:
-            loose = True
-            continue
-        if name == "pallas_call" and not all(isinstance(size, int) for size in eqn.params["grid_mapping"].grid):
+        of_data = name == "pallas_call" and not all(isinstance(size, int) for size in eqn.params["grid_mapping"].grid)
+        if of_data or name.startswith(_CUDNN):
             uncounted = True
             continue
         uncounted |= any(part.uncounted for part in parts)
@@ -49,6 +53,11 @@ def products(jaxpr: Any) -> MatmulFlops:
         eight_bit += flops * _is_eight_bit(eqn) + sum(part.eight_bit for part in parts) * _times(eqn)
         ragged += flops * name.startswith("ragged") + sum(part.ragged for part in parts) * _times(eqn)
     return MatmulFlops(counted, uncounted, eight_bit, ragged, loose)
+
+
+def scope_of(eqn: Any) -> str:
+    """Return the innermost `jax.named_scope` of an equation; empty where it has none."""
+    return str(eqn.source_info.name_stack).rpartition("/")[2].rstrip(")").rpartition("(")[2]
 
 
 def _product(eqn: Any) -> float:

@@ -1,15 +1,18 @@
-"""Plans for GPUs, for which there is no compiler without GPUs: counted memory, and a stand-in of TPUs.
+"""GPUs that are not here: devices to compile for; or, where their compiler is not installed, a stand-in of TPUs.
 
 The SPMD partitioner of XLA is one for all platforms: a step that is compiled for as many TPUs, in a mesh of the same
 sizes, has the parts and the collectives that it has on GPUs, but for later fusions and combinations.
 """
 
+import contextlib
 import dataclasses
+import os
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from eqx_decoders.core.chips import CHIPS, Chip
-from eqx_decoders.errors import check
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Plan
@@ -17,6 +20,45 @@ from eqx_decoders.planning.planned_step import Plan
 
 # no rings of small products, as on GPUs; and what a device of the stand-in may take
 _OPTION, _ROOM = "xla_jf_spmd_threshold_for_windowed_einsum_mib", "xla_tpu_max_hbm_size_mib"
+# by itself XLA asks CUB on a GPU for the scratch space of a sort, and there is none
+GPU_OPTIONS = {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED"}
+
+
+class _Target(NamedTuple):
+    """Figures of a GPU that XLA's compiler asks for, by `xla/backends/gpu/target_config/specs` of openxla/xla."""
+
+    cores: int
+    clock_ghz: float
+    cache: int
+    memory: int
+    memory_bandwidth: int
+    capability: int
+
+
+_TARGETS = {
+    "h100": _Target(132, 1.98, 52_428_800, 84_942_979_072, 3_352_320_000_000, 9),
+    "h200": _Target(132, 1.98, 52_428_800, 151_397_597_184, 4_800_000_000_000, 9),
+    "b200": _Target(148, 1.965, 132_644_864, 191_514_411_008, 7_672_320_000_000, 10),
+}
+# what these have in common; versions are those of the packages of the compiler
+_TEXT = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: {cores} clock_rate_ghz: {clock_ghz} l2_cache_size: {cache}
+  device_memory_size: {memory} memory_bandwidth: {memory_bandwidth}
+  cuda_compute_capability {{ major: {capability} feature_extension: ACCELERATED_FEATURES }}
+  device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{name}"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+  device_interconnect_info {{ active_links: 18 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{name}"
+"""
 
 
 class GpuNodes(NamedTuple):
@@ -29,8 +71,12 @@ class GpuNodes(NamedTuple):
     @property
     def machine(self) -> Machine:
         """Return the machine, node by node in the order of the mesh."""
-        positions = tuple((node, (gpu,), 0) for node in range(self.nodes) for gpu in range(self.each))
-        return Machine(self.chip, positions, (self.each,))
+        return Machine.of_nodes(self.chip, [node for node in range(self.nodes) for _ in range(self.each)])
+
+    @property
+    def target(self) -> str:
+        """Return the description of a GPU for XLA's compiler."""
+        return _TEXT.format(**_TARGETS[self.chip.name]._asdict(), name=self.chip.kinds[0])
 
     @property
     def stand_in(self) -> str:
@@ -60,11 +106,53 @@ def gpus_of(topology: str) -> GpuNodes | None:
     return GpuNodes(chip, nodes, each)
 
 
+def gpu_devices(gpus: GpuNodes) -> list[Any] | None:
+    """Return devices to compile for, node by node; None where the compiler of GPUs is not installed."""
+    from jax.experimental import topologies
+
+    # without libraries of CUDA, which it does without, the compiler would not be registered
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    shape = f"1x{gpus.nodes}x{gpus.each}"
+    try:
+        return topologies.get_topology_desc("any", "cuda", target_config=gpus.target, topology=shape).devices
+    except NotImplementedError:
+        return None
+
+
+@contextlib.contextmanager
+def tracing_for(devices: list[Any]) -> Iterator[None]:
+    """Answer for these GPUs what JAX's cuDNN attention asks of the process's GPUs while it is traced."""
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    def at_least(capability: str) -> bool:
+        return tuple(map(int, devices[0].compute_capability.split("."))) >= tuple(map(int, capability.split(".")))
+
+    if devices[0].platform != "gpu":
+        yield
+        return
+    asked = {
+        "check_compute_capability": at_least,
+        "is_cuda_compute_capability_equal": lambda capability: devices[0].compute_capability == capability,
+    }
+    before = {name: getattr(module, name) for name in asked}
+    module.__dict__.update(asked)
+    try:
+        yield
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        remedy = "pip install nvidia-cudnn-cu13, or plan with attention=chunked"
+        raise ConfigError(f"Attention by cuDNN can't be compiled: {str(error).splitlines()[0]} {remedy}.") from error
+    finally:
+        module.__dict__.update(before)
+
+
 def on_gpus(plan: Plan, memory: DeviceMemory, gpus: GpuNodes) -> Plan:
     """Return the plan of the stand-in with the counted memory, and a note about the source of each figure."""
     note = (
-        f"There is no compiler for {gpus.chip.name} here. Memory is counted: state and gradients by shardings, what is "
-        f"kept by tracing, beside it twice what a layer makes; no compiler has confirmed it. Collectives are of "
-        f"the step compiled for {gpus.nodes * gpus.each} TPUs ({gpus.stand_in}) in a mesh of the same sizes."
+        f"There is no compiler for {gpus.chip.name} here: pip install 'eqx_decoders[aot-gpu]' brings it. Memory is "
+        "counted: state and gradients by shardings, what is kept by tracing, beside it twice what a layer makes; no "
+        "compiler has confirmed it. Collectives and attention are of the step compiled for "
+        f"{gpus.nodes * gpus.each} TPUs ({gpus.stand_in}) in a mesh of the same sizes."
     )
     return dataclasses.replace(plan, memory=memory, note=note)

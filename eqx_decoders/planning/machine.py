@@ -46,13 +46,25 @@ class Machine:
     extents: tuple[int, ...]
 
     @classmethod
-    def of_tpus(cls, devices: Sequence[Any]) -> "Machine":
-        """Describe the devices of a TPU topology, in the order of the mesh."""
+    def of_nodes(cls, chip: Chip, nodes: Sequence[int]) -> "Machine":
+        """Describe devices with these numbers of their nodes, in each of which a switch joins all."""
+        counts = dict.fromkeys(nodes, 0)
+        positions = []
+        for node in nodes:
+            positions.append((node, (counts[node],), 0))
+            counts[node] += 1
+        return cls(chip, tuple(positions), (max(counts.values()),))
+
+    @classmethod
+    def of(cls, devices: Sequence[Any]) -> "Machine":
+        """Describe the devices of a topology of TPUs or GPUs, in the order of the mesh."""
         kind = devices[0].device_kind
         chip = chip_of(kind)
         if chip is None:
             known = ", ".join(chip.name for chip in CHIPS)
             raise ConfigError(f"topology: there are no figures of {kind!r}. Known: {known}.")
+        if chip.node:
+            return cls.of_nodes(chip, [device.process_index for device in devices])
         positions = tuple(
             (getattr(device, "slice_index", None) or 0, tuple(device.coords), int(device.core_on_chip))
             for device in devices

@@ -45,6 +45,7 @@ class Plan:
     - `compiler_message`: the compiler's error where it did not compile the step, or print it.
     - `tokens`: of a step.
     - `replicated`: the share of the weights that is whole along an axis of the mesh that splits others.
+    - `attention`: the kernels of attention in the compiled program, by their names in the registry.
     - `note`: the source of each figure, if not the compiler of these devices.
     """
 
@@ -57,4 +58,5 @@ class Plan:
     compiler_message: str
     tokens: int
     replicated: float = 0.0
+    attention: tuple[str, ...] = ()
     note: str = ""

@@ -43,6 +43,7 @@ def as_data(plan: Plan, advised: Iterable[str]) -> dict[str, Any]:
         "mfu": {"one_by_one": low, "overlapped": high},
         "compile_seconds": plan.seconds,
         "told": plan.compiler_message,
+        "attention": list(plan.attention),
         "note": plan.note,
         "advice": list(advised),
     }
@@ -74,6 +75,8 @@ def _memory(plan: Plan) -> str:
     lines.append(_bar("together", sum(rows.values()), memory.capacity))
     if memory.host:
         lines.append(f"  (the host keeps {_size(memory.host)} of the state for each device)")
+    if plan.attention:
+        lines.append(f"  (attention by the kernel {' and '.join(plan.attention)})")
     if plan.replicated:
         lines.append(f"  ({plan.replicated:.2%} of the weights are whole along an axis that splits others)")
     if memory.peak is not None:

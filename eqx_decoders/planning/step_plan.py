@@ -1,14 +1,17 @@
 """Planning of a training step: compiled for a machine that is not here, counted, and estimated."""
 
+import contextlib
 import dataclasses
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
 
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.families.summary import active_parameters
+from eqx_decoders.layers.attention.kernels.registry import KERNELS
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.planning.collectives import collectives
@@ -57,7 +60,8 @@ def make_plan(
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)
     started = time.perf_counter()
-    memory, program, message = _compiled(traced, known, dict(options or {}), until)
+    with _own_names():
+        memory, program, message = _compiled(traced, known, dict(options or {}), until)
     sent = None if program is None else tuple(collectives(program, layout.sizes))
     devices = len(machine.positions)
     line = Roofline(
@@ -76,7 +80,26 @@ def make_plan(
         compiler_message=message,
         tokens=batch_size * seq_len,
         replicated=replicated_fraction(model, layout),
+        attention=() if program is None else attention_kernels(program),
     )
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Take no program from JAX's cache on disk whose operations are named by other sources."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def attention_kernels(program: Program) -> tuple[str, ...]:
+    """Return the names of the attention kernels of which a program has operations."""
+    scopes = {part for ops in program.computations.values() for op in ops for part in re.findall(r"\w+", op.cause)}
+    return tuple(name for name, kernel in KERNELS.items() if kernel.scope in scopes)
 
 
 def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision | None) -> float:

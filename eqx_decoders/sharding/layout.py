@@ -117,9 +117,7 @@ class Layout:
         """Return a layout over `devices` (default: all), with `sizes` of mesh axes: `data`, `fsdp`, `tensor`, ….
 
         The default of a size is 1. One may be -1: all devices that the others leave.
-
         An `abstract` one has shapes and shardings on any machine, but no arrays: as many devices as the sizes ask for.
-
         With `explicit` the types of arrays say how they are split (`jax.typeof(x).sharding`), and JAX checks what is
         done with them. The library gives the same results by the same programs: `automatically`.
         """
@@ -140,9 +138,14 @@ class Layout:
         return cls(mesh, weights, activations, offload=offload)
 
     @property
+    def device(self) -> Any:
+        """First device of the mesh, which may be one to compile for; of this process where the mesh has none."""
+        return self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else jax.devices()[0]
+
+    @property
     def platform(self) -> str:
         """Platform of the mesh's devices, not of the default device: `"cpu"`, `"gpu"` or `"tpu"`."""
-        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
+        return self.device.platform
 
     @property
     def backend(self) -> Backend:
@@ -253,7 +256,7 @@ class Layout:
         return self._sharding(PartitionSpec())
 
     def _sharding(self, spec: PartitionSpec) -> Sharding:
-        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self._mesh, spec)
+        return SingleDeviceSharding(self.device) if self.mesh is None else NamedSharding(self._mesh, spec)
 
     def without_stage(self) -> "Layout":
         """Return the layout of one stage, for programs in a `jax.shard_map` over `stage`."""

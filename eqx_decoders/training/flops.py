@@ -115,9 +115,8 @@ def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = N
 
     Data sheets are of bf16; measured is a product in `dtype`. Devices of a CPU share it, so it counts once.
     """
-    device = jax.devices()[0] if layout.mesh is None else layout.mesh.devices.flat[0]
     count = 1 if layout.mesh is None or layout.backend.shares_cores else layout.mesh.size
-    known = peak_flops(device.device_kind) if peak_tflops is None else peak_tflops * 1e12
+    known = peak_flops(layout.device.device_kind) if peak_tflops is None else peak_tflops * 1e12
     return count * (measured_flops(dtype) if known is None else known)
 
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax
-
 from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import chip_of
 from eqx_decoders.sharding.layout import Layout
@@ -35,9 +33,9 @@ class MeshConfig:
 def describe_devices(layout: Layout) -> str:
     """Describe the devices of a layout: `"cpu, data=2 x fsdp=4"`."""
     if layout.mesh is None:
-        return f"{jax.devices()[0].device_kind}, one device"
+        return f"{layout.device.device_kind}, one device"
     axes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items() if size > 1) or "one device"
-    return f"{layout.mesh.devices.flat[0].device_kind}, {axes}"
+    return f"{layout.device.device_kind}, {axes}"
 
 
 def describe_pipeline(execution: Execution) -> str | None:
@@ -55,7 +53,6 @@ def describe_low_precision(execution: Execution) -> str | None:
     if rounding is None:
         return None
     text = f"{rounding.mode} products of {', '.join(rounding.weights)}"
-    device = jax.devices()[0] if layout.mesh is None else layout.mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
+    chip = chip_of(layout.device.device_kind)
     slower = not layout.backend.native_int8 or (chip is not None and rounding.format not in chip.formats)
-    return text + f"; {device.device_kind} multiplies no {rounding.format}: right, but not faster" * slower
+    return text + f"; {layout.device.device_kind} multiplies no {rounding.format}: right, but not faster" * slower

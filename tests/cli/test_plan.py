@@ -39,7 +39,7 @@ def here(monkeypatch):
         program, "tpu_devices", lambda topology, slices: asked.append((topology, slices)) or jax.devices()
     )
     places = tuple((0, (i,), 0) for i in range(8))
-    monkeypatch.setattr(Machine, "of_tpus", classmethod(lambda cls, devices: cls(chip, places, (8,))))
+    monkeypatch.setattr(Machine, "of", classmethod(lambda cls, devices: cls(chip, places, (8,))))
     monkeypatch.setattr(program, "make_plan", make_plan)
 
     def ask(*words):
@@ -127,7 +127,7 @@ def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(mon
     chip = {chip.name: chip for chip in CHIPS}["v5p"]
     places = tuple((0, (i,), 0) for i in range(8))
     monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())
-    monkeypatch.setattr(Machine, "of_tpus", classmethod(lambda cls, devices: cls(chip, places, (8,))))
+    monkeypatch.setattr(Machine, "of", classmethod(lambda cls, devices: cls(chip, places, (8,))))
     made, said = [], []
 
     def make_plan(model, trainer, machine, **given):
@@ -233,7 +233,7 @@ def test_programs_compile_with_the_options_of_their_chip(chip):
     """Each alone and all together: layers whose weights are gathered."""
     pytest.importorskip("libtpu")
     devices = program.tpu_devices(TOPOLOGIES[chip])
-    machine = Machine.of_tpus(devices)
+    machine = Machine.of(devices)
     assert machine.chip.name == chip and machine.chip.devices * machine.extents[0] * machine.extents[1] == len(devices)
     mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
     whole, split, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "fsdp"), ("fsdp",)))

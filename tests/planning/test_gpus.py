@@ -1,7 +1,8 @@
-"""GPUs are counted: their nodes, their networks, the stand-in that is compiled, and what a device holds."""
+"""GPUs: their nodes and networks, devices to compile for, or the stand-in, for which memory is counted."""
 
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from eqx_decoders.cli import plan as program
 from eqx_decoders.cli.plan import parse
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.planning.collectives import Collective
-from eqx_decoders.planning.gpus import gpus_of
+from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, tracing_for
+from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.roofline import ACROSS, collective_seconds
 from eqx_decoders.planning.step_plan import make_plan
@@ -39,6 +41,85 @@ def test_nodes_and_gpus_of_a_node():
     assert found[ACROSS] == pytest.approx(8e9 / 8 * 3 / 4 / 50e9)
 
 
+def devices_of(topology):
+    """GPUs in the attributes that are read of them, node by node."""
+    gpus = gpus_of(topology)
+    return [
+        types.SimpleNamespace(
+            platform="gpu", device_kind=gpus.chip.kinds[0], process_index=node, compute_capability="9.0"
+        )
+        for node in range(gpus.nodes)
+        for _ in range(gpus.each)
+    ]
+
+
+def test_a_machine_of_devices_is_that_of_its_topology():
+    """In any order of the mesh: what counts is the node."""
+    devices = devices_of("h100:2x4")
+    assert Machine.of(devices) == gpus_of("h100:2x4").machine
+    turned = Machine.of([*devices[::2], *devices[1::2]])
+    assert turned.route((0, 1, 4, 5)).members == 4 and turned.route((0, 2)).parts == 2
+
+
+def test_each_kind_of_gpu_is_described_to_the_compiler():
+    for name in ("h100", "h200", "b200"):
+        gpus = gpus_of(f"{name}:1x8")
+        assert f'name: "{gpus.chip.kinds[0]}"' in gpus.target and gpus.target.count("{") == gpus.target.count("}") == 5
+        memory = int(gpus.target.split("device_memory_size: ")[1].split()[0])
+        assert memory == pytest.approx(gpus.chip.memory, rel=0.08)
+
+
+def test_cudnn_asks_the_devices_that_are_compiled_for():
+    """While a step is traced; what else goes wrong there is told as it is, and a missing cuDNN with a remedy."""
+    from jax._src.cudnn import fused_attention_stablehlo as module
+
+    devices = devices_of("h100:1x1")
+    before = module.check_compute_capability
+    with tracing_for(jax.devices()):
+        assert module.check_compute_capability is before
+    with tracing_for(devices):
+        answers = [module.check_compute_capability(each) for each in ("8.9", "9.0", "10.0")]
+        assert answers == [True, True, False]
+        assert module.is_cuda_compute_capability_equal("9.0") and not module.is_cuda_compute_capability_equal("10.3")
+    assert module.check_compute_capability is before
+    with pytest.raises(ed.ConfigError, match="pip install nvidia-cudnn-cu13"), tracing_for(devices):
+        raise RuntimeError("cuDNN not found.")
+    with pytest.raises(RuntimeError, match="other"), tracing_for(devices):
+        raise RuntimeError("other")
+    assert module.check_compute_capability is before
+
+
+def test_gpus_are_compiled_for_where_their_compiler_is(monkeypatch):
+    """Otherwise as many TPUs; `until` is of TPUs, and options of GPUs are no matter of speed."""
+    asked, words = (
+        [],
+        ("tiny", "--topology", "h100:1x4", "--mesh.fsdp", "4", "--batch-size", "4", "--xla-flags", "none"),
+    )
+
+    class Asked(Exception):
+        pass
+
+    def make_plan(model, trainer, machine, **given):
+        asked.append((machine.chip.name, given["options"], given["until"]))
+        raise Asked
+
+    stand_in = [types.SimpleNamespace(platform="tpu")]
+    monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: stand_in)
+    config = parse([*words, "--until", "memory"])
+    monkeypatch.setattr(program, "gpu_devices", lambda gpus: None)
+    assert program.planned_devices(config) == stand_in
+    monkeypatch.setattr(program, "gpu_devices", lambda gpus: devices_of("h100:1x4"))
+    devices = program.planned_devices(config)
+    monkeypatch.setattr(program, "make_plan", make_plan)
+    model, machine = types.SimpleNamespace(), Machine.of(devices)
+    monkeypatch.setattr(program, "_parts", lambda config, devices: (model, None, machine))
+    with pytest.raises(Asked):
+        program.plan(config)
+    assert asked == [("h100", GPU_OPTIONS, "code")]
+    with pytest.raises(ed.ConfigError, match="slices=2 are of TPUs: h100:4x8 are four nodes"):
+        program.planned_devices(parse([*words, "--slices", "2"]))
+
+
 @pytest.mark.parametrize("text, shape", [("h100:1x4", "2x2x1"), ("h100:1x8", "2x2x2"), ("b200:4x8", "2x4x4"),
                                          ("h200:16x8", "4x4x8"), ("h100:128x8", "8x8x16")])  # fmt: skip
 def test_the_stand_in_has_as_many_devices(text, shape):
@@ -59,6 +140,7 @@ def test_other_topologies_are_no_gpus_and_wrong_ones_are_told():
 def test_a_plan_says_what_is_from_where(monkeypatch):
     """State, gradients and kept are those of the compiled step of this mesh; capacity and rates are the GPU's."""
     monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())
+    monkeypatch.setattr(program, "gpu_devices", lambda gpus: None)
     asked = {}
 
     def compiled(*args, options, **given):
@@ -74,7 +156,10 @@ def test_a_plan_says_what_is_from_where(monkeypatch):
     assert memory.capacity == 80e9 and memory.total == memory.peak and memory.fits
     assert memory.state + memory.gradients + memory.saved_activations < memory.peak
     assert ACROSS in plan.roofline.networks and "fsdp" in plan.roofline.networks
-    assert "no compiler for h100" in report(plan, []) and json.loads(json.dumps(as_data(plan, [])))["note"] == plan.note
+    assert (
+        "no compiler for h100 here: pip install 'eqx_decoders[aot-gpu]'" in report(plan, [])
+        and json.loads(json.dumps(as_data(plan, [])))["note"] == plan.note
+    )
     other = ed.Precision(compute=jnp.bfloat16)
     described = with_fields(ed.get_config("gpt3-52k"), ("num_layers=3",))
     model = ed.abstract(described, layout=execution.layout, precision=other, remat="full")
@@ -86,9 +171,12 @@ def test_a_plan_says_what_is_from_where(monkeypatch):
 
 @pytest.mark.slow
 def test_llama_1b_is_planned_for_gpus():
-    pytest.importorskip("libtpu")
+    """By their compiler, or by that of the stand-in, which sends as much."""
     words = ("llama3.2-1b", "--topology", "h100:2x8", "--mesh", "data=2", "fsdp=8", "--seq-len", 2048, "--json")
+    if gpu_devices(gpus_of("h100:2x8")) is None:
+        pytest.importorskip("libtpu")
     data = json.loads(run("plan.py", *words, "--remat", "full", "--until", "memory")[0])
-    assert data["chip"]["name"] == "h100" and data["devices"] == 16 and "2x2x4" in data["note"]
+    assert data["chip"]["name"] == "h100" and data["devices"] == 16
+    assert ("2x2x4" in data["note"]) == (data["attention"] != ["cudnn"])
     assert {axis for row in data["collectives"] for axis in row["axes"]} == {"data", "fsdp"}
     assert not [row for row in data["collectives"] if row["kind"] == "collective-permute"]

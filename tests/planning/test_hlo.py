@@ -155,6 +155,62 @@ def test_of_ragged_exchanges_the_smaller_side_counts():
     assert (found.kind, found.bytes, found.times, found.axes) == ("ragged-all-to-all", 64, 2, ("tensor",))
 
 
+# Each collective as it is, and as XLA:GPU starts it; the last one as XLA:TPU does. One is in a fusion.
+ASYNCHRONOUS = """%reduced (p: bf16[64]) -> bf16[64] {
+  %p = bf16[64]{0} parameter(0)
+  ROOT %inside = bf16[64]{0} all-reduce(%p), replica_groups=GROUPS, to_apply=%add
+}
+
+ENTRY %main (x: bf16[8,4], y: bf16[64]) -> bf16[8,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %y = bf16[64]{0} parameter(1)
+  LINES
+  ROOT %result = bf16[8,4] add(%x, %x)
+}
+"""
+CAUSE = ', metadata={op_name="jit(step)/jvp()/psum"}'
+PAIRS = {
+    "all-gather": ("bf16[16,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[16,4]{1,0}) NAME-start(%x)", 128),
+    "reduce-scatter": ("bf16[4,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[4,4]{1,0}) NAME-start(%x)", 64),
+    "all-to-all": ("bf16[8,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[8,4]{1,0}) NAME-start(%x)", 64),
+    "collective-permute": ("bf16[8,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[8,4]{1,0}) NAME-start(%x)", 64),
+    "several": (
+        "(bf16[4,4]{1,0}, bf16[32]{0}) reduce-scatter(%x, %y)",
+        "((bf16[8,4]{1,0}, /*index=1*/bf16[64]{0}), (bf16[4,4]{1,0}, bf16[32]{0})) reduce-scatter-start(%x, %y)",
+        192,
+    ),
+    "all-reduce": ("bf16[8,4]{1,0} NAME(%x)", "((bf16[8,4]{1,0}), bf16[8,4]{1,0}) NAME-start(%x)", 64),
+    "fusion": (
+        "bf16[64]{0} NAME(%y), kind=kCustom, calls=%reduced" + CAUSE,
+        "((bf16[64]{0}), bf16[64]{0}) NAME-start(%y), kind=kCustom, calls=%reduced" + CAUSE,
+        128,
+    ),
+    "of TPUs": (
+        "(bf16[8,4]{1,0}, bf16[64]{0}) all-reduce(%x, %y)",
+        "(bf16[8,4]{1,0}, bf16[64]{0}) all-reduce-start(%x, %y)",
+        192,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_started_and_done_later_is_what_is_done_at_once(name):
+    """Operands that a start returns beside its results are not sent twice."""
+    *both, size = PAIRS[name]
+
+    def read(call):
+        groups = "{{0,1},{2,3}}"
+        more = "" if "calls" in call else f", replica_groups={groups}, source_target_pairs={groups}"
+        line, done = call.replace("NAME", name) + more, "bf16[8,4]{1,0} NAME-done(%a)".replace("NAME", name)
+        lines = f"%a = {line}\n  %b = {done}" if "-start(" in call else f"%a = {line}"
+        text = ASYNCHRONOUS.replace("LINES", lines).replace("GROUPS", groups)
+        return collectives(parse(text), MESH)
+
+    at_once, later = map(read, both)
+    assert at_once == later and [one.total for one in later] == [size]
+    assert [one.phase for one in later] == ["forward" if name == "fusion" else "update"]
+
+
 def test_what_a_loop_keeps_is_what_it_writes_piece_by_piece():
     """Three pieces of 16 bytes; the weights that it reads, of three pieces, too, are none."""
     program = parse(TEXT)

@@ -14,11 +14,13 @@ from eqx_decoders.core.chips import CHIPS, chip_of
 from eqx_decoders.layers.attention.kernels.registry import attend
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.numerics.grouped_matmul import grouped_arrays
 from eqx_decoders.numerics.megablox import kernel_product
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.device_memory import DeviceMemory, needed_bytes
 from eqx_decoders.planning.flop_count import MatmulFlops, products
+from eqx_decoders.planning.gpus import gpus_of
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.report import as_data, by_kind, report
@@ -111,7 +113,7 @@ def test_a_step_takes_its_longest_part_or_all_of_them():
 # --- operations ---
 
 
-def test_products_of_loops_branches_and_devices():
+def test_products_of_loops_branches_and_devices(monkeypatch):
     """2 m k n each; a scan of five; the larger branch; recomputed ones; loops that data decide are only noted."""
     x, w = jnp.zeros((2, 3)), jnp.zeros((3, 3))
     one = 2 * 2 * 3 * 3
@@ -142,10 +144,19 @@ def test_products_of_loops_branches_and_devices():
     assert products(looped) == MatmulFlops(0, False, loose=True)
     kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
     assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
+    blocked = jax.grad(lambda x, w, n: grouped_arrays(x, (w,), n, 8)[0].sum(), (0, 1))
+    arrays = jnp.zeros((64, 8)), jnp.zeros((2, 8, 8)), jnp.array([40, 24])
+    assert products(jax.make_jaxpr(blocked)(*arrays)) == MatmulFlops(0, False, loose=True)
+    turned = jax.make_jaxpr(lambda *inputs: jax.checkpoint(jax.jit(blocked))(*inputs))(*arrays)
+    assert products(turned) == MatmulFlops(0, False, loose=True)
     places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
     own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
     q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)
     assert products(jax.make_jaxpr(lambda q: attend(q, q, q, mask=Causal(), **own))(q)) == MatmulFlops(0, True)
+    own |= dict(kernel="cudnn", platform="gpu", compute_capability=(9, 0), needs_lse=False)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    back = jax.grad(lambda q: attend(q, q, q, mask=Causal(), **own)[0].astype(jnp.float32).sum())
+    assert products(jax.make_jaxpr(back)(q)) == MatmulFlops(0, True)
 
     # over one of two mesh axes, and inside over the other one: shapes are those of a device
     layout = ed.Layout.create(stage=2, fsdp=4)
@@ -205,12 +216,18 @@ def bound_by(name: str, kind: str = "all-gather") -> Plan:
     return planned(line, (collective(kind, (0, 1), axes=axes),))
 
 
+def on_h100(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, machine=gpus_of("h100:1x8").machine)
+
+
 @pytest.mark.parametrize(
     "plan, remat, words",
     [
         (planned(needed=120e9, peak=None), "minimal", ["asks for 120.0 GB", "remat=save_dot_except_mlpwi", "batch"]),
         (planned(needed=120e9, peak=None, optimizer=90e9), "full", ["alone are 110.0 GB", "mesh.fsdp is 4"]),
         (planned(peak=100e9), "full", ["peak of 100.0 GB is above 95.0 GB", "mesh.context"]),
+        (on_h100(planned(peak=70e9, capacity=80e9)), "full", ["XLA_PYTHON_CLIENT_MEM_FRACTION"]),
+        (on_h100(planned(peak=90e9, capacity=80e9)), "full", ["compiled, but its peak of 90.0 GB is above 80.0"]),
         (planned(peak=20e9), "full", ["75.0 GB are free, and 33%", "remat=save_qkv_proj"]),
         (bound_by("fsdp"), "full", ["links along fsdp are the bound: 3 s", "512 tokens a device", "batch_size"]),
         (bound_by("tensor", "all-reduce"), "full", ["mesh.tensor (now 2) smaller"]),
@@ -227,7 +244,8 @@ def test_advice_says_what_to_change(plan, remat, words):
 
 
 def test_there_is_no_advice_for_a_step_that_fits_and_computes():
-    assert advice(planned(), Execution(layout=ed.Layout.create(fsdp=8), remat="full")) == []
+    for plan in (planned(), on_h100(planned(peak=59e9, capacity=80e9))):
+        assert advice(plan, Execution(layout=ed.Layout.create(fsdp=8), remat="full")) == []
 
 
 # --- all of it ---
@@ -258,6 +276,7 @@ def test_a_plan_adds_up(tiny):
         assert words in text
     assert data["memory"]["total"] == memory.total and data["seconds"]["bound"] == plan.roofline.bound
     assert len(data["collectives"]) == len(plan.collectives) and data["advice"] == ["Do this."]
+    assert data["attention"] == ["chunked"] and "(attention by the kernel chunked)" in text
 
 
 def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch):

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from eqx_decoders.context import Execution
+from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
@@ -41,14 +42,15 @@ def attend_on_mesh(
     key_axis: Literal["length", "slots"] = "length",
     contiguous: bool = False,
 ) -> Result:
-    """Attend by the kernel and on the mesh of `execution`, which also sets `local` and `platform` of the options.
+    """Attend by the kernel and on the mesh of `execution`, which also says in the options what computes it.
 
     `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered;
     only these have scales. `contiguous` promises what `Context.contiguous` says: else keys go round whole rings,
     however small the window.
     """
     layout, kernel = execution.layout, execution.attention
-    options = dataclasses.replace(options, platform=layout.platform, local=True)
+    device = dict(platform=layout.platform, compute_capability=compute_capability(layout.device))
+    options = dataclasses.replace(options, **device, local=True)
     if layout.single:
         return run_kernel(inputs, options, kernel)
     plan, kv_length = _make_plan(execution, inputs.query.shape, inputs.key.shape, key_axis), inputs.key.shape[1]

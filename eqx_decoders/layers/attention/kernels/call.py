@@ -44,6 +44,7 @@ class AttentionOptions:
     - `needs_lse`: whether anything reads the log-sum-exp, which may otherwise be NaN.
     - `local`: whether the arrays are one device's own: inside `shard_map`, or without a mesh.
     - `platform`: of the devices that compute it.
+    - `compute_capability`: of these, where they are NVIDIA's.
     """
 
     mask: Mask
@@ -53,6 +54,7 @@ class AttentionOptions:
     needs_lse: bool = True
     local: bool = False
     platform: str = "cpu"
+    compute_capability: tuple[int, int] | None = None
 
     @property
     def backend(self) -> Backend:

@@ -1,12 +1,15 @@
 """Attention by cuDNN's fused kernels, for NVIDIA's GPUs: `jax.nn.dot_product_attention`.
 
 By itself cuDNN knows indices, not positions: all earlier indices, or a window of them. That is the mask where
-positions are the indices. Elsewhere the mask goes in as an array of `length x kv_length`, which is exact for any
-positions, segments, spans and selections, and costs memory: twice, since cuDNN returns its gradient, too. The
-log-sum-exp comes rounded and without gradient, so this kernel does nothing that reads it.
-"""
+positions are the indices. Elsewhere the mask goes in as an array of `length x kv_length`, in the dtype of queries,
+which is exact for any positions, segments, spans and selections, and costs memory; its gradient does not exist.
 
-import re
+Packed rows are told to be causal, too, so that cuDNN skips the half that no query sees. It could skip other documents
+as well where it is told their offsets, without a mask; but it needs a bound on their number, which data decide, and
+JAX offers that in no public function. A window is told where there is no mask alone: not every cuDNN takes both.
+
+The log-sum-exp comes rounded and without gradient, so this kernel does nothing that reads it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +21,28 @@ from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow, visi
 
 
 IMPLEMENTATION = "cudnn"
-MASK_BYTES = 2**30  # what the mask and its gradient may take: a row of 16,384 tokens, or four of 8,192
+MASK_BYTES = 2**30  # what a mask may take: that of a row of 16,384 tokens takes half of it
+HOPPER = (9, 0)
 
 
 def refusal(call: AttentionCall) -> str | None:
     """Return what cuDNN cannot do in this call, in words, or None."""
+    if call.compute_capability is None:
+        return "devices without a compute capability, which NVIDIA's have"
     if any(jnp.dtype(dtype).itemsize != 2 for dtype in call.dtypes) or len(set(map(jnp.dtype, call.dtypes))) > 1:
         return "dtypes other than bfloat16 or float16, one for all"
-    if call.head_dim % 8 or call.head_dim > largest_head_dim():
+    if call.head_dim % 8 or call.head_dim > (256 if call.compute_capability >= HOPPER else 128):
         return f"head_dim={call.head_dim}"
-    if not _needs_mask(call):
-        return None
-    if call.length % 2 or call.kv_length % 2:
-        return "a mask of an odd length"
-    size = 4 * call.batch * max(1, call.selected_heads) * call.length * call.kv_length
-    return None if size <= MASK_BYTES else f"a mask that takes {size} bytes with its gradient"
+    if call.length % 2 or call.kv_length % 2:  # JAX refuses their gradients, also those of calls without a mask
+        return "an odd length"
+    size = mask_bytes(call)
+    return None if size <= MASK_BYTES else f"a mask that takes {size} bytes"
 
 
-def largest_head_dim() -> int:
-    """Return 256 on Hopper and later, 128 before; 0 where the first device has no cuDNN."""
-    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(jax.devices()[0], "compute_capability", "")))
-    return 0 if capability is None else 256 if int(capability[1]) >= 9 else 128
+def mask_bytes(call: AttentionCall) -> int:
+    """Return the bytes of the mask that goes in as an array; 0 where indices say it."""
+    cells = call.batch * max(1, call.selected_heads) * call.length * call.kv_length
+    return jnp.dtype(call.dtypes[0]).itemsize * cells if _needs_mask(call) else 0
 
 
 def _needs_mask(call: AttentionCall) -> bool:
@@ -50,12 +54,13 @@ def _needs_mask(call: AttentionCall) -> bool:
 def cudnn_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
     """Attend as `attend` defines it; lse is NaN. Under remat it is computed again: its residuals have no name."""
     query, key, value, positions, selected, _ = inputs
-    options: dict = dict(scale=1.0, implementation=IMPLEMENTATION)
+    # of the same tokens in order, none sees a later index, but for spans
+    causal = call.aligned and not call.spans and not isinstance(call.mask, Bidirectional)
+    options: dict = dict(scale=1.0, is_causal=causal, implementation=IMPLEMENTATION)
     lse = jnp.full(query.shape[:3], jnp.nan, jnp.float32)
     if not _needs_mask(call):
         window = (call.mask.size - 1, 0) if isinstance(call.mask, SlidingWindow) else None
-        causal = not isinstance(call.mask, Bidirectional)
-        out = jax.nn.dot_product_attention(query, key, value, is_causal=causal, local_window_size=window, **options)
+        out = jax.nn.dot_product_attention(query, key, value, local_window_size=window, **options)
         return checkpoint_name(out, "context"), lse
     seen = visible(call.mask, *positions)[:, None]
     seen = seen if selected is None else seen & selected

@@ -88,6 +88,11 @@ class Kernel:
     refusal: Callable[[AttentionCall], str | None] = no_refusal
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
+    @property
+    def scope(self) -> str:
+        """Name of its operations in programs and profiles."""
+        return f"{self.name}_attention"
+
     def lacks(self, call: AttentionCall) -> str | None:
         """Return the first thing in a call that this kernel cannot do, in words, or None."""
         if not isinstance(call.mask, self.masks):
@@ -125,6 +130,7 @@ class AttendKeywords(TypedDict, total=False):
     needs_lse: bool
     local: bool
     platform: str
+    compute_capability: tuple[int, int] | None
 
 
 def attend(
@@ -157,12 +163,14 @@ def run_kernel(inputs: AttentionInputs, options: AttentionOptions, kernel: str =
     )
     call = _describe_call(inputs, options)
     chosen = _find(kernel, call)
-    if inputs.scales is None or chosen.scales:
-        return chosen.function(inputs, call)
-    key, value = (
-        decode(x, scale, inputs.query.dtype) for x, scale in zip((inputs.key, inputs.value), inputs.scales, strict=True)
-    )
-    return chosen.function(inputs._replace(key=key, value=value, scales=None), call)
+    with jax.named_scope(chosen.scope):
+        if inputs.scales is None or chosen.scales:
+            return chosen.function(inputs, call)
+        key, value = (
+            decode(x, scale, inputs.query.dtype)
+            for x, scale in zip((inputs.key, inputs.value), inputs.scales, strict=True)
+        )
+        return chosen.function(inputs._replace(key=key, value=value, scales=None), call)
 
 
 def attend_gradients(

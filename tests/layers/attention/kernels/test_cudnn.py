@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 from typing import Any
 
 import equinox as eqx
@@ -11,14 +12,16 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.context import Promises
+from eqx_decoders.context import Execution, Promises
+from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels import cudnn
-from eqx_decoders.layers.attention.kernels.call import AttentionCall
+from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, choose
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.model.decoder_config import DecoderConfig
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, selection, weights_for
 from tests.models import filled
@@ -26,16 +29,12 @@ from tests.models import filled
 
 MASKS = [Causal(), SlidingWindow(7), Chunked(9), Bidirectional(), Bidirectional(9)]
 SPLIT = {"query_positions": plain(32, start=20), "key_positions": jnp.roll(plain(56).at[:, 3:6].set(-1), 5, 1)}
+HOPPER: dict[str, Any] = dict(platform="gpu", compute_capability=(9, 0))
 ORDERED = dict.fromkeys(("query_positions", "key_positions"), plain(40))
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(cudnn, "largest_head_dim", lambda: 256)
-
-
-@pytest.fixture
-def by_xla(hopper, monkeypatch):
+def by_xla(monkeypatch):
     """The same calls, computed by XLA, in float32, too."""
     table = dataclasses.replace(KERNELS["cudnn"], platforms=("cpu", "gpu"), refusal=lambda call: None)
     monkeypatch.setitem(KERNELS, "cudnn", table)
@@ -52,18 +51,20 @@ def results(qkv, places, **options):
 
 
 @pytest.mark.parametrize(
-    ("mask", "places", "dense_positions"),
+    ("mask", "places", "promises"),
     [
-        (Causal(), ORDERED, True),
-        (SlidingWindow(7), ORDERED, True),
-        (Chunked(9), ORDERED, True),
-        (Bidirectional(), ORDERED, True),
-        (SlidingWindow(7), packed_places(40, spans=True), False),
-        (Causal(), packed_places(40) | {"selected": selection(40, 40, 4)}, False),
-        (Causal(), SPLIT, False),
+        (Causal(), ORDERED, ("aligned", "dense_positions")),
+        (SlidingWindow(7), ORDERED, ("aligned", "dense_positions")),
+        (Chunked(9), ORDERED, ("aligned", "dense_positions")),
+        (Bidirectional(), ORDERED, ("aligned", "dense_positions")),
+        (Causal(), packed_places(40), ("aligned",)),
+        (SlidingWindow(7), packed_places(40, spans=True), ("aligned",)),
+        (Bidirectional(9), packed_places(40), ("aligned",)),
+        (Causal(), packed_places(40) | {"selected": selection(40, 40, 4)}, ()),
+        (Causal(), SPLIT, ()),
     ],
 )
-def test_arguments_say_the_mask(by_xla, mask, places, dense_positions):
+def test_arguments_say_the_mask(by_xla, mask, places, promises):
     """Values and gradients are those of `dot`, also of queries that see nothing."""
     qkv = make(places["query_positions"].shape[1], places["key_positions"].shape[1])
     found = results(
@@ -71,8 +72,7 @@ def test_arguments_say_the_mask(by_xla, mask, places, dense_positions):
         places,
         mask=mask,
         kernel="cudnn",
-        dense_positions=dense_positions,
-        aligned=dense_positions,
+        **dict.fromkeys(promises, True),
         needs_lse=False,
     )
     same(found, results(qkv, places, mask=mask, kernel="dot"))
@@ -85,11 +85,12 @@ def test_of_nothing_comes_nothing(by_xla):
 
 
 @pytest.mark.parametrize("places", [ORDERED, packed_places(40)], ids=["dense_positions", "packed"])
-def test_what_cudnn_is_asked_for(hopper, monkeypatch, places):
-    """Lowered for CUDA, values and gradients are its fused kernels, with a mask where positions are not the indices."""
+def test_what_cudnn_is_asked_for(monkeypatch, places):
+    """Lowered for CUDA, values and gradients are its fused kernels, with a mask where positions are not the indices;
+    that none sees a later index is said in any case, and the window where there is no mask."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     dense_positions, qkv = places is ORDERED, make(40, dtype=jnp.bfloat16)
-    options = dict(mask=SlidingWindow(7), kernel="cudnn", platform="gpu", aligned=True, needs_lse=False)
+    options = dict(mask=SlidingWindow(7), kernel="cudnn", **HOPPER, aligned=True, needs_lse=False)
 
     def bars(qkv):
         return jax.grad(
@@ -101,32 +102,31 @@ def test_what_cudnn_is_asked_for(hopper, monkeypatch, places):
     calls = [line for line in text.splitlines() if "__cudnn$" in line]
     assert [f"@{name}(" in calls[0], f"@{name}Backward(" in calls[1], len(calls)] == [True, True, 2]
     for call in calls:
-        assert ("\\22CAUSAL\\22" in call) == dense_positions and (
-            "sliding_window_length\\22: 7" in call
-        ) == dense_positions, call
+        assert "\\22CAUSAL\\22" in call and ("sliding_window_length\\22: 7" in call) == dense_positions, call
         assert "fmha_scale\\22: 1.0" in call
 
 
 # --- what "auto" takes ---
 
 USUAL = dict(
-    mask=Causal(), platform="gpu", batch=1, length=4096, kv_length=4096, head_dim=128, value_dim=128,
+    mask=Causal(), **HOPPER, batch=1, length=4096, kv_length=4096, head_dim=128, value_dim=128,
     dtypes=(jnp.bfloat16,) * 3, aligned=True, local=True, needs_lse=False,
 )  # fmt: skip
 
 
 def exact_by_cudnn(call):
-    """In words of the contract, not of the code: without what cuDNN has not got; and what goes beyond indices in a
-    mask, which must be even and may take a gigabyte."""
+    """In words of the contract, not of the code: even lengths, without what cuDNN has not got; and what goes beyond
+    indices in a mask of 16-bit numbers, which may take a gigabyte."""
     if call.needs_lse or call.soft_cap or call.head_dim != call.value_dim or not call.local:
         return False
     if set(call.dtypes) not in ({jnp.bfloat16}, {jnp.float16}) or call.head_dim not in range(8, 257, 8):
         return False
+    if not call.length % 2 == call.kv_length % 2 == 0:
+        return False
     indices = call.dense_positions and not (call.segments or call.spans or call.selected_heads)
     if indices and (isinstance(call.mask, Causal | SlidingWindow) or call.mask == Bidirectional()):
         return True
-    even = call.length % 2 == call.kv_length % 2 == 0
-    return even and call.batch * max(1, call.selected_heads) * call.length * call.kv_length * 4 <= 2**30
+    return call.batch * max(1, call.selected_heads) * call.length * call.kv_length * 2 <= 2**30
 
 
 VARIANTS = dict(
@@ -135,9 +135,10 @@ VARIANTS = dict(
         dict(dense_positions=True), dict(), dict(segments=True), dict(dense_positions=True, segments=True),
         dict(spans=True),
         dict(aligned=False, kv_length=8192), dict(aligned=False, kv_length=4097), dict(aligned=False, length=1),
+        dict(dense_positions=True, length=1023, kv_length=1023),
     ],
     sizes=[dict(), dict(head_dim=256, value_dim=256), dict(head_dim=264, value_dim=264), dict(value_dim=64),
-           dict(head_dim=100, value_dim=100), dict(batch=17)],
+           dict(head_dim=100, value_dim=100), dict(batch=33)],
     dtypes=[(jnp.bfloat16,) * 3, (jnp.float16,) * 3, (jnp.float32,) * 3, (jnp.bfloat16, jnp.bfloat16, jnp.float16)],
     rest=[dict(), dict(needs_lse=True), dict(soft_cap=2.0), dict(local=False), dict(selected_heads=1),
           dict(selected_heads=32)],
@@ -145,7 +146,7 @@ VARIANTS = dict(
 )  # fmt: skip
 
 
-def test_auto_is_exact_in_every_combination(hopper):
+def test_auto_is_exact_in_every_combination():
     """Over all combinations: it can do the call; on GPU it is cuDNN where that is exact, and only there."""
     taken = {}
     for mask, positions, sizes, dtypes, rest, platform in itertools.product(*VARIANTS.values()):
@@ -167,22 +168,38 @@ def test_auto_is_exact_in_every_combination(hopper):
 
 
 @pytest.mark.parametrize(
-    ("device", "largest"),
-    [("9.0", 256), ("12.0", 256), ("8.6", 128), ("gfx942", 0), (None, 0)],
+    ("device", "capability", "largest"),
+    [("9.0", (9, 0), 256), ("12.0", (12, 0), 256), ("8.6", (8, 6), 128), ("gfx942", None, 0), (None, None, 0)],
 )
-def test_head_dims_of_devices(monkeypatch, device, largest):
+def test_head_dims_of_devices(device, capability, largest):
     """By the compute capability; others than NVIDIA's have none."""
     kind = type("Device", (), {} if device is None else {"compute_capability": device})
-    monkeypatch.setattr(cudnn.jax, "devices", lambda: [kind()])
-    assert cudnn.largest_head_dim() == largest
-    call = AttentionCall(**USUAL | dict(dense_positions=True, head_dim=192, value_dim=192))
-    assert choose(call) == ("cudnn" if largest == 256 else "chunked")
+    assert compute_capability(kind()) == capability
+    for dim in (64, 128, 192, 256, 264):
+        sizes = dict(dense_positions=True, head_dim=dim, value_dim=dim, compute_capability=capability)
+        assert choose(AttentionCall(**USUAL | sizes)) == ("cudnn" if dim <= largest else "chunked")
 
 
-def test_refusals(hopper):
+def test_devices_of_a_mesh_are_asked(monkeypatch):
+    """Not those of this process: a mesh may be of others, to compile for."""
+    calls = []
+    layout = ed.Layout.create(data=2, devices=jax.devices()[:2])
+    device = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(ed.Layout, "device", property(lambda layout: device))
+    monkeypatch.setattr(
+        "eqx_decoders.layers.attention.kernels.registry.choose", lambda call: calls.append(call) or "dot"
+    )
+    shape, ids = (jax.ShapeDtypeStruct((2, 6, *more), dtype) for more, dtype in (((2, 8), "float32"), ((), "int32")))
+    inputs = AttentionInputs(shape, shape, shape, AttentionPositions(ids, ids))
+    options, execution = AttentionOptions(mask=Causal()), Execution(layout=layout)
+    jax.eval_shape(lambda inputs: attend_on_mesh(inputs, options, execution), inputs)
+    assert {(call.platform, call.compute_capability) for call in calls} == {("gpu", (9, 0))}
+
+
+def test_refusals():
     def call(dtype=jnp.bfloat16, dim=8, length=6, **options):
         places = dict.fromkeys(("query_positions", "key_positions"), plain(length))
-        kinds = dict(kernel="cudnn", platform="gpu", needs_lse=False) | options
+        kinds = dict(kernel="cudnn", needs_lse=False) | HOPPER | options
         return attend(*make(length, dim=dim, value_dim=dim, dtype=dtype), mask=Causal(), **places, **kinds)
 
     for sentence, options in {
@@ -191,7 +208,9 @@ def test_refusals(hopper):
         "cannot do the platform 'cpu'": dict(platform="cpu"),
         "cannot do dtypes other than bfloat16 or float16": dict(dtype=jnp.float32),
         "cannot do head_dim=12": dict(dim=12),
-        "cannot do a mask of an odd length": dict(length=5),
+        "cannot do an odd length": dict(length=5),
+        "cannot do devices without a compute capability": dict(compute_capability=None),
+        f"cannot do a mask that takes {4 * 16386**2} bytes": dict(length=16386),
     }.items():
         with pytest.raises(ConfigError, match=f"kernel='cudnn' {sentence}.* These can: dot, chunked"):
             call(**options)

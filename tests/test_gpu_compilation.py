@@ -1,0 +1,160 @@
+"""Compilation for H100s, without one: needs the compiler of GPUs (extra "aot-gpu"), and cuDNN for its attention."""
+
+import dataclasses
+from importlib.util import find_spec
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import eqx_decoders as ed
+from eqx_decoders.planning.collectives import collectives
+from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, tracing_for
+from eqx_decoders.planning.hlo import parse
+from eqx_decoders.planning.step_plan import attention_kernels
+from eqx_decoders.planning.traced_memory import abstract_batch
+from eqx_decoders.serving.engine.model_runner import Models, decode
+from eqx_decoders.serving.engine.sampler import SamplingBatch
+from eqx_decoders.serving.engine.slot_state import EngineState
+from eqx_decoders.sharding.layout import device_bytes
+from eqx_decoders.sharding.offload import Offload
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
+
+
+pytestmark = pytest.mark.slow
+BF16 = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
+WITHOUT_ASYNCHRONOUS = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+
+
+@pytest.fixture
+def devices():
+    found = gpu_devices(gpus_of("h100:1x4"))
+    if found is None:
+        pytest.skip("needs the compiler of GPUs: pip install 'eqx_decoders[aot-gpu]'")
+    if find_spec("nvidia") is None or find_spec("nvidia.cudnn") is None:
+        pytest.skip("needs cuDNN: pip install nvidia-cudnn-cu13")
+    with tracing_for(found):
+        yield found
+
+
+def lowered_step(name, layout, *, blocks=slice(2), length=1024, **options):
+    """A training step of a few layers of a model, of its own sizes: what is compiled has no arrays."""
+    config = ed.get_config(name)
+    config = dataclasses.replace(config, blocks=config.blocks[blocks], mtp=None)
+    options = {"precision": ed.Precision(compute=jnp.bfloat16), "remat": "full"} | options
+    model = ed.abstract(config, layout=layout, **options)
+    trainer = Trainer.create(OptimizerConfig(), model, steps=100)
+    state = trainer.abstract(model, key=jax.random.key(0))
+    return jax.jit(trainer.advance, donate_argnums=0).trace(state, abstract_batch(layout, 8, length)).lower()
+
+
+# model, sizes of the mesh, options, the kernels of attention, and the kinds of collectives besides those of weights
+STEPS = {
+    "latent attention": ("deepseek2-16b", dict(fsdp=4), {}, ("chunked",), ()),
+    "linear attention": ("kimi-linear-48b-a3b", dict(fsdp=4), dict(blocks=slice(2, 4)), ("chunked",), ()),
+    "gemma 3": ("gemma3-4b", dict(fsdp=4), dict(blocks=slice(4, 6)), ("cudnn",), ()),
+    "gemma 4": ("gemma4-26b", dict(fsdp=4), dict(blocks=slice(4, 6)), ("chunked", "cudnn"), ()),
+    "sinks": ("gpt-oss-20b", dict(fsdp=4), {}, ("chunked",), ()),
+    "experts, gathered": ("qwen3-30b-a3b", dict(expert=4), dict(blocks=slice(1)), ("cudnn",), ()),
+    "experts, exchanged": (
+        "qwen3-30b-a3b", dict(fsdp=2, expert=2), dict(blocks=slice(1), expert_exchange="all_to_all"), ("cudnn",),
+        ("all-to-all",),
+    ),
+    "ring": (
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring"), ("chunked",), ("collective-permute",),
+    ),
+    "ring, zigzag": (
+        "llama3-8b", dict(context=4), dict(length=4096, context_form="ring", context_order="zigzag"), ("chunked",),
+        ("collective-permute",),
+    ),
+    "exchanged heads": ("llama3-8b", dict(context=4), dict(context_form="all_to_all"), ("cudnn",), ("all-to-all",)),
+    "heads": ("llama3-8b", dict(fsdp=2, tensor=2), {}, ("cudnn",), ("all-reduce",)),
+    "pipeline": (
+        "llama3-8b", dict(stage=2, fsdp=2), dict(pipeline=ed.Pipeline(microbatches=4)), ("cudnn",),
+        ("collective-permute",),
+    ),
+    "int8": ("llama3-8b", dict(fsdp=4), dict(low_precision=ed.LowPrecision(mode="int8")), ("cudnn",), ()),
+    "fp8": ("llama3-8b", dict(fsdp=4), dict(low_precision=ed.LowPrecision(mode="fp8")), ("cudnn",), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_training_steps_compile(devices, name):
+    """With the kernel that "auto" takes there, and the collectives of the form."""
+    model, sizes, options, kernels, kinds = STEPS[name]
+    layout = ed.Layout.create(**sizes, devices=devices)
+    compiled = lowered_step(model, layout, **options).compile(compiler_options=GPU_OPTIONS)
+    text = compiled.as_text()
+    program = parse(text)
+    sent = {one.kind for one in collectives(program, layout.sizes)}
+    assert set(attention_kernels(program)) == set(kernels)
+    assert ("__cudnn$fmha" in text) == ("cudnn" in kernels) == ('"mask_type": "CAUSAL"' in text)
+    assert sent >= set(kinds) and compiled.memory_analysis().peak_memory_in_bytes > 0
+
+
+def test_a_step_sends_as_much_at_once_as_beside_others(devices):
+    """Its collectives are all asynchronous in one program, and none in the other."""
+    layout, found = ed.Layout.create(fsdp=2, tensor=2, devices=devices), []
+    lowered = lowered_step("llama3-8b", layout)
+    for more in ({}, WITHOUT_ASYNCHRONOUS):
+        text = lowered.compile(compiler_options=GPU_OPTIONS | more).as_text()
+        sent: dict[tuple[str, str, str], int] = {}
+        for one in collectives(parse(text), layout.sizes):
+            key = one.kind, one.shape, one.phase
+            sent[key] = sent.get(key, 0) + one.total
+        found.append((sent, " reduce-scatter-start(" in text))
+    assert found[0][0] == found[1][0] and [starts for _, starts in found] == [True, False]
+
+
+def test_a_step_of_what_the_host_has_compiles(devices):
+    """These devices list no memories, so that offload cannot be seen: the step is that without it."""
+    layout = ed.Layout.create(fsdp=4, devices=devices)
+    layout = dataclasses.replace(layout, offload=Offload(optimizer=("*",)))
+    lowered_step("llama3-8b", layout).compile(compiler_options=GPU_OPTIONS)
+
+
+@pytest.mark.parametrize("sizes", [dict(tensor=4), dict(data=4)], ids=str)
+def test_the_loop_of_generation_compiles(devices, sizes):
+    layout = ed.Layout.create(**sizes, devices=devices)
+    config = ed.get_config("llama3-8b")
+    model = ed.abstract(dataclasses.replace(config, blocks=config.blocks[:2]), layout=layout, precision=BF16)
+    prompt = jax.ShapeDtypeStruct((8, 512), jnp.int32, sharding=NamedSharding(layout.mesh, PartitionSpec("data")))
+    arrays, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def run(arrays, prompt):
+        return ed.generate(eqx.combine(arrays, static), prompt, max_new_tokens=64)
+
+    compiled = jax.jit(run).lower(arrays, prompt).compile(compiler_options=GPU_OPTIONS)
+    assert compiled.memory_analysis().temp_size_in_bytes < 4e9
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b"])
+def test_a_step_of_the_engine_compiles(devices, name):
+    """A decoding step of eight slots copies no cache: it stays in place.
+
+    XLA:GPU copies what a turn of the scan reads of cache and weights, as products of cuBLAS need arrays of their own.
+    """
+    layout = ed.Layout.create(tensor=4, devices=devices)
+    config = ed.get_config(name)
+    config = dataclasses.replace(config, blocks=config.blocks[:2])
+    model = ed.abstract(config, layout=layout, precision=BF16)
+    cache = ed.abstract_cache(config, 8, 32768, layout=layout)
+
+    def like(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated())
+
+    batch = SamplingBatch.greedy(8, -(-config.vocab_size // 32), 4)
+    arrays, static = eqx.partition(Models(model, None), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def step(arrays, cache, ids, *inputs):
+        return decode(eqx.combine(arrays, static), EngineState(cache=cache, tokens=ids), *inputs, num_top=4)
+
+    inputs = like(8), like(8, 1), like(8, 1), batch
+    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(arrays, cache, like(8, 32768), *inputs)
+    memory = lowered.compile(compiler_options=GPU_OPTIONS).memory_analysis()
+    share = sum(map(device_bytes, jax.tree.leaves(cache)))
+    print(f"{name}: cache {share}, in place {memory.alias_size_in_bytes}, temporaries {memory.temp_size_in_bytes}")
+    assert memory.alias_size_in_bytes >= share > memory.temp_size_in_bytes
