@@ -57,52 +57,31 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     # the tower: whole numbers are welcome where a float is asked for
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-from eqx_decoders.blocks.block import Block as Block, BlockConfig as BlockConfig, ExtraLayerConfig as ExtraLayerConfig
-from eqx_decoders.blocks.segmentation import segments as segments
-from eqx_decoders.blocks.stack import Segment as Segment
-from eqx_decoders.blocks.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
-from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
 from eqx_decoders.core.lazy_imports import lazy
-from eqx_decoders.core.sampling import Greedy as Greedy, Sample as Sample
-from eqx_decoders.encoders.media import Media as Media
-from eqx_decoders.encoders.media_config import EncoderConfig as EncoderConfig, MediaConfig as MediaConfig
-from eqx_decoders.errors import (
-    CheckpointError as CheckpointError,
-    ConfigError as ConfigError,
-    ConversionError as ConversionError,
-    DataError as DataError,
-    EqxDecodersError as EqxDecodersError,
-)
-from eqx_decoders.layers.cache.cache import Cache as Cache
-from eqx_decoders.layers.cache.format import CacheFormat as CacheFormat
-from eqx_decoders.layers.cache.paged import PageConfig as PageConfig
-from eqx_decoders.layers.moe.router import (
-    RoutingStats as RoutingStats,
-    load_balance_loss as load_balance_loss,
-    router_z_loss as router_z_loss,
-)
-from eqx_decoders.model.caches import abstract_cache as abstract_cache, init_cache as init_cache
-from eqx_decoders.model.decoder import Decoder as Decoder, Output as Output
-from eqx_decoders.model.decoder_config import DecoderConfig as DecoderConfig
-from eqx_decoders.model.init import (
-    abstract as abstract,
-    add_mtp as add_mtp,
-    count_parameters as count_parameters,
-    init as init,
-    with_mtp as with_mtp,
-)
-from eqx_decoders.model.mtp_config import MTPConfig as MTPConfig
-from eqx_decoders.numerics.low_precision import LowPrecision as LowPrecision
-from eqx_decoders.numerics.precision import Precision as Precision
-from eqx_decoders.remat import Remat as Remat
-from eqx_decoders.sharding.layout import Layout as Layout
-from eqx_decoders.sharding.offload import Offload as Offload
-from eqx_decoders.sharding.pipeline_config import Pipeline as Pipeline
 
 
-# Imported at their first use: a model alone needs none of them, and optax, orbax and the engine are slow to import.
+# Imported at their first use: JAX and Equinox take half a second, optax, orbax and the engine more.
 if TYPE_CHECKING:
+    from eqx_decoders.blocks.block import (
+        Block as Block,
+        BlockConfig as BlockConfig,
+        ExtraLayerConfig as ExtraLayerConfig,
+    )
+    from eqx_decoders.blocks.segmentation import segments as segments
+    from eqx_decoders.blocks.stack import Segment as Segment
+    from eqx_decoders.blocks.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
+    from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
+    from eqx_decoders.core.sampling import Greedy as Greedy, Sample as Sample
     from eqx_decoders.data.batch import Batch as Batch
+    from eqx_decoders.encoders.media import Media as Media
+    from eqx_decoders.encoders.media_config import EncoderConfig as EncoderConfig, MediaConfig as MediaConfig
+    from eqx_decoders.errors import (
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        ConversionError as ConversionError,
+        DataError as DataError,
+        EqxDecodersError as EqxDecodersError,
+    )
     from eqx_decoders.families import get_config as get_config, list_models as list_models
     from eqx_decoders.families.summary import ModelInfo as ModelInfo, describe_model as describe_model
     from eqx_decoders.inference.generation import generate as generate, stream as stream
@@ -111,10 +90,35 @@ if TYPE_CHECKING:
     from eqx_decoders.io.huggingface.export import save_hf as save_hf
     from eqx_decoders.io.huggingface.load import abstract_hf as abstract_hf, load_hf as load_hf
     from eqx_decoders.io.huggingface.peft import load_peft as load_peft, save_peft as save_peft
+    from eqx_decoders.layers.cache.cache import Cache as Cache
+    from eqx_decoders.layers.cache.format import CacheFormat as CacheFormat
+    from eqx_decoders.layers.cache.paged import PageConfig as PageConfig
+    from eqx_decoders.layers.moe.router import (
+        RoutingStats as RoutingStats,
+        load_balance_loss as load_balance_loss,
+        router_z_loss as router_z_loss,
+    )
+    from eqx_decoders.model.caches import abstract_cache as abstract_cache, init_cache as init_cache
+    from eqx_decoders.model.decoder import Decoder as Decoder, Output as Output
+    from eqx_decoders.model.decoder_config import DecoderConfig as DecoderConfig
+    from eqx_decoders.model.init import (
+        abstract as abstract,
+        add_mtp as add_mtp,
+        count_parameters as count_parameters,
+        init as init,
+        with_mtp as with_mtp,
+    )
+    from eqx_decoders.model.mtp_config import MTPConfig as MTPConfig
     from eqx_decoders.model.quantize import dequantize as dequantize, quantize as quantize
+    from eqx_decoders.numerics.low_precision import LowPrecision as LowPrecision
+    from eqx_decoders.numerics.precision import Precision as Precision
+    from eqx_decoders.remat import Remat as Remat
     from eqx_decoders.serving.engine.config import EngineConfig as EngineConfig
     from eqx_decoders.serving.engine.engine import Engine as Engine
     from eqx_decoders.serving.engine.request import Request as Request
+    from eqx_decoders.sharding.layout import Layout as Layout
+    from eqx_decoders.sharding.offload import Offload as Offload
+    from eqx_decoders.sharding.pipeline_config import Pipeline as Pipeline
     from eqx_decoders.sharding.replication import replicated_fraction as replicated_fraction
     from eqx_decoders.training.lora import add_lora as add_lora, merge_lora as merge_lora
     from eqx_decoders.training.optimizer.optimizer import OptimizerConfig as OptimizerConfig
@@ -125,7 +129,16 @@ if TYPE_CHECKING:
 __getattr__, _late = lazy(
     __name__,
     {
+        "blocks.block": "Block BlockConfig ExtraLayerConfig",
+        "blocks.segmentation": "segments",
+        "blocks.stack": "Segment",
+        "blocks.stats": "ActivationStats BlockStats",
+        "context": "Context Execution Inputs",
+        "core.sampling": "Greedy Sample",
         "data.batch": "Batch",
+        "encoders.media": "Media",
+        "encoders.media_config": "EncoderConfig MediaConfig",
+        "errors": "CheckpointError ConfigError ConversionError DataError EqxDecodersError",
         "families": "get_config list_models",
         "families.summary": "ModelInfo describe_model",
         "inference.generation": "generate stream",
@@ -134,18 +147,34 @@ __getattr__, _late = lazy(
         "io.huggingface.export": "save_hf",
         "io.huggingface.load": "abstract_hf load_hf",
         "io.huggingface.peft": "load_peft save_peft",
+        "layers.cache.cache": "Cache",
+        "layers.cache.format": "CacheFormat",
+        "layers.cache.paged": "PageConfig",
+        "layers.moe.router": "RoutingStats load_balance_loss router_z_loss",
+        "model.caches": "abstract_cache init_cache",
+        "model.decoder": "Decoder Output",
+        "model.decoder_config": "DecoderConfig",
+        "model.init": "abstract add_mtp count_parameters init with_mtp",
+        "model.mtp_config": "MTPConfig",
         "model.quantize": "dequantize quantize",
+        "numerics.low_precision": "LowPrecision",
+        "numerics.precision": "Precision",
+        "remat": "Remat",
         "serving.engine.config": "EngineConfig",
         "serving.engine.engine": "Engine",
         "serving.engine.request": "Request",
+        "sharding.layout": "Layout",
+        "sharding.offload": "Offload",
+        "sharding.pipeline_config": "Pipeline",
         "sharding.replication": "replicated_fraction",
         "training.lora": "add_lora merge_lora",
         "training.optimizer.optimizer": "OptimizerConfig",
-        "training.step.router_bias": "update_router_bias",
         "training.step.loss": "LossMetrics next_token_loss",
+        "training.step.router_bias": "update_router_bias",
         "training.step.step": "Trainer",
     },
-    "data families inference io model planning serving training",
+    "blocks cli context core data encoders errors families inference io layers model numerics planning remat serving"
+    " sharding training",
 )
 
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from eqx_decoders.cli.generate import main
+from eqx_decoders.cli import import_program
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_program("generate")())

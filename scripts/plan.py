@@ -7,8 +7,8 @@ import sys
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
-from eqx_decoders.cli.plan import main
+from eqx_decoders.cli import import_program
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_program("plan")())

@@ -20,10 +20,10 @@ ORDER = [
 ]  # fmt: skip
 
 
-# JAX has no public way to what its processes tell each other, to where it finds them, and to what its cuDNN attention
-# asks of the GPUs that a step is traced for; nor Orbax to its counter.
+# JAX has no public way to what its processes tell each other, to where it finds them, to another cache of programs, and
+# to what its cuDNN attention asks of the GPUs that a step is traced for; nor Orbax to its counter.
 PRIVATE = {("key_value_store.py", "jax._src.distributed"), ("rendezvous.py", "jax._src.clusters")}
-PRIVATE |= {("gpus.py", "jax._src.cudnn")}
+PRIVATE |= {("program_cache.py", "jax._src.compilation_cache"), ("gpus.py", "jax._src.cudnn")}
 PRIVATE |= {("checkpoints.py", "orbax.checkpoint._src.futures.synchronization")}
 
 
@@ -51,13 +51,18 @@ def test_imports_go_one_way(file):
             assert ORDER.index(package_of(module)) <= ORDER.index(here), f"{here} must not import {module}"
 
 
-def test_import_needs_the_core_only():
-    """A fresh interpreter: no optional package, no network library, no other framework, and nothing slow to import."""
-    code = "import sys, eqx_decoders; print(*sys.modules)"
-    modules = subprocess.check_output([sys.executable, "-c", code], text=True)
+def test_import_needs_what_is_used():
+    """A fresh interpreter: the package alone imports nothing of others, and a model neither what it doesn't need."""
+    show = "print(*sys.modules)"
+    code = f"import sys; {show}; import eqx_decoders; {show}; eqx_decoders.init; {show}"
+    lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    before, package, model = (set(line.split()) for line in lines)
+    foreign = {name.partition(".")[0] for name in package - before} - sys.stdlib_module_names
+    assert foreign == {"eqx_decoders"}
     unwanted = "torch flax tensorflow grain tokenizers transformers rich tyro matplotlib tensorboardX pyarrow requests"
     unwanted += " optax orbax.checkpoint eqx_decoders.io eqx_decoders.families eqx_decoders.training"
-    assert not set(unwanted.split()) & set(modules.split())
+    unwanted += " jax.experimental.pallas jax.experimental.mosaic"  # kernels of accelerators
+    assert not set(unwanted.split()) & model and {"jax", "equinox", "eqx_decoders.model.decoder"} <= model
 
 
 def test_every_module_can_be_imported_on_windows():

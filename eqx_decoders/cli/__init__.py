@@ -1,6 +1,7 @@
 """The programs: `eqx-decoders train`, `generate`, `serve`, `convert` and `plan`, which `scripts/` starts, too."""
 
 import functools
+import gc
 import importlib
 import re
 import sys
@@ -27,9 +28,23 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the program that the first argument names with the others; return the exit code."""
 
     def start(name: str) -> Callable[[list[str], str], int]:
-        return lambda args, prog: importlib.import_module(f"eqx_decoders.cli.{name}").main(args, prog=prog)
+        return lambda args, prog: import_program(name)(args, prog=prog)
 
     return run_command({name: (text, start(name)) for name, text in PROGRAMS.items()}, args, "eqx-decoders")
+
+
+def import_program(name: str) -> Callable[..., int]:
+    """Import a program for a process that runs nothing else; return its `main`.
+
+    Python's collector would look through what the imports make again and again, a fifth of their time, and later
+    through all of it whenever it looks for cycles. What is imported stays, so it is told to leave it alone.
+    """
+    gc.disable()
+    try:
+        return importlib.import_module(f"eqx_decoders.cli.{name}").main
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_command(

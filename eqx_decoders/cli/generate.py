@@ -28,6 +28,7 @@ from eqx_decoders.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, c
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 
 
@@ -85,6 +86,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     config = parse(args, prog)
     keep_memory()
     with config.connected():
+        keep_programs()
         text = load(config)
         answer = ChatSession(text, config) if config.chat and text.chat is not None else Continuation(text, config)
         if config.prompt is not None:

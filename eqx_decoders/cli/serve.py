@@ -32,6 +32,7 @@ from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.interrupt import Interrupt
+from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
@@ -148,6 +149,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     raise_file_limit()
     sock = bind(config.host, config.port)  # it fails faster than the weights are loaded
     keep_memory()
+    keep_programs()
     text = load(config)
     engine = Engine(text.model, config.engine(load_draft_model(config)))
     with StatusLine("compiling"):

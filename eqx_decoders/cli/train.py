@@ -22,6 +22,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.heartbeat import connected
+from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.run_lock import check_run_dir
 from eqx_decoders.model.weight_table import describe
 from eqx_decoders.training import train
@@ -91,6 +92,7 @@ def _train(config: TrainConfig) -> int:
     if config.describe:
         print(describe(abstract_run(RunDirectory(config), config.execution())))
         return 0
+    keep_programs(config.dataset.cache_dir)
     return train(config)
 
 

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on their first use (PEP 562)."""
+"""Names of a package, and modules, that are imported on their first use (PEP 562)."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -24,3 +24,13 @@ def lazy(package: str, exports: Mapping[str, str], modules: str = "") -> tuple[C
         return getattr(importlib.import_module(f"eqx_decoders.{module_of[name]}"), name)
 
     return get, (*module_of, *modules.split())
+
+
+class LazyModule:
+    """Stand-in for a module, which is imported when the first of its attributes is read: `pl = LazyModule("a.b")`."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.numerics.gradient_ring import gradient_ring, ring_product
 from eqx_decoders.numerics.grouped_matmul import grouped_arrays
 from eqx_decoders.numerics.matmul import cast_in_loop, product
 from eqx_decoders.numerics.product_plan import ProductPlan, product_plan
@@ -117,6 +118,9 @@ class ArrayWeight(AbstractArrayWeight):
             return product(flat, matrix, transposed=plan.transposed, out_dtype=options.dtype).reshape(shape)
         weight, layout = cast_in_loop(self.values, x.dtype), options.layout
         if layout is not None and options.gathers(plan, weight.size, x):
+            ring = gradient_ring(plan, layout, x, weight)
+            if ring is not None:
+                return ring_product(plan, options.dtype, layout, ring, x, weight)
             weight = layout.gather_weight(weight, plan.right)
         return jnp.einsum(plan.letters, x, weight, preferred_element_type=options.dtype)
 

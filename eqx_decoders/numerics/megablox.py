@@ -15,12 +15,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.core.chips import LANES, device_kind
+from eqx_decoders.core.lazy_imports import LazyModule
 
 
+megablox = LazyModule("jax.experimental.pallas.ops.tpu.megablox.gmm")  # slow to import
 DENSE_BY_XLA = ("TPU v5 lite", "TPU v6 lite", "TPU7x")
 
 
@@ -49,7 +50,7 @@ def _backward(interpret, residuals, out_bar):
     to_x = _product(out_bar, weight, counts, interpret, transposed=True)
     tiling, pad = _tiling(x, weight, transposed=False)
     with _settings(x):
-        to_weight = tgmm(pad(x).T, pad(out_bar), counts, weight.dtype, tiling, interpret=interpret)
+        to_weight = megablox.tgmm(pad(x).T, pad(out_bar), counts, weight.dtype, tiling, interpret=interpret)
     return to_x, to_weight, None
 
 
@@ -60,7 +61,7 @@ def _product(x: Array, weight: Array, counts: Array, interpret: bool, transposed
     tiling, pad = _tiling(x, weight, transposed)
     options: dict = dict(transpose_rhs=transposed, interpret=interpret)
     with _settings(x):
-        return gmm(pad(x), weight, counts, x.dtype, tiling, **options)[: x.shape[0]]
+        return megablox.gmm(pad(x), weight, counts, x.dtype, tiling, **options)[: x.shape[0]]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from eqx_decoders.errors import ConfigError, check_word
+from eqx_decoders.sharding.rules import MESH_AXES, Table
 
 
 AXES: dict[str, str] = {
@@ -120,6 +121,18 @@ def check_axes(where: str, words: str | Axes) -> Axes:
     for word in split:
         check_word(where, word, AXES)
     return split
+
+
+def checked_table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
+    """Check a table and make it hashable."""
+    table = []
+    for word, names in rows.items() if isinstance(rows, Mapping) else rows:
+        check_word(f"Layout.{name}: axis", word, AXES)
+        names = (names,) if isinstance(names, str) else tuple(names)
+        for mesh_axis in names:
+            check_word(f"Layout.{name}[{word!r}]", mesh_axis, MESH_AXES)
+        table.append((word, names))
+    return tuple(table)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

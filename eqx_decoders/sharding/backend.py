@@ -37,6 +37,8 @@ class Backend:
     - `paged_kernel`: attention reads pages where they are, by a kernel that goes with this one of the registry;
         None: they are gathered.
     - `sums_state_reads`: one token reads a recurrent state by sums, where a product would copy it.
+    - `gradient_rings`: gradients of gathered weights are added up in rings beside their products: the compiler has no
+        sum of which each device gets its piece.
     - `ragged_exchange`: rows of any number are sent to other devices.
     - `few_token_experts`: so few tokens read the weights of their experts one by one.
     - `expert_blocks`: rows of an expert are padded to blocks.
@@ -63,6 +65,7 @@ class Backend:
     pallas_gpu: bool = False
     paged_kernel: str | None = None
     sums_state_reads: bool = False
+    gradient_rings: bool = False
     ragged_exchange: bool = False
     few_token_experts: bool = False
     expert_blocks: bool = True
@@ -99,6 +102,7 @@ BACKENDS = {
         pallas_tpu=True,
         paged_kernel="interval",
         sums_state_reads=True,
+        gradient_rings=True,
         ragged_exchange=True,
         few_token_experts=True,
         expert_blocks=False,

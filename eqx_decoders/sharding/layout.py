@@ -24,7 +24,7 @@ from jax.sharding import (
 from jaxtyping import Array, PyTree
 
 from eqx_decoders.errors import ConfigError, check, check_word
-from eqx_decoders.sharding.axes import Axes, axes, check_axes, names_of, output_axes, path_name
+from eqx_decoders.sharding.axes import Axes, axes, check_axes, checked_table, names_of, output_axes, path_name
 from eqx_decoders.sharding.backend import Backend, backend_of
 from eqx_decoders.sharding.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
 from eqx_decoders.sharding.mesh import device_grid, resolve_sizes
@@ -34,7 +34,6 @@ from eqx_decoders.sharding.rules import (
     MESH_AXES as MESH_AXES,
     WEIGHTS as WEIGHTS,
     Table,
-    checked_table,
     dividing,
     split_dimensions,
     without_uneven_layers,

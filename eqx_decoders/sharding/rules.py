@@ -3,9 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from eqx_decoders.errors import check_word
-from eqx_decoders.sharding.axes import AXES, Axes
-
 
 MESH_AXES: dict[str, str] = {
     "data": "the batch; weights are replicated",
@@ -59,19 +56,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 Table = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def checked_table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
-    """Check a table and make it hashable."""
-    table = []
-    for word, names in rows.items() if isinstance(rows, Mapping) else rows:
-        check_word(f"Layout.{name}: axis", word, AXES)
-        names = (names,) if isinstance(names, str) else tuple(names)
-        for mesh_axis in names:
-            check_word(f"Layout.{name}[{word!r}]", mesh_axis, MESH_AXES)
-        table.append((word, names))
-    return tuple(table)
-
-
-def split_dimensions(table: Table, words: Axes, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def split_dimensions(table: Table, words: tuple[str, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Return the mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
     used: set[str] = set()
     split: list[tuple[str, ...]] = [()] * len(words)
@@ -84,7 +69,7 @@ def split_dimensions(table: Table, words: Axes, sizes: Mapping[str, int]) -> lis
 
 
 def without_uneven_layers(
-    table: Table, words: Axes, shape: Sequence[int], split: list[tuple[str, ...]], sizes: Mapping[str, int]
+    table: Table, words: tuple[str, ...], shape: Sequence[int], split: list[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
     """Return `split` without `stage` on layers that it does not divide; another dimension may have it."""
     stages, rows = sizes.get("stage", 1), dict(table)

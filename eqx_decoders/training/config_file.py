@@ -101,9 +101,10 @@ def typed_settings(
             if name_in_file in groups and name_in_file not in names and isinstance(value, dict):
                 collect(value, f"{name_in_file}.")
                 continue
-            near = difflib.get_close_matches(name_in_file, names, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            check(name_in_file in names, f"{path}: {name_in_file!r} is no setting.{hint}")
+            if name_in_file not in names:  # only then: comparing names takes a start half a second
+                near = difflib.get_close_matches(name_in_file, names, n=1, cutoff=0.5)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{path}: {name_in_file!r} is no setting.{hint}")
             name = names[name_in_file]
             check(name not in settings, f"{path}: {name!r} is there twice, also as {name_in_file!r}. Leave one out.")
             settings[name] = _typed(value, hints[name], f"{path}: {name!r}")

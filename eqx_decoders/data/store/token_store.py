@@ -88,7 +88,7 @@ class TokenStore:
         """
         return self.manifest["fingerprint"]
 
-    @property
+    @functools.cached_property  # it is part of the iterator's state, which is read after each step
     def order_hash(self) -> str:
         """Hash of the contents of the sources in their order."""
         names = dict.fromkeys(name for name, _, _ in self._shards)

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.core.chips import LANES
+from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.recurrent.chunked_scan import FORGOTTEN
 
 
+pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
 CHUNK = 128  # tokens: half as many states are stored as with 64, and products fill the units
 _WIDEST = 512  # columns of the values of a program: value heads that share a key head
 _MOST = 8, 1024  # heads of a program, each of which is code of its own, and columns where no fewer heads fill lanes
@@ -257,7 +257,7 @@ def _call(
     batch, programs, chunks = dict(operands)["heads"].shape[:3]
     backward, size = kernel is _backward_kernel, plan.chunk
 
-    def spec(place: str) -> pl.BlockSpec:
+    def spec(place: str) -> Any:
         def at(chunk):
             return chunks - 1 - chunk if backward else chunk
 

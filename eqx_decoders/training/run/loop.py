@@ -95,6 +95,7 @@ class TrainingLoop:
         """Open everything that reports on steps, and the hooks in the order in which they are called."""
         run, config = self.run, self.run.config
         self.log, trackers = self._step_log(start + 1), Trackers()
+        stack.callback(self.log.close)
         if run.writes:
             settings = flat_settings(config)
             trackers = open_trackers(config.trackers, run.directory.path, settings, start=start + 1, warn=print_status)
@@ -151,7 +152,7 @@ class TrainingLoop:
         The devices never wait for the host: while they compute a step, the next batch is put there, the next step
         follows, and the metrics of the one before the last are read.
         """
-        run, batch = self.run, None
+        run, batch, take_step = self.run, None, self.run.trainer.step  # Equinox makes a bound method at each access
         run.data_state = run.data.get_state()
         while step < run.config.steps:
             if self.stop():
@@ -164,7 +165,7 @@ class TrainingLoop:
                 self._compile(state, batch)
                 started = time.perf_counter()
                 self.log.forget_waiting()
-            state, metrics = run.trainer.step(state, batch)
+            state, metrics = take_step(state, batch)
             self.interrupt.at_once = False
             step += 1
             run.data_state = run.data.get_state()  # before the batch of the next step is taken

@@ -153,11 +153,11 @@ class Trainer(eqx.Module):
         rows, parts = batch.tokens.shape[0], self.config.gradient_accumulation_steps
         rule = f"A batch of {rows} sequences can't be cut into StepConfig.gradient_accumulation_steps={parts} parts."
         check(rows % parts == 0, rule)
-        return _program(self._result_shardings(state))((self, batch), state)
+        return _program(_result_shardings(state))((self, batch), state)
 
     def compile(self, state: TrainState, batch: Batch) -> int | None:
         """Compile `step` for these shapes; return the bytes that it needs of a device, where the compiler tells."""
-        sizes = _program(self._result_shardings(state)).lower((self, batch), state).compile().memory_analysis()
+        sizes = _program(_result_shardings(state)).lower((self, batch), state).compile().memory_analysis()
         if sizes is None:
             return None
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
@@ -165,16 +165,9 @@ class Trainer(eqx.Module):
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
         """Trace `step` as `jax.jit(...).trace` does, for states and batches that may be shapes."""
-        shardings = self._result_shardings(state)
+        shardings = _result_shardings(state)
         out = None if shardings is None else _unflattened(shardings)
         return jax.jit(self.advance, donate_argnums=0, out_shardings=out).trace(state, batch)
-
-    def _result_shardings(self, state: TrainState) -> "_StateShardings | None":
-        """Return the shardings of a step's results; None leaves them to XLA, which may mistake the host's memory."""
-        if state.model.execution.layout.offload == Offload():
-            return None
-        leaves, tree = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.sharding, state))
-        return _StateShardings(tuple(leaves), tree, _replicated(state.model))
 
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Take a step as a plain function, for a program of one's own."""
@@ -308,6 +301,14 @@ class _StateShardings(NamedTuple):
     leaves: tuple[jax.sharding.Sharding, ...]
     tree: Any
     metrics: jax.sharding.Sharding
+
+
+def _result_shardings(state: TrainState) -> _StateShardings | None:
+    """Return the shardings of a step's results; None leaves them to XLA, which may mistake the host's memory."""
+    if state.model.execution.layout.offload == Offload():
+        return None
+    leaves, tree = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.sharding, state))
+    return _StateShardings(tuple(leaves), tree, _replicated(state.model))
 
 
 def _unflattened(shardings: _StateShardings) -> tuple[TrainState, jax.sharding.Sharding]:

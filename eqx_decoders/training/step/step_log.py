@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class StepLog:
         self._taken: collections.deque[_PendingStep] = collections.deque()
         self._seconds: collections.deque[float] = collections.deque(maxlen=PEAK_STEPS)
         self._expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
-        self._read_at = self._done_at = 0.0  # when metrics were read last; when the last step was done, if it is
+        self._read_at, self._done = 0.0, _DoneTimes()  # when metrics were read last; when steps were done
         self._waited = 0.0  # seconds for which the devices had no batch, since metrics were read last
 
     def __len__(self) -> int:
@@ -66,13 +67,17 @@ class StepLog:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time inside as waiting for data, from when the devices have nothing left to do."""
-        started, thread = time.perf_counter(), None
-        if self._taken:
-            thread = threading.Thread(target=self._note_done, args=(self._taken[-1].metrics.loss,), daemon=True)
-            thread.start()
+        started, last = time.perf_counter(), self._taken[-1].metrics.loss if self._taken else None
+        if last is not None:
+            self._done.watch(last)
         yield
-        if thread is None or not thread.is_alive():
-            self._waited += time.perf_counter() - max(started, self._done_at)
+        done_at = started if last is None else self._done.time_of(last)
+        if done_at is not None:
+            self._waited += time.perf_counter() - max(started, done_at)
+
+    def close(self) -> None:
+        """End the thread that notes when steps are done."""
+        self._done.close()
 
     def forget_waiting(self) -> None:
         """Forget the waiting so far, which was not within a step."""
@@ -120,7 +125,34 @@ class StepLog:
             self._expert_counts.append(np.asarray(metrics.stats.routing.counts))
         return row
 
-    def _note_done(self, loss: Any) -> None:
-        with contextlib.suppress(Exception):  # of the step; whoever reads its metrics hears of it
-            loss.block_until_ready()
-        self._done_at = time.perf_counter()
+
+class _DoneTimes:
+    """Thread that notes when arrays are computed, one after the other; one for all, since starting takes longer."""
+
+    def __init__(self):
+        self._arrays: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: tuple[Any, float] = (None, 0.0)
+
+    def watch(self, array: Any) -> None:
+        """Note when `array` is computed."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._note, daemon=True)
+            self._thread.start()
+        self._arrays.put(array)
+
+    def time_of(self, array: Any) -> float | None:
+        """Return when the array that is watched last was computed; None if it is not, yet."""
+        noted, time_of_array = self._last
+        return time_of_array if noted is array else None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._arrays.put(None)
+        self._thread = None
+
+    def _note(self) -> None:
+        while (array := self._arrays.get()) is not None:
+            with contextlib.suppress(Exception):  # of the step; whoever reads its metrics hears of it
+                array.block_until_ready()
+            self._last = (array, time.perf_counter())

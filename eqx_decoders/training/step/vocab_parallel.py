@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from eqx_decoders.numerics.gradient_ring import ring_sum
 from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.layout import Layout
 
@@ -120,7 +121,9 @@ class HeadSplit:
     def scattered(self, gradient: Array) -> Array:
         """Sum over the devices that share the kernel's features; return this device's features."""
         for name in self.features:
-            if name in self.rows:
+            if name in self.rows and self.layout.backend.gradient_rings:
+                gradient = ring_sum(gradient, (name,), self.layout.sizes[name], self.inside)
+            elif name in self.rows:
                 gradient = lax.psum_scatter(gradient, name, scatter_dimension=self.inside, tiled=True)
             else:  # its devices have the same tokens
                 size = gradient.shape[self.inside] // self.layout.sizes[name]

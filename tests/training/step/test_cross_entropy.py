@@ -208,10 +208,13 @@ PARTS = 128 * EMBED * 8  # bytes for 128 ids: a few parts, of which the last one
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_on_a_mesh(mesh, tied):
-    """Kernel and gradient at once and in parts: losses, gradients and predictions of one device."""
+def test_on_a_mesh(mesh, tied, monkeypatch):
+    """Kernel and gradient at once and in parts, gradients summed by XLA or (tied) in rings: losses, gradients and
+    predictions of one device."""
     draws = np.random.default_rng(0)
     vocab, layout = 600, Layout.create(**mesh)
+    backend = dataclasses.replace(layout.backend, gradient_rings=tied)
+    monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
     hidden = jnp.asarray(draws.standard_normal((8, LENGTH + 1, EMBED)), jnp.float32)
     kernel = jnp.asarray(draws.standard_normal((vocab, EMBED) if tied else (EMBED, vocab)), jnp.float32)
     targets = jnp.asarray(draws.integers(0, vocab, hidden.shape[:2]), jnp.int32)

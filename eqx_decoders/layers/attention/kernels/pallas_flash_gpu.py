@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
+from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
@@ -27,6 +26,9 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     whole_run,
 )
 from eqx_decoders.layers.tpu import BlockSizes
+
+
+pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import
 
 
 GENERATIONS = 9, 10  # major compute capabilities, of Hopper and Blackwell: others have less shared memory
@@ -190,7 +192,7 @@ def _key_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
 # --- their calls ---
 
 
-def _spec(place: str, shape: tuple[int, ...], block: int, groups: int, keys_held: bool) -> pl.BlockSpec:
+def _spec(place: str, shape: tuple[int, ...], block: int, groups: int, keys_held: bool) -> Any:
     """Return the `BlockSpec` of an array that lies in a place: a block of the held side, all of the other.
 
     The grid is (blocks of queries, heads, batch), or (blocks of keys, key heads, batch).
@@ -199,7 +201,7 @@ def _spec(place: str, shape: tuple[int, ...], block: int, groups: int, keys_held
     held = of_keys == keys_held
     heads = groups if keys_held and not of_keys else None
 
-    def spec(sizes: tuple[int | None, ...], index: Callable[..., tuple]) -> pl.BlockSpec:
+    def spec(sizes: tuple[int | None, ...], index: Callable[..., tuple]) -> Any:
         def of_program(at: Any, head: Any, batch: Any) -> tuple:
             head = jax.lax.div(head, groups) if of_keys and not keys_held else head
             return index(batch, head, at if held else 0)
@@ -241,7 +243,7 @@ def _call(
     block, heads = (plan.key_blocks.held, key) if keys_held else (plan.query_blocks.held, query)
     groups, rest = query.shape[2] // key.shape[2], (heads.shape[2], heads.shape[0])
 
-    def spec(place: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+    def spec(place: str, shape: tuple[int, ...]) -> Any:
         return _spec(place, shape, block, groups, keys_held)
 
     return pl.pallas_call(

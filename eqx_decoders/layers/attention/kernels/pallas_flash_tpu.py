@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
@@ -27,6 +26,9 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
 )
 from eqx_decoders.layers.mask import Bidirectional, seen_keys
 from eqx_decoders.layers.tpu import block_sizes
+
+
+pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Tiles:
             pl.when(some & everything)(lambda: add(False))
             pl.when(some & ~everything)(lambda: add(True))
 
-    def spec(self, place: str, dims: tuple[int, ...]) -> pl.BlockSpec:
+    def spec(self, place: str, dims: tuple[int, ...]) -> Any:
         """Return the `BlockSpec` of an array that lies in a place."""
         shape = {
             "queries": (1, 1, self.query_block, dims[-1]),

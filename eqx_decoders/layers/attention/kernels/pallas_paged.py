@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import tile_product
@@ -28,6 +27,7 @@ from eqx_decoders.layers.tpu import block_sizes
 from eqx_decoders.sharding.backend import backend_of
 
 
+pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
 MOST = jnp.iinfo(jnp.int32).max
 # They compile; they have not been timed. A step should take longer to read than to begin, and its blocks, twice each,
 # fit into vector memory beside the queries' sums.
@@ -343,14 +343,14 @@ def _call(
     """Run one `pallas_call`."""
     block = (None, plan.heads, plan.rows, plan.width)
 
-    def of_queries(*shape: int | None) -> pl.BlockSpec:
+    def of_queries(*shape: int | None) -> Any:
         def index(step: Any, numbers: Any) -> tuple[Any, ...]:
             row, queries, _, _ = plan.step(numbers, step)
             return (row, 0, queries, 0) if len(shape) == 4 else (row, queries, 0)
 
         return pl.BlockSpec(shape, index)
 
-    def of_page(kind: int) -> pl.BlockSpec:
+    def of_page(kind: int) -> Any:
         def index(step: Any, numbers: Any) -> tuple[Any, ...]:
             row, _, _, block = plan.step(numbers, step)
             page = plan.number(numbers, "table", (row * plan.key_blocks + block) * plan.pages + kind)

@@ -11,16 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.core.chips import compute_capability
+from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
 from eqx_decoders.layers.attention.kernels.pallas_flash_gpu import GENERATIONS
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Softmax, tile_product
 from eqx_decoders.layers.cache.page_layout import Pages
 from eqx_decoders.sharding.backend import backend_of
+
+
+pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import
 
 
 _KEYS = 32  # tokens of a tile

@@ -10,18 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-    splash_attention_mask as masks,
-)
 from jaxtyping import Array, Int
 
 from eqx_decoders.core.chips import LANES
+from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, Mask, SlidingWindow
 
 
+_SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
+splash, masks = map(LazyModule, (f"{_SPLASH}_kernel", f"{_SPLASH}_mask"))  # slow to import
 BLOCK = 512  # of queries and keys: within XLA's own limit of the vector memory on every TPU
 EXACT_IN_16_BITS = (None, "default", "fastest", "bfloat16")  # TPUs refuse others for products of 16-bit numbers
 PADDING = jnp.iinfo(jnp.int32).min
@@ -69,7 +68,7 @@ def splash_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
     return out, jnp.full(query.shape[:3], jnp.nan, jnp.float32)
 
 
-def _mask(mask: Mask, size: int) -> masks.Mask:
+def _mask(mask: Mask, size: int) -> Any:
     if isinstance(mask, Bidirectional):
         return masks.FullMask((size, size))
     if isinstance(mask, SlidingWindow):

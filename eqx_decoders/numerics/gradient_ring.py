@@ -1,0 +1,201 @@
+"""Gradients of weights added up in rings of devices: sums travel while their next terms are multiplied.
+
+On a mesh that splits a weight `W` and the tokens along the same axes, the gradient of `x W` is a sum over devices of
+which each keeps its own piece: a reduce-scatter. For n devices it has to send (n - 1) / n of the array. libtpu has no
+such operation for these arrays: it sums all of them everywhere, or sends them round in rings of its own, which is twice
+as many bytes. Here a device adds its term of a piece to the sum that has arrived and sends it on; after n - 1 steps
+each device holds its piece. Two rings, one in each direction, have one half of every piece each (Wang et al., "Overlap
+communication with dependent computation via decomposition", ASPLOS 2023).
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from eqx_decoders.core.chips import LANES
+from eqx_decoders.numerics.product_plan import ProductPlan
+from eqx_decoders.sharding.axes import AXES, names_of
+from eqx_decoders.sharding.layout import Layout
+
+
+class GradientRing(NamedTuple):
+    """The ring of a product: how operands and gradient are split.
+
+    - `axes`: the mesh axes of the ring.
+    - `dimension`: the dimension of the weight of which each device keeps a piece.
+    - `halved`: the dimension of the weight of which each direction has a half.
+    - `others`: mesh axes that split the tokens, too.
+    - `x`, `out`, `weight`: the partitions of the activation, of the result and of the weight's gradient.
+    """
+
+    axes: tuple[str, ...]
+    dimension: int
+    halved: int
+    others: tuple[str, ...]
+    x: PartitionSpec
+    out: PartitionSpec
+    weight: PartitionSpec
+
+
+def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) -> GradientRing | None:
+    """Return the ring of a product's gradient; None where its devices have none, or a plain sum serves as well.
+
+    Pieces have at least the width of a TPU's registers, which bounds the steps of a ring, too.
+    """
+    places = layout.gather_places(plan.right, weight.shape) if layout.backend.gradient_rings else None
+    if places is None:
+        return None
+    whole, stored = (place.spec for place in places)
+    ring = find_ring(plan, layout, whole, stored, x.shape, weight.shape)
+    if ring is None or weight.shape[ring.dimension] < LANES * math.prod(layout.sizes[name] for name in ring.axes):
+        return None
+    return ring
+
+
+def find_ring(
+    plan: ProductPlan,
+    layout: Layout,
+    whole: PartitionSpec,
+    stored: PartitionSpec,
+    x: tuple[int, ...],
+    weight: tuple[int, ...],
+) -> GradientRing | None:
+    """Return the ring along the one dimension that is split in `stored` and not in `whole`; None if there is none."""
+    left, right, out = plan.left, plan.right, plan.out
+    if not all(word in AXES for word in (*left, *right, *out)):
+        return None
+    sizes = dict(zip((*right, *left), (*weight, *x), strict=True))
+    kept, parts = ([names_of(group) for group in spec] for spec in (whole, stored))
+    changed = [index for index, (one, other) in enumerate(zip(kept, parts, strict=True)) if one != other]
+    tokens = [word for word in left if word not in right]
+    halves = [
+        index
+        for index, word in enumerate(right)
+        if index not in changed and sizes[word] % (2 * math.prod(layout.sizes[name] for name in kept[index])) == 0
+    ]
+    if len(changed) != 1 or kept[changed[0]] or set(left) & set(right) & set(out) or not halves:
+        return None
+
+    def groups(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        spec = layout.activation_spec(words, [sizes[word] for word in words])
+        return {word: names_of(group) for word, group in zip(words, spec, strict=True)}
+
+    ins, outs = groups(left), groups(out)
+    shared = {word: ins[word] for word in tokens if ins[word] == outs[word]}
+    split = dict(zip(right, kept, strict=True))
+    rows = tuple(name for names in shared.values() for name in names)
+    same = all(split[word] == (ins | outs)[word] for word in right)
+    axes = parts[changed[0]]
+    # `data` may join slices by a slow network, for which a ring would wait at each step
+    if not same or "data" in axes or not set(axes) <= set(rows) <= layout.axes_here:
+        return None
+
+    def spec(words: tuple[str, ...]) -> PartitionSpec:
+        return PartitionSpec(*(split.get(word, shared.get(word)) or None for word in words))
+
+    others = tuple(name for name in rows if name not in axes)
+    return GradientRing(axes, changed[0], halves[0], others, spec(left), spec(out), stored)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def ring_product(
+    plan: ProductPlan,
+    dtype: np.dtype,
+    layout: Layout,
+    ring: GradientRing,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+) -> Float[Array, "..."]:
+    """Multiply an activation by a weight that is gathered; the weight's gradient is added up in a ring."""
+    return jnp.einsum(plan.letters, x, _gathered(layout, ring, weight), preferred_element_type=dtype)
+
+
+def _gathered(layout: Layout, ring: GradientRing, weight: Array) -> Array:
+    parts = [None if index == ring.dimension else group for index, group in enumerate(ring.weight)]
+    return lax.with_sharding_constraint(weight, NamedSharding(layout.mesh_here, PartitionSpec(*parts)))
+
+
+def _forward(plan, dtype, layout, ring, x, weight):
+    weight = _gathered(layout, ring, weight)
+    return jnp.einsum(plan.letters, x, weight, preferred_element_type=dtype), (x, weight)
+
+
+def _backward(plan, dtype, layout, ring, saved, gradient):
+    x, weight = saved
+    pull = jax.linear_transpose(lambda x: jnp.einsum(plan.letters, x, weight, preferred_element_type=dtype), x)
+    terms = partial(_scattered_gradient, plan, ring, math.prod(layout.sizes[name] for name in ring.axes), weight.dtype)
+    return *pull(gradient), layout.shard_map(terms, (ring.x, ring.out), ring.weight)(x, gradient)
+
+
+ring_product.defvjp(_forward, _backward)
+
+
+def _scattered_gradient(
+    plan: ProductPlan, ring: GradientRing, size: int, dtype: np.dtype, x: Array, gradient: Array
+) -> Array:
+    """Return this device's piece of the weight's gradient, from its tokens and those of all others."""
+    letters, result = plan.letters.split("->")
+    left, right = letters.split(",")
+    word, half_word = plan.right[ring.dimension], plan.right[ring.halved]
+
+    def cut(array: Array, words: tuple[str, ...], word: str, parts: int, index: Array | int) -> Array:
+        if word not in words:
+            return array
+        place = words.index(word)
+        width = array.shape[place] // parts
+        return lax.dynamic_slice_in_dim(array, index * width, width, place)
+
+    def term(index: Array, half: int) -> Array:
+        one, other = (
+            cut(cut(array, words, half_word, 2, half), words, word, size, index)
+            for array, words in ((x.astype(gradient.dtype), plan.left), (gradient, plan.out))
+        )
+        return jnp.einsum(f"{left},{result}->{right}", one, other, preferred_element_type=jnp.float32)
+
+    piece = jnp.concatenate(ring_scatter(term, ring.axes, size, dtype), ring.halved)
+    return lax.psum(piece, ring.others) if ring.others else piece
+
+
+def ring_scatter(
+    term: Callable[[Int[Array, ""], int], Array], axes: tuple[str, ...], size: int, dtype: np.dtype
+) -> tuple[Array, Array]:
+    """Sum over devices; return this device's piece, in two halves, inside of a `shard_map` over `axes`.
+
+    `term(index, half)` makes this device's term of half 0 or 1 of the piece of a device. Sums travel in `dtype`, and
+    are rounded to it after each addition.
+    """
+    here = lax.axis_index(axes)
+    rings = [[(each, (each + step) % size) for each in range(size)] for step in (1, -1)]
+
+    def terms(count: Array | int) -> tuple[Array, Array]:
+        return term((here - 1 - count) % size, 0), term((here + 1 + count) % size, 1)
+
+    def add(count: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        arrived = [lax.ppermute(each, axes, pairs) for each, pairs in zip(sums, rings, strict=True)]
+        one, other = (
+            (each.astype(new.dtype) + new).astype(dtype) for each, new in zip(arrived, terms(count), strict=True)
+        )
+        return one, other
+
+    one, other = (each.astype(dtype) for each in terms(0))
+    return lax.fori_loop(1, size, add, (one, other))
+
+
+def ring_sum(x: Array, axes: tuple[str, ...], size: int, dimension: int) -> Array:
+    """Sum an array over devices; return this device's piece along a dimension, as `lax.psum_scatter` does."""
+    across = (dimension + 1) % x.ndim
+    halves = jnp.split(x, [x.shape[across] // 2], across)
+    width = x.shape[dimension] // size
+
+    def term(index: Array, half: int) -> Array:
+        return lax.dynamic_slice_in_dim(halves[half], index * width, width, dimension)
+
+    return jnp.concatenate(ring_scatter(term, axes, size, x.dtype), across)

@@ -1,0 +1,161 @@
+"""Gradients added up in rings of devices are those of one device; where there is no ring, none is found."""
+
+import dataclasses
+import math
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import eqx_decoders as ed
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.numerics import gradient_ring as rings
+from eqx_decoders.numerics.einsum import einsum
+from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_product, ring_sum
+from eqx_decoders.numerics.product_plan import product_plan
+from tests.compare import assert_close
+
+
+PRODUCTS = {
+    "batch length embed, embed mlp -> batch length mlp": ((8, 6, 16), (16, 24)),
+    "batch length mlp, mlp embed -> batch length embed": ((8, 6, 24), (24, 16)),
+    "batch length heads head_dim, heads head_dim embed -> batch length embed": ((8, 6, 4, 2), (4, 2, 16)),
+}
+IN, OUT, HEADS = PRODUCTS
+MESHES = (dict(fsdp=8), dict(fsdp=2, tensor=4), dict(data=2, fsdp=4), dict(fsdp=2, context=2, expert=2))
+
+
+def draw(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def ring_of(pattern, layout, shapes=None):
+    plan, (x, weight) = product_plan(pattern), shapes or PRODUCTS[pattern]
+    whole, stored = (place.spec for place in layout.gather_places(plan.right, weight))
+    return find_ring(plan, layout, whole, stored, x, weight)
+
+
+def gradients(product, *argnums):
+    """A function that returns the gradients of a loss over a product, and the product."""
+
+    def loss(x, weight):
+        y = product(x, weight)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+    return jax.grad(loss, argnums=argnums, has_aux=True)
+
+
+@pytest.mark.parametrize("pattern, sizes", [(IN, sizes) for sizes in MESHES] + [(OUT, MESHES[1]), (HEADS, MESHES[1])])
+def test_a_ring_gives_the_gradients_of_one_device(pattern, sizes):
+    layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
+    plan, ring = product_plan(pattern), ring_of(pattern, layout)
+    assert ring is not None
+    count = math.prod(layout.sizes[name] for name in ring.axes)
+
+    def product(x, weight):
+        return ring_product(plan, np.dtype("float32"), layout, ring, x, weight)
+
+    stored = layout.weight_sharding(plan.right, weight.shape)
+    placed = jax.device_put(x, layout.activation_sharding(plan.left, x.shape)), jax.device_put(weight, stored)
+    step = jax.jit(gradients(product, 0, 1)).lower(*placed).compile()
+    got = step(*placed)
+    assert_close(got, gradients(lambda *both: einsum(pattern, *both), 0, 1)(x, weight))
+    assert got[0][1].sharding.is_equivalent_to(stored, weight.ndim)
+    rings = [
+        pairs.count("{")
+        for pairs in re.findall(r"collective-permute.*source_target_pairs=\{(.*?)\}\}", str(step.as_text()))
+    ]
+    assert rings and all(each == layout.mesh.size for each in rings) and count > 1
+
+
+def test_sums_travel_in_the_dtype_of_the_weight():
+    layout, pattern = ed.Layout.create(fsdp=8), IN
+    x, weight = (draw(seed, shape, jnp.bfloat16) for seed, shape in enumerate(PRODUCTS[pattern]))
+    ring = ring_of(pattern, layout)
+
+    def product(x, weight):
+        return ring_product(product_plan(pattern), np.dtype("float32"), layout, ring, x, weight)
+
+    ((gradient,), _) = jax.jit(gradients(product, 1))(x, weight)
+    wide = [each.astype(jnp.float32) for each in (x, weight)]
+    ((expected,), _) = gradients(lambda *both: einsum(pattern, *both), 1)(*wide)
+    assert gradient.dtype == jnp.bfloat16
+    assert_close(gradient.astype(jnp.float32), expected, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "sizes, pattern, shapes",
+    [
+        (dict(fsdp=8), "... embed, embed mlp -> ... mlp", ((8, 6, 16), (16, 12))),
+        (dict(fsdp=8), "batch length embed, embed mlp -> batch length mlp", ((6, 6, 16), (16, 12))),  # rows are whole
+        (dict(fsdp=8), "batch length embed, embed mlp -> batch length mlp", ((8, 6, 16), (16, 11))),  # no two halves
+        (dict(fsdp=2, fsdp_transpose=4), IN, None),  # two dimensions are split
+        (
+            dict(fsdp=4, tensor=2),
+            "batch experts embed, experts embed mlp -> batch experts mlp",
+            ((8, 2, 16), (2, 16, 12)),
+        ),
+    ],
+)
+def test_there_is_no_ring(sizes, pattern, shapes):
+    assert ring_of(pattern, ed.Layout.create(**sizes), shapes) is None
+
+
+def test_no_ring_joins_copies_of_the_weights():
+    layout = dataclasses.replace(ed.Layout.create(data=2, fsdp=4), gradients_over_data=True)
+    assert ring_of(IN, layout) is None
+
+
+def test_a_model_learns_the_same_by_rings(monkeypatch):
+    """A loss and its gradients through scan, remat and head, with all matrices of attention and MLP in rings."""
+    config = ed.get_config("tiny")
+    config = dataclasses.replace(config, vocab_size=64, blocks=config.blocks[:2])
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 128)))
+
+    def gradients(layout):
+        model = ed.init(config, key=jax.random.key(0), layout=layout, remat="full")
+        arrays, static = eqx.partition(model, eqx.is_array)
+        loss = lambda arrays: ed.next_token_loss(eqx.combine(arrays, static), Batch(tokens=tokens))[0]  # noqa: E731
+        traced = jax.jit(jax.grad(loss)).trace(arrays)
+        return traced.lower().compile()(arrays), str(traced.jaxpr)
+
+    want, _ = gradients(ed.Layout())
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    backend = dataclasses.replace(layout.backend, gradient_rings=True)
+    monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
+    monkeypatch.setattr(rings, "LANES", 1)
+    got, program = gradients(layout)
+    assert program.count("ppermute") >= 2 * 5  # both directions; programs of equal matrices are printed once
+    assert_close(jax.device_get(got), jax.device_get(want), units=512)
+
+
+def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
+    layout, plan = ed.Layout.create(fsdp=8), product_plan(IN)
+    shapes = [jnp.zeros(shape) for shape in ((8, 6, 1024), (1024, 12), (8, 6, 1016), (1016, 12))]
+    assert gradient_ring(plan, layout, *shapes[:2]) is None  # on a CPU
+    backend = dataclasses.replace(layout.backend, gradient_rings=True)
+    monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
+    ring = gradient_ring(plan, layout, *shapes[:2])
+    assert ring is not None and ring.axes == ("fsdp",)
+    assert gradient_ring(plan, layout, *shapes[2:]) is None
+
+
+@pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))])
+def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
+    """Halves of odd sizes and of none, too. The numbers are whole, so that the order of the sums does not matter."""
+    layout = ed.Layout.create(fsdp=8)
+    x = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (8, *shape)), jnp.float32)
+    spec = P("fsdp") if dimension == 0 else P(None, "fsdp")
+
+    def both(x):
+        scattered = lax.psum_scatter(x[0], "fsdp", scatter_dimension=dimension, tiled=True)
+        return scattered, ring_sum(x[0], ("fsdp",), 8, dimension)
+
+    want, got = jax.jit(layout.shard_map(both, P("fsdp"), spec))(x)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(want, x.sum(0))
