@@ -244,7 +244,7 @@ def test_the_time_is_that_of_each_and_of_all(monkeypatch):
     begun = time.perf_counter()
     with pytest.raises(ConversionError, match=r"more than 0\.4 s of processor time"):
         render(1, 99999, *[0] * 200)
-    assert time.perf_counter() - begun < 10
+    assert time.perf_counter() - begun < 60
     monkeypatch.setattr(chat_template, "MORE_SECONDS", 0.0)
     monkeypatch.setattr(chat_template, "SECONDS", 60.0)
     monkeypatch.setattr(chat_template.math, "ceil", lambda seconds: 0)
