@@ -126,7 +126,7 @@ if TYPE_CHECKING:
     from eqx_decoders.training.step.router_bias import update_router_bias as update_router_bias
     from eqx_decoders.training.step.step import Trainer as Trainer
 
-__getattr__, _late = lazy(
+__getattr__, __all__, __dir__ = lazy(
     __name__,
     {
         "blocks.block": "Block BlockConfig ExtraLayerConfig",
@@ -176,7 +176,3 @@ __getattr__, _late = lazy(
     "blocks cli context core data encoders errors families inference io layers model numerics planning remat serving"
     " sharding training",
 )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_late})

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import inspect
 import pathlib
 import re
 import subprocess
@@ -97,7 +96,7 @@ def test_what_is_imported_late_is_what_type_checkers_see(package):
     tree = ast.parse(pathlib.Path(module.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     checked = {alias.name for node in block.body for alias in node.names}
-    late = {name for name in module._late if not inspect.ismodule(getattr(module, name))}
+    late = {name for name in module.__all__ if getattr(module, name) is not None}
     assert checked == late <= set(dir(module))
     for name in late:
         assert callable(getattr(module, name)) or name.isupper()

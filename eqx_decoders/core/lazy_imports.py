@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy(package: str, exports: Mapping[str, str], modules: str = "") -> tuple[Callable[[str], Any], tuple[str, ...]]:
-    """Return `__getattr__` for a package, and the names that it knows.
+def lazy(
+    package: str, exports: Mapping[str, str], modules: str = ""
+) -> tuple[Callable[[str], Any], list[str], Callable[[], list[str]]]:
+    """Return `__getattr__`, `__all__` and `__dir__` for a package.
 
     **Arguments:**
 
@@ -23,7 +25,7 @@ def lazy(package: str, exports: Mapping[str, str], modules: str = "") -> tuple[C
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"eqx_decoders.{module_of[name]}"), name)
 
-    return get, (*module_of, *modules.split())
+    return get, list(module_of), lambda: sorted({*module_of, *modules.split()})
 
 
 class LazyModule:
@@ -33,4 +35,6 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # `copy` looks for these before there is a name
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

@@ -28,6 +28,12 @@ def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Se
     return range(rows) if len(numbers) == rows else tuple(numbers)
 
 
+def hand_over(batch: Batch, layout: Layout, rows: int) -> Batch:
+    """Place a batch that nobody will write to: on one CPU it is read where it is, which takes no time."""
+    whole = jax.process_count() == 1 and batch.media is None and layout.single and layout.backend.shares_cores
+    return batch if whole else place(batch, layout, rows)
+
+
 def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     """Place a batch of `rows` sequences on all devices, given this process's `host_rows` of it in NumPy.
 
@@ -35,8 +41,6 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     get the shapes of the process that has the largest ones.
     """
     alone = jax.process_count() == 1
-    if alone and batch.media is None and layout.single and layout.backend.shares_cores:
-        return batch  # programs of a CPU read it where it is, and placing it took longer than all else here
     length = batch.tokens.shape[1]
     sharding = layout.activation_sharding("batch length", (rows, length))
     media, batch = batch.media, dataclasses.replace(batch, media=None)

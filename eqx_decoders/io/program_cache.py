@@ -5,6 +5,7 @@ import hashlib
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from eqx_decoders.io.atomic_files import cache_directory, write_atomically
 MOST_BYTES, MOST_FILES = 1_000_000_000, 4096
 OFF = "JAX_ENABLE_COMPILATION_CACHE=0"
 _DIGEST = 16  # bytes, in front of each program
+_WRITING = 3600  # seconds that a file may take
 
 
 class ProgramCache:
@@ -37,7 +39,9 @@ class ProgramCache:
         """Return the program of a key, or None if it must be compiled."""
         file = self._path / key
         try:
-            content = file.read_bytes()
+            with file.open("rb") as stream:
+                _check_owner(os.fstat(stream.fileno()), file)  # the folder may have been replaced since it was opened
+                content = stream.read()
             os.utime(file)  # it was used now
         except OSError:
             return None
@@ -65,6 +69,8 @@ class ProgramCache:
         files = []
         with contextlib.suppress(OSError), os.scandir(self._path) as entries:
             for entry in entries:
+                if entry.name.endswith(".partial") and time.time() - entry.stat().st_mtime < _WRITING:
+                    continue  # another process writes it
                 with contextlib.suppress(OSError):  # another process has deleted it
                     status = entry.stat()
                     files.append((status.st_mtime_ns, status.st_size, entry.path))
@@ -86,15 +92,21 @@ def keep_programs(cache_dir: str | None = None, say: Callable[[str], None] | Non
     belongs to its process, the others compile.
     """
     config: Any = jax.config
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+    most = config.jax_compilation_cache_max_size
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or most == 0:
         return None
     say = say or _print_line
+    if jax.process_count() > 1 and jax.default_backend() == "gpu":
+        # processes without the program would tune it, and wait for the first one, which has it
+        say(
+            "compiled programs are not kept: processes on GPUs need one JAX_COMPILATION_CACHE_DIR that all of them read"
+        )
+        return None
     try:
         folder = _open_folder(cache_directory(cache_dir))
     except (ConfigError, OSError, RuntimeError) as error:  # RuntimeError: of a user without a home
         say(f"compiled programs are not kept: {str(error).rstrip('.')}")
         return None
-    most = config.jax_compilation_cache_max_size
     cache = ProgramCache(folder, say, MOST_BYTES if most < 0 else most)
     jaxs_own = jax_cache.get_file_cache
 
@@ -113,12 +125,17 @@ def _open_folder(cache: Path) -> Path:
     """Make the folder of this kind of machine in a cache; OSError unless this user can write it, and nobody else."""
     folder = cache / f"programs-{processor()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        raise PermissionError(f"others may write into {folder}, and its code would be run")
+    _check_owner(folder.stat(), folder)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} is read-only")
     return folder
+
+
+def _check_owner(status: os.stat_result, path: Path) -> None:
+    """Raise PermissionError unless a file or folder is this user's alone, since its code would be run."""
+    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        remedy = "give a folder of your own: EQX_DECODERS_CACHE, or --cache-dir of train"
+        raise PermissionError(f"others may write {path}, whose code would be run; {remedy}")
 
 
 def processor() -> str:

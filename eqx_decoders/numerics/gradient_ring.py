@@ -26,6 +26,11 @@ from eqx_decoders.sharding.axes import AXES, names_of
 from eqx_decoders.sharding.layout import Layout
 
 
+# Devices of a ring. In 16 bits a sum is rounded at each of them: an error of 0.3 % for 8 and 0.7 % for 64 (RMS, terms
+# drawn independently), where XLA's own sums on a CPU have 0.2 %.
+MOST_DEVICES = 32
+
+
 class GradientRing(NamedTuple):
     """The ring of a product: how operands and gradient are split.
 
@@ -48,16 +53,15 @@ class GradientRing(NamedTuple):
 def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) -> GradientRing | None:
     """Return the ring of a product's gradient; None where its devices have none, or a plain sum serves as well.
 
-    Pieces have at least the width of a TPU's registers, which bounds the steps of a ring, too.
+    Pieces have at least the width of a TPU's registers.
     """
     places = layout.gather_places(plan.right, weight.shape) if layout.backend.gradient_rings else None
     if places is None:
         return None
     whole, stored = (place.spec for place in places)
     ring = find_ring(plan, layout, whole, stored, x.shape, weight.shape)
-    if ring is None or weight.shape[ring.dimension] < LANES * math.prod(layout.sizes[name] for name in ring.axes):
-        return None
-    return ring
+    count = 1 if ring is None else math.prod(layout.sizes[name] for name in ring.axes)
+    return None if ring is None or count > MOST_DEVICES or weight.shape[ring.dimension] < LANES * count else ring
 
 
 def find_ring(

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         serve as serve,
     )
 
-__getattr__, _late = lazy(
+__getattr__, __all__, __dir__ = lazy(
     __name__,
     {
         "inference.draft_model": "DraftModel",
@@ -76,7 +76,3 @@ __getattr__, _late = lazy(
         "serving.http.server": "ServerConfig run_in_thread serve",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_late})

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from eqx_decoders.training.step.step_config import StepConfig as StepConfig
     from eqx_decoders.training.step.train_state import StepMetrics as StepMetrics, TrainState as TrainState
 
-__getattr__, _late = lazy(
+__getattr__, __all__, __dir__ = lazy(
     __name__,
     {
         "inference.stream_decoder": "StreamDecoder prompt_ids",
@@ -90,7 +90,3 @@ __getattr__, _late = lazy(
         "training.step.train_state": "StepMetrics TrainState",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_late})

@@ -9,7 +9,7 @@ import numpy as np
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.host_rows import place
+from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.inference.generation import generate
 from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.coordination import AHEAD
@@ -62,7 +62,7 @@ def evaluate_sets(
             totals[name] += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(sums))])
 
     for name, batch in ((name, batch) for name, batches in sets.items() for batch in batches):
-        waiting.append((name, _sums(model, place(batch, layout, rows))))
+        waiting.append((name, _sums(model, hand_over(batch, layout, rows))))
         read(behind=AHEAD if layout.backend.parallel_programs else 0)
         if stop():
             break

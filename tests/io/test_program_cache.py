@@ -121,8 +121,37 @@ def test_programs_run_without_a_folder_for_them(cache, monkeypatch, why):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_a_program_that_others_may_have_written_is_not_read(tmp_path):
+    kept = ProgramCache(tmp_path, pytest.fail)
+    kept.put("step", b"code")
+    assert kept.get("step") == b"code"
+    (tmp_path / "step").chmod(0o666)
+    assert kept.get("step") is None
+
+
+def test_a_file_that_another_process_writes_stays(tmp_path):
+    (tmp_path / "step.partial").write_bytes(bytes(100))
+    kept = ProgramCache(tmp_path, pytest.fail, most_bytes=50)
+    kept.put("step", b"code")
+    assert {file.name for file in tmp_path.iterdir()} == {"step", "step.partial"}
+    os.utime(tmp_path / "step.partial", (0, 0))  # of a process that was killed
+    ProgramCache(tmp_path, pytest.fail, most_bytes=50)
+    assert {file.name for file in tmp_path.iterdir()} == {"step"}
+
+
+def test_several_processes_on_gpus_keep_none(cache, monkeypatch):
+    said = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert keep_programs(say=said.append) is None and "JAX_COMPILATION_CACHE_DIR" in said[0] and not cache.exists()
+
+
 def test_the_variables_of_jax_come_first(cache, monkeypatch):
-    for name, value in (("jax_compilation_cache_dir", str(cache / "own")), ("jax_enable_compilation_cache", False)):
+    for name, value in (
+        ("jax_compilation_cache_dir", str(cache / "own")),
+        ("jax_enable_compilation_cache", False),
+        ("jax_compilation_cache_max_size", 0),
+    ):
         before = getattr(jax.config, name)
         jax.config.update(name, value)
         assert keep_programs(say=pytest.fail) is None and not cache.exists()

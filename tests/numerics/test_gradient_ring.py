@@ -143,6 +143,8 @@ def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
     ring = gradient_ring(plan, layout, *shapes[:2])
     assert ring is not None and ring.axes == ("fsdp",)
     assert gradient_ring(plan, layout, *shapes[2:]) is None
+    monkeypatch.setattr(rings, "MOST_DEVICES", 7)
+    assert gradient_ring(plan, layout, *shapes[:2]) is None
 
 
 @pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))])

@@ -9,7 +9,7 @@ import time
 import jax
 
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.host_rows import place
+from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.io.coordination import AHEAD, LONG, Stop, all_gather_json
 from eqx_decoders.io.exit_codes import EXIT_SIGTERM
@@ -182,7 +182,7 @@ class TrainingLoop:
         """Put the next batch on the devices."""
         with self.log.waiting(), self.time.doing("waiting for data"):
             rows = next(self.run.data)
-        return place(rows, self.execution.layout, self.run.config.dataset.batch_size)
+        return hand_over(rows, self.execution.layout, self.run.config.dataset.batch_size)
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
         status = StatusLine("compiling the first step", remains=self.run.progress_so_far(), show=self.progress.wait)
