@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,9 @@ _SEVERAL = re.compile(r"\bcalled_computations=\{([^}]*)\}")
 _EITHER = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
 # what these apply to every pair of numbers is no program of its own
 _REDUCERS = ("all-reduce", "reduce-scatter", "reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter")
+_PRODUCTS = ("dot", "ragged-dot", "scaled-dot", "convolution")
+# kernels of Pallas and Triton, and of NVIDIA's libraries
+_KERNEL = re.compile(r'\bcustom_call_target="[^"]*(?:tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass)')
 
 
 # collectives
@@ -78,7 +81,8 @@ class ComputationRun(NamedTuple):
     """An operation as it runs: how often, inside how many loops, and in which computation.
 
     caller: the operation whose computation it belongs to; None in the entry. unknown: whether a loop around it has a
-    number of trips that the program does not say: then it counts once.
+    number of trips that the program does not say: then it counts once. overlapped: whether it, or an operation around
+    it, is asynchronous, with a product between its start and its end.
     """
 
     op: Op
@@ -87,32 +91,44 @@ class ComputationRun(NamedTuple):
     caller: Op | None
     computation: str
     unknown: bool
+    overlapped: bool
 
 
 class Program(NamedTuple):
     """Operations of every computation, by its name, in order, and the name of the entry computation.
 
-    functions: the function of this library of each stack frame, by the number of the frame.
+    functions: the function of this library of each stack frame, by the number of the frame. multiplying: the
+    computations that run a product of arrays.
     """
 
     computations: dict[str, list[Op]]
     entry: str
     functions: dict[int, str]
+    multiplying: frozenset[str]
 
     def runs(self) -> Iterator[ComputationRun]:
         """Yield every operation that runs; of the branches of a condition, of which one runs, the heaviest."""
-        yield from self._runs(self.entry, 1, 0, None, False, ())
+        yield from self._runs(self.entry, 1, 0, None, False, False, ())
 
     def _runs(
-        self, name: str, times: int, depth: int, caller: Op | None, unknown: bool, above: tuple[str, ...]
+        self,
+        name: str,
+        times: int,
+        depth: int,
+        caller: Op | None,
+        unknown: bool,
+        overlapped: bool,
+        above: tuple[str, ...],
     ) -> Iterator[ComputationRun]:
         if name in above:
             return
-        for op in self.computations.get(name, ()):
-            yield ComputationRun(op, times, depth, caller, name, unknown)
+        ops = self.computations.get(name, [])
+        for place, op in enumerate(ops):
+            beside = overlapped or any(_multiplies(each, self.multiplying) for each in until_done(ops, place))
+            yield ComputationRun(op, times, depth, caller, name, unknown, beside)
             if op.kind.endswith(("-done", "-update")):
                 continue  # what its start has run
-            inside = functools.partial(self._runs, caller=op, above=(*above, name))
+            inside = functools.partial(self._runs, caller=op, overlapped=beside, above=(*above, name))
             branches = _branches(op)
             if branches:
                 choices = [list(inside(branch, times, depth, unknown=unknown)) for branch in branches]
@@ -170,6 +186,42 @@ class Program(NamedTuple):
         return counts
 
 
+def until_done(ops: list[Op], place: int) -> Iterator[Op]:
+    """Yield the operations of a schedule between a start and its end, or the end of the schedule; none if it is none.
+
+    What stands there needs no result of it.
+    """
+    begin = ops[place]
+    if not (begin.kind.endswith("-start") or begin.kind in ("send", "recv")):
+        return
+    names = {begin.name}
+    for op in ops[place + 1 :]:
+        if op.kind.endswith(("-done", "-update")) and names & set(op.operands):
+            if op.kind.endswith("-done"):
+                return
+            names.add(op.name)
+        else:
+            yield op
+
+
+def _multiplies(op: Op, multiplying: Container[str]) -> bool:
+    """Return whether an operation is a product, a kernel, or runs one; of a start and its end the start does."""
+    if op.kind.endswith(("-done", "-update")):
+        return False
+    if op.kind in _PRODUCTS or (op.base == "custom-call" and _KERNEL.search(op.rest)):
+        return True
+    return any(name in multiplying for name in (*_called(op), *_branches(op)))
+
+
+def _multiplying(computations: dict[str, list[Op]]) -> frozenset[str]:
+    """Return the computations that run a product. Those that a computation calls stand before it."""
+    found: set[str] = set()
+    for name, ops in computations.items():
+        if any(_multiplies(op, found) for op in ops):
+            found.add(name)
+    return frozenset(found)
+
+
 def parse(text: str) -> Program:
     """Parse the text that `jax.stages.Compiled.as_text()` returns."""
     computations: dict[str, list[Op]] = {}
@@ -188,7 +240,7 @@ def parse(text: str) -> Program:
             if match:
                 op = Op(match[2], match[3], match[4], line[match.end() :], match[1] is not None)
                 computations[current].append(op)
-    return Program(computations, entry, functions(text))
+    return Program(computations, entry, functions(text), _multiplying(computations))
 
 
 @functools.lru_cache(maxsize=4096)
