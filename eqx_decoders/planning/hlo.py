@@ -34,6 +34,7 @@ _SEVERAL = re.compile(r"\bcalled_computations=\{([^}]*)\}")
 _EITHER = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
 # what these apply to every pair of numbers is no program of its own
 _REDUCERS = ("all-reduce", "reduce-scatter", "reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter")
+_FUSED = "fusion-update"  # goes on with a collective beside a product of its own
 _PRODUCTS = ("dot", "ragged-dot", "scaled-dot", "convolution")
 # kernels of Pallas and Triton, and of NVIDIA's libraries
 _KERNEL = re.compile(r'\bcustom_call_target="[^"]*(?:tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass)')
@@ -74,7 +75,7 @@ class Op(NamedTuple):
     @property
     def operands(self) -> list[str]:
         """Return the names of its operands."""
-        return re.findall(r"%?([\w.\-]+)(?=,|$)", re.sub(r"/\*.*?\*/", "", self.rest[: _closing(self.rest)]))
+        return re.findall(r"%?([\w.\-]+)(?:#\d+)?(?=,|$)", re.sub(r"/\*.*?\*/", "", self.rest[: _closing(self.rest)]))
 
 
 class ComputationRun(NamedTuple):
@@ -200,13 +201,12 @@ def until_done(ops: list[Op], place: int) -> Iterator[Op]:
             if op.kind.endswith("-done"):
                 return
             names.add(op.name)
-        else:
-            yield op
+        yield op
 
 
 def _multiplies(op: Op, multiplying: Container[str]) -> bool:
-    """Return whether an operation is a product, a kernel, or runs one; of a start and its end the start does."""
-    if op.kind.endswith(("-done", "-update")):
+    """Return whether an operation is a product, a kernel, or runs one; of a start and its end, the start does."""
+    if op.kind.endswith(("-done", "-update")) and op.kind != _FUSED:
         return False
     if op.kind in _PRODUCTS or (op.base == "custom-call" and _KERNEL.search(op.rest)):
         return True
@@ -238,9 +238,19 @@ def parse(text: str) -> Program:
         elif current is not None:
             match = _LINE.match(line)
             if match:
-                op = Op(match[2], match[3], match[4], line[match.end() :], match[1] is not None)
+                kind = _fused_kind(match[2], line) if match[4] == "fusion" else match[4]
+                op = Op(match[2], match[3], kind, line[match.end() :], match[1] is not None)
                 computations[current].append(op)
     return Program(computations, entry, functions(text), _multiplying(computations))
+
+
+def _fused_kind(name: str, line: str) -> str:
+    """Return the kind of a fusion: of XLA:TPU's collectives that products are fused with, which part of three it is.
+
+    Each part has the collective in its computation, and the second one the product.
+    """
+    part = re.match(r"async-collective-(start|done)\b", name)
+    return f"fusion-{part[1]}" if part else _FUSED if "calls=%async_collective_fusion" in line else "fusion"
 
 
 @functools.lru_cache(maxsize=4096)

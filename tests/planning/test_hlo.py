@@ -241,6 +241,14 @@ SCHEDULE = """HloModule step, is_scheduled=true
   ROOT %wrapped = f32[8,8] all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}
 }
 
+%async_collective_fusion.1 (p: f32[4,8]) -> (f32[8,8], f32[8,8]) {
+  %p = f32[4,8] parameter(0)
+  %q = f32[8,8] parameter(1)
+  %part = f32[8,8] all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %dot = f32[8,8] KIND(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %both = (f32[8,8], f32[8,8]) tuple(%part, %dot)
+}
+
 %condition (p: (f32[8,8])) -> pred[] {
   %p = (f32[8,8]) parameter(0)
   ROOT %less = pred[] custom-call(%p), custom_call_target="less"
@@ -300,6 +308,18 @@ def test_collectives_are_beside_the_products_between_their_start_and_end(entry, 
     for word, each in lines.items():
         text = text.replace(word, "\n".join(f"  {line}" for line in each))
     assert overlapped_fraction(collectives(parse(text), MESH)) == share
+
+
+@pytest.mark.parametrize("kind, share", [("dot", 1), ("add", 0)])
+def test_a_collective_that_products_are_fused_with_is_one(kind, share):
+    """XLA:TPU writes it three times: in its start, in the fusion with a product, and in its end."""
+    lines = """
+  %async-collective-start.1 = (f32[4,8], f32[8,8]) fusion(%x), kind=kCustom, calls=%gather
+  %fusion.1 = (f32[8,8], f32[8,8]) fusion(%async-collective-start.1#0, %x), calls=%async_collective_fusion.1
+  %async-collective-done.1 = f32[8,8] fusion(%fusion.1#0), kind=kCustom, calls=%gather"""
+    text = SCHEDULE.replace("  ENTRY", lines + f"\n  {DOT}").replace("KIND", kind)
+    (found,) = collectives(parse(text), MESH)
+    assert (found.kind, found.times, found.bytes, found.overlapped) == ("all-gather", 1, 256, share)
 
 
 def test_where_nothing_is_sent_nothing_waits():
