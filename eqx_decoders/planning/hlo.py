@@ -193,7 +193,7 @@ def until_done(ops: list[Op], place: int) -> Iterator[Op]:
     What stands there needs no result of it.
     """
     begin = ops[place]
-    if not (begin.kind.endswith("-start") or begin.kind in ("send", "recv")):
+    if not (begin.kind.endswith("-start") or begin.kind == "send"):
         return
     names = {begin.name}
     for op in ops[place + 1 :]:

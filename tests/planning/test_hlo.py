@@ -275,6 +275,7 @@ UPDATE = "%u = ((f32[4,8]), f32[8,8], u32[]) async-update(%s)"
 OTHER = "%o = ((f32[8,8]), f32[8,8], u32[]) async-start(%x), calls=%deep"
 DOT = "%y = f32[8,8] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 DEEP, LIGHT = (f"%y = f32[8,8] fusion(%x), kind=kLoop, calls=%{name}" for name in ("deep", "light"))
+SEND = '%s = (f32[8,8], token[]) send(%x, %x), frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
 LOOP = '%l = (f32[8,8]) while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
 
 
@@ -298,6 +299,8 @@ LOOP = '%l = (f32[8,8]) while(%x), condition=%condition, body=%body, backend_con
         ((WRAPPED, DOT, UPDATE, "%d = f32[8,8] async-done(%u), calls=%gather"), (), 1),
         ((WRAPPED, UPDATE, DOT, "%d = f32[8,8] async-done(%u), calls=%gather"), (), 1),
         ((DOT, WRAPPED, UPDATE, "%d = f32[8,8] async-done(%u), calls=%gather", DOT), (), 0),
+        ((SEND, DOT, "%d = token[] send-done(%s)"), (), 1),
+        ((SEND, "%d = token[] send-done(%s)", DOT), (), 0),
         ((START, OTHER, DONE, "%e = f32[8,8] async-done(%o), calls=%deep"), (), 1),
         ((OTHER, START, "%e = f32[8,8] async-done(%o), calls=%deep", DONE), (), 0),
     ],
