@@ -3,7 +3,8 @@
 Only options of large runs of others, which change no result. Left out are sums that SparseCores do
 (`…_sparse_core_collective_offload_reduce_scatter` and `…_all_reduce`), which were reported to give wrong losses on v6e
 and v7x. Gathers that are asynchronous and fused into products are for v5e alone: elsewhere libtpu refuses the two
-together, as they may give wrong results.
+together, as they may give wrong results. On v5p and v6e `xla_enable_async_all_gather` alone leaves all gathers of
+weights synchronous (libtpu 0.0.52): there the SparseCores do them.
 """
 
 import os
@@ -27,6 +28,7 @@ class Option(NamedTuple):
 
 
 _BOTH = "MaxText, axlearn"
+_TORUS = "MaxText (its scripts of DiLoCo and gpt-oss-20b for v5p, of gemma4-e4b for v6e)"
 _OVERLAP = "gathers of weights go on beside products"
 _GATHERS = ("v5e", "v5p", "v6e")
 
@@ -42,8 +44,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000",
            "no products in rings of small pieces, which are slower there", _BOTH, ("v6e",)),
     Option("xla_tpu_enable_sparse_core_collective_offload_all_gather", "true",
-           "gathers go on beside products, on the SparseCores", _BOTH, ("v7x",)),
-    Option("xla_tpu_use_tc_device_shape_on_sc", "true", "what the option above needs", "MaxText", ("v7x",)),
+           "gathers go on beside products, on the SparseCores", _BOTH, ("v5p", "v6e", "v7x")),
+    Option("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", "true",
+           "the same along two axes of the torus", _TORUS, ("v5p", "v6e")),
+    Option("xla_tpu_enable_sparse_core_collective_offload_3d_all_gather", "true",
+           "the same along three axes of the torus", _TORUS, ("v5p",)),
+    Option("xla_tpu_use_tc_device_shape_on_sc", "true", "what the options above need", "MaxText",
+           ("v5p", "v6e", "v7x")),
+    Option("xla_sc_disable_megacore_partitioning", "true", "what the options above need where two cores are one device",
+           "MaxText", ("v5p",)),
     Option("xla_tpu_enable_data_parallel_all_reduce_opt", "true", "sums between slices go on behind the backward pass",
            _BOTH),
     Option("xla_tpu_data_parallel_opt_different_sized_ops", "true", "the same for gradients of different sizes", _BOTH),

@@ -162,7 +162,9 @@ def _scattered_gradient(
             cut(cut(array, words, half_word, 2, half), words, word, size, index)
             for array, words in ((x.astype(gradient.dtype), plan.left), (gradient, plan.out))
         )
-        return jnp.einsum(f"{left},{result}->{right}", one, other, preferred_element_type=jnp.float32)
+        product = jnp.einsum(f"{left},{result}->{right}", one, other, preferred_element_type=jnp.float32)
+        # XLA would add the sum that arrives in the product itself, which then waits for it
+        return lax.optimization_barrier(product)
 
     piece = jnp.concatenate(ring_scatter(term, ring.axes, size, dtype), ring.halved)
     return lax.psum(piece, ring.others) if ring.others else piece

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class Collective:
     - `phase`: "forward", "recomputed", "backward" or "update".
     - `cause`: the function of this library that it is from, or else the end of the path of the traced operation.
     - `unknown`: whether a loop around it has a number of trips that the program does not say.
+    - `overlapped`: whether it is asynchronous, and a product stands between its start and its end in the schedule.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Collective:
     phase: str
     cause: str
     unknown: bool
+    overlapped: bool = False
 
     @property
     def total(self) -> int:
@@ -74,6 +76,13 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
     return sorted(merged, key=lambda one: one.total, reverse=True)
 
 
+def overlapped_fraction(sent: Iterable[Collective]) -> float:
+    """Return the fraction of the bytes of collectives that travel beside products; 1 where nothing is sent."""
+    sizes = [(one.total, one.overlapped) for one in sent]
+    total = sum(size for size, _ in sizes)
+    return sum(size for size, overlapped in sizes if overlapped) / total if total else 1.0
+
+
 def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) -> Collective:
     op, caller = run.op, run.caller
     scatters = op.base == "all-reduce" and run.computation.startswith(_SCATTERS)
@@ -95,6 +104,7 @@ def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) 
         phase=phase_of(source.cause),
         cause=program.function(source) or shortened(source.cause),
         unknown=run.unknown,
+        overlapped=run.overlapped,
     )
 
 
@@ -120,6 +130,7 @@ def _between(program: Program, run: ComputationRun, mesh: Mapping[str, int], nam
         phase=phase_of(op.cause),
         cause=program.function(op) or shortened(op.cause),
         unknown=run.unknown,
+        overlapped=run.overlapped,
     )
 
 

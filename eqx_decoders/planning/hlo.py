@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,10 @@ _SEVERAL = re.compile(r"\bcalled_computations=\{([^}]*)\}")
 _EITHER = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
 # what these apply to every pair of numbers is no program of its own
 _REDUCERS = ("all-reduce", "reduce-scatter", "reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter")
+_FUSED = "fusion-update"  # goes on with a collective beside a product of its own
+_PRODUCTS = ("dot", "ragged-dot", "scaled-dot", "convolution")
+# kernels of Pallas and Triton, and of NVIDIA's libraries
+_KERNEL = re.compile(r'\bcustom_call_target="[^"]*(?:tpu_custom_call|mosaic|triton|cublas|cudnn|cutlass)')
 
 
 # collectives
@@ -71,14 +75,15 @@ class Op(NamedTuple):
     @property
     def operands(self) -> list[str]:
         """Return the names of its operands."""
-        return re.findall(r"%?([\w.\-]+)(?=,|$)", re.sub(r"/\*.*?\*/", "", self.rest[: _closing(self.rest)]))
+        return re.findall(r"%?([\w.\-]+)(?:#\d+)?(?=,|$)", re.sub(r"/\*.*?\*/", "", self.rest[: _closing(self.rest)]))
 
 
 class ComputationRun(NamedTuple):
     """An operation as it runs: how often, inside how many loops, and in which computation.
 
     caller: the operation whose computation it belongs to; None in the entry. unknown: whether a loop around it has a
-    number of trips that the program does not say: then it counts once.
+    number of trips that the program does not say: then it counts once. overlapped: whether it, or an operation around
+    it, is asynchronous, with a product between its start and its end.
     """
 
     op: Op
@@ -87,32 +92,44 @@ class ComputationRun(NamedTuple):
     caller: Op | None
     computation: str
     unknown: bool
+    overlapped: bool
 
 
 class Program(NamedTuple):
     """Operations of every computation, by its name, in order, and the name of the entry computation.
 
-    functions: the function of this library of each stack frame, by the number of the frame.
+    functions: the function of this library of each stack frame, by the number of the frame. multiplying: the
+    computations that run a product of arrays.
     """
 
     computations: dict[str, list[Op]]
     entry: str
     functions: dict[int, str]
+    multiplying: frozenset[str]
 
     def runs(self) -> Iterator[ComputationRun]:
         """Yield every operation that runs; of the branches of a condition, of which one runs, the heaviest."""
-        yield from self._runs(self.entry, 1, 0, None, False, ())
+        yield from self._runs(self.entry, 1, 0, None, False, False, ())
 
     def _runs(
-        self, name: str, times: int, depth: int, caller: Op | None, unknown: bool, above: tuple[str, ...]
+        self,
+        name: str,
+        times: int,
+        depth: int,
+        caller: Op | None,
+        unknown: bool,
+        overlapped: bool,
+        above: tuple[str, ...],
     ) -> Iterator[ComputationRun]:
         if name in above:
             return
-        for op in self.computations.get(name, ()):
-            yield ComputationRun(op, times, depth, caller, name, unknown)
+        ops = self.computations.get(name, [])
+        for place, op in enumerate(ops):
+            beside = overlapped or any(_multiplies(each, self.multiplying) for each in until_done(ops, place))
+            yield ComputationRun(op, times, depth, caller, name, unknown, beside)
             if op.kind.endswith(("-done", "-update")):
                 continue  # what its start has run
-            inside = functools.partial(self._runs, caller=op, above=(*above, name))
+            inside = functools.partial(self._runs, caller=op, overlapped=beside, above=(*above, name))
             branches = _branches(op)
             if branches:
                 choices = [list(inside(branch, times, depth, unknown=unknown)) for branch in branches]
@@ -170,6 +187,41 @@ class Program(NamedTuple):
         return counts
 
 
+def until_done(ops: list[Op], place: int) -> Iterator[Op]:
+    """Yield the operations of a schedule between a start and its end, or the end of the schedule; none if it is none.
+
+    What stands there needs no result of it.
+    """
+    begin = ops[place]
+    if not (begin.kind.endswith("-start") or begin.kind == "send"):
+        return
+    names = {begin.name}
+    for op in ops[place + 1 :]:
+        if op.kind.endswith(("-done", "-update")) and names & set(op.operands):
+            if op.kind.endswith("-done"):
+                return
+            names.add(op.name)
+        yield op
+
+
+def _multiplies(op: Op, multiplying: Container[str]) -> bool:
+    """Return whether an operation is a product, a kernel, or runs one; of a start and its end, the start does."""
+    if op.kind.endswith(("-done", "-update")) and op.kind != _FUSED:
+        return False
+    if op.kind in _PRODUCTS or (op.base == "custom-call" and _KERNEL.search(op.rest)):
+        return True
+    return any(name in multiplying for name in (*_called(op), *_branches(op)))
+
+
+def _multiplying(computations: dict[str, list[Op]]) -> frozenset[str]:
+    """Return the computations that run a product. Those that a computation calls stand before it."""
+    found: set[str] = set()
+    for name, ops in computations.items():
+        if any(_multiplies(op, found) for op in ops):
+            found.add(name)
+    return frozenset(found)
+
+
 def parse(text: str) -> Program:
     """Parse the text that `jax.stages.Compiled.as_text()` returns."""
     computations: dict[str, list[Op]] = {}
@@ -186,9 +238,19 @@ def parse(text: str) -> Program:
         elif current is not None:
             match = _LINE.match(line)
             if match:
-                op = Op(match[2], match[3], match[4], line[match.end() :], match[1] is not None)
+                kind = _fused_kind(match[2], line) if match[4] == "fusion" else match[4]
+                op = Op(match[2], match[3], kind, line[match.end() :], match[1] is not None)
                 computations[current].append(op)
-    return Program(computations, entry, functions(text))
+    return Program(computations, entry, functions(text), _multiplying(computations))
+
+
+def _fused_kind(name: str, line: str) -> str:
+    """Return the kind of a fusion: of XLA:TPU's collectives that products are fused with, which part of three it is.
+
+    Each part has the collective in its computation, and the second one the product.
+    """
+    part = re.match(r"async-collective-(start|done)\b", name)
+    return f"fusion-{part[1]}" if part else _FUSED if "calls=%async_collective_fusion" in line else "fusion"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.planning.collectives import Collective
+from eqx_decoders.planning.collectives import Collective, overlapped_fraction
 from eqx_decoders.planning.planned_step import Plan
 
 
@@ -34,6 +34,7 @@ def as_data(plan: Plan, advised: Iterable[str]) -> dict[str, Any]:
         "memory": sizes | {"rows": memory.rows(), "total": memory.total, "fits": memory.fits},
         "operations": dataclasses.asdict(done),
         "collectives": sent,
+        "overlapped": None if plan.collectives is None else overlapped_fraction(plan.collectives),
         "seconds": {
             "parts": line.parts,
             "bound": line.bound,
@@ -97,7 +98,8 @@ def _collectives(plan: Plan, rows: int) -> str:
     if plan.collectives is None:
         return ""
     total = sum(one.total for one in plan.collectives)
-    lines = [f"collectives of a device in a step: {_size(total)}"]
+    share = f", {overlapped_fraction(plan.collectives):.0%} of it beside products" if total else ""
+    lines = [f"collectives of a device in a step: {_size(total)}{share}"]
     kinds = (
         f"{kind} along {axes} {_size(size)}"
         for (kind, axes), size in by_kind(plan.collectives).items()
@@ -107,7 +109,7 @@ def _collectives(plan: Plan, rows: int) -> str:
     for one in plan.collectives[:rows]:
         lines.append(
             f"  {_size(one.total):>11} {one.times:5} x {one.kind:18} {' x '.join(one.axes):16} {one.shape:24} "
-            f"{one.phase:10} {one.cause}"
+            f"{one.phase:10} {'beside' if one.overlapped else 'alone':7} {one.cause}"
         )
     rest = plan.collectives[rows:]
     if rest:

@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_decoders as ed
+from eqx_decoders.cli.xla_flags import options as xla_options
 from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.rounded_weight import Rounded
-from eqx_decoders.planning.collectives import collectives
+from eqx_decoders.planning.collectives import Collective, collectives, overlapped_fraction
 from eqx_decoders.planning.hlo import parse
 from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
@@ -48,12 +49,9 @@ MOST: dict[str, tuple[dict[str, int], dict[str, object], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", MOST)
-def test_a_step_sends_no_more(name):
-    sizes, options, most = MOST[name]
-    options = dict(options)
-    layers = options.pop("layers", 4)
-    layout = ed.Layout.create(**sizes, devices=tpu_devices("v5p:2x2x1"))
+def sent_by(topology: str, sizes: dict[str, int], layers: int = 4, flags=None, **options) -> list[Collective]:
+    """Compile a step for a topology; return its collectives."""
+    layout = ed.Layout.create(**sizes, devices=tpu_devices(topology))
     config = ed.get_config("llama3.2-1b")
     config = dataclasses.replace(config, blocks=config.blocks[:layers])
     precision = ed.Precision(compute=jnp.bfloat16)
@@ -61,10 +59,25 @@ def test_a_step_sends_no_more(name):
     trainer = Trainer.create(OptimizerConfig(), model, steps=100)
     step = jax.jit(trainer.advance, donate_argnums=0)
     traced = step.trace(trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, 8, 2048))
-    found = collectives(parse(traced.lower().compile().as_text()), layout.sizes)
+    return collectives(parse(traced.lower().compile(compiler_options=flags).as_text()), layout.sizes)
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_step_sends_no_more(name):
+    sizes, options, most = MOST[name]
+    found = sent_by("v5p:2x2x1", sizes, **options)
     sent = sum(each.total for each in found) / 1e9
     print(f"{name}: {sent:.3f} GB")
     assert sent <= 1.02 * most
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_weights_of_layers_travel_beside_products(topology):
+    """With the options of training: gathers of weights, and sums of their gradients. The head's are alone."""
+    found = sent_by(topology, dict(fsdp=4), flags=xla_options(topology.split(":")[0]))
+    layers = [each for each in found if each.cause.startswith(("attention", "mlp"))]
+    print(f"{topology}: {overlapped_fraction(layers):.3f} of the layers', {overlapped_fraction(found):.3f} of all")
+    assert overlapped_fraction(layers) > 0.9
 
 
 @pytest.mark.parametrize(("topology", "mode"), [("v5p:2x2x1", "int8"), ("tpu7x:2x2x1", "fp8")])

@@ -9,7 +9,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.planning.collectives import Collective, axes_of, collectives, groups_of, phase_of
+from eqx_decoders.planning.collectives import (
+    Collective,
+    axes_of,
+    collectives,
+    groups_of,
+    overlapped_fraction,
+    phase_of,
+)
 from eqx_decoders.planning.device_memory import stacked_bytes
 from eqx_decoders.planning.hlo import functions, members, parse, shape_bytes
 
@@ -209,6 +216,117 @@ def test_what_is_started_and_done_later_is_what_is_done_at_once(name):
     at_once, later = map(read, both)
     assert at_once == later and [one.total for one in later] == [size]
     assert [one.phase for one in later] == ["forward" if name == "fusion" else "update"]
+
+
+# A schedule in a loop or in the entry; %deep multiplies two calls away, %light does not multiply.
+SCHEDULE = """HloModule step, is_scheduled=true
+
+%inner (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
+  ROOT %dot = f32[8,8] dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%deep (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
+  ROOT %fused = f32[8,8] fusion(%p), kind=kOutput, calls=%inner
+}
+
+%light (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
+  ROOT %sum = f32[8,8] add(%p, %p)
+}
+
+%gather (p: f32[4,8]) -> f32[8,8] {
+  %p = f32[4,8] parameter(0)
+  ROOT %wrapped = f32[8,8] all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+
+%async_collective_fusion.1 (p: f32[4,8]) -> (f32[8,8], f32[8,8]) {
+  %p = f32[4,8] parameter(0)
+  %q = f32[8,8] parameter(1)
+  %part = f32[8,8] all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %dot = f32[8,8] KIND(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %both = (f32[8,8], f32[8,8]) tuple(%part, %dot)
+}
+
+%condition (p: (f32[8,8])) -> pred[] {
+  %p = (f32[8,8]) parameter(0)
+  ROOT %less = pred[] custom-call(%p), custom_call_target="less"
+}
+
+%body (p: (f32[8,8])) -> (f32[8,8]) {
+  %p = (f32[8,8]) parameter(0)
+  %x = f32[8,8] get-tuple-element(%p), index=0
+  BODY
+  ROOT %next = (f32[8,8]) tuple(%x)
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  ENTRY
+  ROOT %result = f32[8,8] add(%x, %x)
+}
+"""
+SYNCHRONOUS = "%g = f32[8,8] all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}"
+START = "%s = (f32[8,8], f32[8,8]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}"
+DONE = "%d = f32[8,8] collective-permute-done(%s)"
+WRAPPED = "%s = ((f32[4,8]), f32[8,8], u32[]) async-start(%x), calls=%gather"
+UPDATE = "%u = ((f32[4,8]), f32[8,8], u32[]) async-update(%s)"
+OTHER = "%o = ((f32[8,8]), f32[8,8], u32[]) async-start(%x), calls=%deep"
+DOT = "%y = f32[8,8] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+DEEP, LIGHT = (f"%y = f32[8,8] fusion(%x), kind=kLoop, calls=%{name}" for name in ("deep", "light"))
+SEND = '%s = (f32[8,8], token[]) send(%x, %x), frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
+LOOP = '%l = (f32[8,8]) while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
+
+
+@pytest.mark.parametrize(
+    "entry, body, share",
+    [
+        ((SYNCHRONOUS, DOT), (), 0),
+        ((START, DOT, DONE), (), 1),
+        ((DOT, START, DONE, DOT), (), 0),
+        ((START, LIGHT, DONE), (), 0),
+        ((START, DEEP, DONE), (), 1),
+        ((START, LOOP, DONE), (DOT,), 1),
+        ((START, LOOP, DONE), (LIGHT,), 0),
+        ((LOOP,), (START, DOT, DONE), 1),
+        ((LOOP,), (DOT, START, DONE), 0),
+        ((LOOP, START, DONE), (START, DEEP, DONE), 0.75),
+        ((START, "%c = f32[8,8] conditional(%x, %x), branch_computations={%light, %deep}", DONE), (), 1),
+        ((START, '%k = f32[8,8] custom-call(%x), custom_call_target="tpu_custom_call"', DONE), (), 1),
+        ((START, '%k = f32[8,8] custom-call(%x), custom_call_target="__cublas$gemm"', DONE), (), 1),
+        ((START, '%k = f32[8,8] custom-call(%x), custom_call_target="AllocateBuffer"', DONE), (), 0),
+        ((WRAPPED, DOT, UPDATE, "%d = f32[8,8] async-done(%u), calls=%gather"), (), 1),
+        ((WRAPPED, UPDATE, DOT, "%d = f32[8,8] async-done(%u), calls=%gather"), (), 1),
+        ((DOT, WRAPPED, UPDATE, "%d = f32[8,8] async-done(%u), calls=%gather", DOT), (), 0),
+        ((SEND, DOT, "%d = token[] send-done(%s)"), (), 1),
+        ((SEND, "%d = token[] send-done(%s)", DOT), (), 0),
+        ((START, OTHER, DONE, "%e = f32[8,8] async-done(%o), calls=%deep"), (), 1),
+        ((OTHER, START, "%e = f32[8,8] async-done(%o), calls=%deep", DONE), (), 0),
+    ],
+)
+def test_collectives_are_beside_the_products_between_their_start_and_end(entry, body, share):
+    lines = {"  BODY": body, "  ENTRY": entry}
+    text = SCHEDULE
+    for word, each in lines.items():
+        text = text.replace(word, "\n".join(f"  {line}" for line in each))
+    assert overlapped_fraction(collectives(parse(text), MESH)) == share
+
+
+@pytest.mark.parametrize("kind, share", [("dot", 1), ("add", 0)])
+def test_a_collective_that_products_are_fused_with_is_one(kind, share):
+    """XLA:TPU writes it three times: in its start, in the fusion with a product, and in its end."""
+    lines = """
+  %async-collective-start.1 = (f32[4,8], f32[8,8]) fusion(%x), kind=kCustom, calls=%gather
+  %fusion.1 = (f32[8,8], f32[8,8]) fusion(%async-collective-start.1#0, %x), calls=%async_collective_fusion.1
+  %async-collective-done.1 = f32[8,8] fusion(%fusion.1#0), kind=kCustom, calls=%gather"""
+    text = SCHEDULE.replace("  ENTRY", lines + f"\n  {DOT}").replace("KIND", kind)
+    (found,) = collectives(parse(text), MESH)
+    assert (found.kind, found.times, found.bytes, found.overlapped) == ("all-gather", 1, 256, share)
+
+
+def test_where_nothing_is_sent_nothing_waits():
+    assert overlapped_fraction([]) == 1
 
 
 def test_what_a_loop_keeps_is_what_it_writes_piece_by_piece():

@@ -276,6 +276,7 @@ def test_a_plan_adds_up(tiny):
         assert words in text
     assert data["memory"]["total"] == memory.total and data["seconds"]["bound"] == plan.roofline.bound
     assert len(data["collectives"]) == len(plan.collectives) and data["advice"] == ["Do this."]
+    assert data["overlapped"] == 0 and ", 0% of it beside products" in text and " alone " in text
     assert data["attention"] == ["chunked"] and "(attention by the kernel chunked)" in text
 
 
