@@ -1,7 +1,9 @@
 """Strict JAX on eight CPU devices, one cache of compiled programs for all processes, and a budget for every test."""
 
+import functools
 import gc
 import hashlib
+import importlib
 import os
 import pathlib
 import platform
@@ -62,6 +64,9 @@ if not AS_USERS_RUN:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_default_matmul_precision", "highest")
+    # A context of MLIR for each program takes 4 ms, a third of a small one, and memory: a process has one for all.
+    lowering = importlib.import_module("jax._src.interpreters.mlir")
+    lowering.make_ir_context = functools.cache(lowering.make_ir_context)
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)

@@ -1,5 +1,7 @@
 """NF4: the levels are QLoRA's, and all is as with the arrays that the weights stand for."""
 
+import statistics
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,7 @@ def logits(model, ids):
     return model(ids).logits
 
 
+@eqx.filter_jit
 def gradients(model, batch):
     """Loss and gradients of all low-rank pairs."""
     pairs = {name: leaf for name, leaf in named_leaves(model).items() if ".lora_" in name}
@@ -49,11 +52,9 @@ def gradients(model, batch):
 
 def test_levels_are_quantiles_of_the_normal_distribution():
     """Section 3 of the paper: eight quantiles on one side and nine on the other, zero among both."""
-    erf = jax.scipy.special.ndtri
-    edge = 0.9677083
-    above = erf(jnp.linspace(edge, 0.5, 9)[:-1])
-    below = -erf(jnp.linspace(edge, 0.5, 8)[:-1])
-    want = jnp.sort(jnp.concatenate([below, jnp.zeros(1), above]))
+    quantile, edge = statistics.NormalDist().inv_cdf, 0.9677083
+    above, below = (list(map(quantile, np.linspace(edge, 0.5, count)[:-1])) for count in (9, 8))
+    want = np.sort([*above, 0.0, *np.negative(below)])
     np.testing.assert_allclose(LEVELS, want / want[-1], atol=1e-5)
 
 
@@ -145,9 +146,9 @@ def test_low_rank_pairs_are_trained_over_it(model):
     tuned = add_lora(model, LORA, key=jax.random.key(0))
     pairs = {name: leaf + 0.1 for name, leaf in named_leaves(tuned).items() if ".lora_" in name}
     tuned, batch = replaced(tuned, pairs), ed.Batch(tokens=some_tokens(8, 8))
-    want = eqx.filter_jit(gradients)(ed.dequantize(tuned), batch)
+    want = gradients(ed.dequantize(tuned), batch)
     for one in (tuned, tuned.place(ed.Layout.create(fsdp=4, tensor=2))):
-        assert_close(eqx.filter_jit(gradients)(one, batch), want, units=2048)
+        assert_close(gradients(one, batch), want, units=2048)
     trainer = Trainer.create(OptimizerConfig(trainable=LORA_WEIGHTS, learning_rate=0.1), tuned, steps=2)
     state, _ = trainer.step(trainer.init(jax.tree.map(jnp.copy, tuned), key=jax.random.key(1)), batch)
     after = named_leaves(state.model)

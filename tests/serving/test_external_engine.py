@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,29 +27,31 @@ class Metadata(NamedTuple):
 
 def attention(cache, query, key, value, metadata, sinks, call):
     """Plain attention over pages of [page, slot, key or value, heads, features], one sequence after another."""
-    outs = []
+    outs, cache = [], np.array(cache)
+    query, key, value, sinks = (None if x is None else np.asarray(x) for x in (query, key, value, sinks))
     for number, length in enumerate(metadata.lengths.tolist()):
         begin, end = metadata.starts[number : number + 2].tolist()
         places = np.arange(length - (end - begin), length)
         pages = metadata.tables[number][places // PAGE]
         if call.writes:
-            both = jnp.stack([key[begin:end], (key if value is None else value)[begin:end]], axis=1)
-            cache = cache.at[pages, places % PAGE].set(both)
+            both = np.stack([key[begin:end], (key if value is None else value)[begin:end]], axis=1)
+            cache[pages, places % PAGE] = both
         everything = cache[metadata.tables[number]].reshape(-1, *cache.shape[2:])[:length]
         keys, values = everything[:, 0], everything[:, 1]
         heads, kv_heads = query.shape[1], keys.shape[1]
-        keys, values = (jnp.repeat(x, heads // kv_heads, axis=1) for x in (keys, values))
-        scores = jnp.einsum("thd,shd->hts", query[begin:end], keys)
-        scores = scores if call.soft_cap is None else call.soft_cap * jnp.tanh(scores / call.soft_cap)
-        ahead = jnp.asarray(places[:, None] - np.arange(length)[None])
+        keys, values = (np.repeat(x, heads // kv_heads, axis=1) for x in (keys, values))
+        scores = np.einsum("thd,shd->hts", query[begin:end], keys)
+        scores = scores if call.soft_cap is None else call.soft_cap * np.tanh(scores / call.soft_cap)
+        ahead = places[:, None] - np.arange(length)[None]
         seen = (ahead >= 0) & (ahead < (call.window or length))
-        scores = jnp.where(seen[None], scores, -jnp.inf)
+        scores = np.where(seen[None], scores, -np.inf)
         if sinks is not None:
-            extra = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
-            scores = jnp.concatenate([scores, extra], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., :length]
-        outs.append(jnp.einsum("hts,shd->thd", weights, values))
-    return cache, jnp.concatenate(outs)
+            extra = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, extra], axis=-1)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights = (weights / weights.sum(-1, keepdims=True))[..., :length]
+        outs.append(np.einsum("hts,shd->thd", weights, values))
+    return jnp.asarray(cache), jnp.asarray(np.concatenate(outs), query.dtype)
 
 
 def play(model, sequences, cuts):

@@ -59,7 +59,11 @@ def plain(length, batch=2, start=0):
     return jnp.asarray(np.arange(start, start + length, dtype=np.int32)[None].repeat(batch, 0))
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "soft_cap", "aligned", "kernel", "platform"))
+OPTIONS = ("mask", "soft_cap", "aligned", "kernel", "platform")
+attend_once = jax.jit(attend, static_argnames=OPTIONS)
+
+
+@functools.partial(jax.jit, static_argnames=OPTIONS)
 def all_of(qkv, weights, places, **options):
     """Values, and the gradients of a loss that depends on both results."""
 
@@ -173,7 +177,7 @@ def test_rows_that_see_nothing(kernel, dtype):
 def test_no_keys_at_all():
     places = {"query_positions": plain(3), "key_positions": jnp.zeros((2, 0), jnp.int32)}
     for kernel in ("dot", "chunked"):
-        out, lse = attend(*make(3, 0), **places, mask=Causal(), kernel=kernel)
+        out, lse = map(np.asarray, attend_once(*make(3, 0), **places, mask=Causal(), kernel=kernel))
         assert not out.any() and (lse == EMPTY).all()
 
 
@@ -199,7 +203,8 @@ def test_documents_do_not_touch(kernel, mask):
 def test_window_and_chunk_are_the_loop(mask):
     query, key, value = (np.asarray(x, np.float64) for x in make(23, heads=2, kv_heads=1))
     places = {"query_positions": plain(23), "key_positions": plain(23)}
-    out, lse = attend(*make(23, heads=2, kv_heads=1), **places, mask=mask, aligned=True, kernel="chunked")
+    found = attend_once(*make(23, heads=2, kv_heads=1), **places, mask=mask, aligned=True, kernel="chunked")
+    out, lse = map(np.asarray, found)
     for at in range(23):
         first = max(0, at - 4) if isinstance(mask, SlidingWindow) else at // 6 * 6
         scores = np.einsum("bhd,bkd->bhk", query[:, at], key[:, first : at + 1, 0])
@@ -236,13 +241,14 @@ def test_merged_parts_are_the_whole():
 
 
 def test_empty_parts_stay_empty():
-    out, lse = jnp.zeros((1, 2, 3, 4)), jnp.full((1, 2, 3), EMPTY)
+    out, lse = np.zeros((1, 2, 3, 4), np.float32), np.full((1, 2, 3), EMPTY, np.float32)
 
     def loss(out, lse, sink):
         merged = merge([(out, lse), (out, lse)])
         return with_sink(*merged, sink).sum() + merged[1].sum(), merged
 
-    grads, merged = jax.grad(loss, (0, 1, 2), has_aux=True)(out, lse, jnp.zeros(3))
+    found = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(out, lse, np.zeros(3, np.float32))
+    grads, merged = jax.tree.map(np.asarray, found)
     assert not merged[0].any() and (merged[1] <= EMPTY).all()
     assert all(np.isfinite(grad).all() for grad in grads)
     with pytest.raises(ConfigError, match="must hold at least one"):
@@ -256,10 +262,11 @@ def test_sink_is_one_more_column():
     scores = np.einsum("bthd,bshd->bhts", query, key)
     scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
     column = np.broadcast_to(np.asarray(sink)[None, :, None, None], (2, 2, 5, 1))
-    wide = jax.nn.softmax(jnp.asarray(np.concatenate([scores, column], -1)), axis=-1)[..., :-1]
+    weights = np.exp(np.concatenate([scores, column], -1))
+    wide = (weights / weights.sum(-1, keepdims=True))[..., :-1]
     expected = np.einsum("bhts,bshd->bthd", wide, value)
     np.testing.assert_allclose(
-        with_sink(*attend(query, key, value, **places, mask=Causal()), sink), expected, atol=1e-5
+        with_sink(*attend_once(query, key, value, **places, mask=Causal()), sink), expected, atol=1e-5
     )
 
 
@@ -396,9 +403,9 @@ def test_padding_inside_a_document_hides_nothing(mask):
     positions = np.full((1, 600), -1, np.int32)
     positions[0, :40], positions[0, 560:] = np.arange(40), np.arange(40, 80)
     draws = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(draws.normal(size=(1, 600, 2, 8)), jnp.float32) for _ in range(3))
+    query, key, value = draws.normal(size=(3, 1, 600, 2, 8)).astype(np.float32)
     places = dict(mask=mask, query_positions=jnp.asarray(positions), key_positions=jnp.asarray(positions))
-    dot, chunked = (attend(query, key, value, aligned=True, kernel=k, **places)[0] for k in ("dot", "chunked"))
+    dot, chunked = (attend_once(query, key, value, aligned=True, kernel=k, **places)[0] for k in ("dot", "chunked"))
     np.testing.assert_allclose(chunked, dot, atol=1e-5)
 
 
@@ -551,7 +558,7 @@ def test_some_of_the_queries_in_any_order(mask):
     places = packed_places(1100, spans=mask != Causal())
     order = np.concatenate([np.arange(275), np.arange(825, 1100)])
     keys = np.roll(np.arange(1100), 300)
-    query, key, value = make(1100, heads=2, kv_heads=1, dim=4)
+    query, key, value = map(np.asarray, make(1100, heads=2, kv_heads=1, dim=4))
     turns = {name: order if name.startswith("query") else keys for name in places}
-    moved = {name: jax.tree.map(lambda x, turn=turns[name]: x[:, turn], x) for name, x in places.items()}
+    moved = {name: jax.tree.map(lambda x, turn=turns[name]: np.asarray(x)[:, turn], x) for name, x in places.items()}
     same(*both((query[:, order], key[:, keys], value[:, keys]), moved, mask=mask, soft_cap=None))
