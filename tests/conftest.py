@@ -1,6 +1,5 @@
 """Strict JAX on eight CPU devices, one cache of compiled programs for all processes, and a budget for every test."""
 
-import functools
 import gc
 import hashlib
 import importlib
@@ -10,6 +9,7 @@ import platform
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 
 import jaxlib.version
@@ -64,9 +64,16 @@ if not AS_USERS_RUN:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_default_matmul_precision", "highest")
-    # A context of MLIR for each program takes 4 ms, a third of a small one, and memory: a process has one for all.
+    # A context of MLIR for each program takes 4 ms, a third of a small one, and memory: a thread has one for all.
     lowering = importlib.import_module("jax._src.interpreters.mlir")
-    lowering.make_ir_context = functools.cache(lowering.make_ir_context)
+    make_context, contexts = lowering.make_ir_context, threading.local()
+
+    def context_of_thread():
+        if not hasattr(contexts, "one"):
+            contexts.one = make_context()
+        return contexts.one
+
+    lowering.make_ir_context = context_of_thread
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
