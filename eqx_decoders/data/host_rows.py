@@ -40,11 +40,10 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     In a run of several processes all must call this, in one order, if there are images, videos or audio: their arrays
     get the shapes of the process that has the largest ones.
     """
-    alone = jax.process_count() == 1
     length = batch.tokens.shape[1]
     sharding = layout.activation_sharding("batch length", (rows, length))
     media, batch = batch.media, dataclasses.replace(batch, media=None)
-    if alone:
+    if jax.process_count() == 1:
         media = jax.tree.map(lambda leaf: jax.device_put(leaf, _row_sharding(leaf.shape, layout)), media)
         return dataclasses.replace(jax.device_put(batch, sharding), media=media)
     held = host_rows(layout, rows)

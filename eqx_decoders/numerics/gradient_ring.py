@@ -38,7 +38,8 @@ class GradientRing(NamedTuple):
     - `dimension`: the dimension of the weight of which each device keeps a piece.
     - `halved`: the dimension of the weight of which each direction has a half.
     - `others`: mesh axes that split the tokens, too.
-    - `x`, `out`, `weight`: the partitions of the activation, of the result and of the weight's gradient.
+    - `x`, `out`, `gathered`, `weight`: the partitions of the activation, of the result, of the weight in products and
+        of its gradient.
     """
 
     axes: tuple[str, ...]
@@ -47,6 +48,7 @@ class GradientRing(NamedTuple):
     others: tuple[str, ...]
     x: PartitionSpec
     out: PartitionSpec
+    gathered: PartitionSpec
     weight: PartitionSpec
 
 
@@ -106,7 +108,7 @@ def find_ring(
         return PartitionSpec(*(split.get(word, shared.get(word)) or None for word in words))
 
     others = tuple(name for name in rows if name not in axes)
-    return GradientRing(axes, changed[0], halves[0], others, spec(left), spec(out), stored)
+    return GradientRing(axes, changed[0], halves[0], others, spec(left), spec(out), whole, stored)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -123,8 +125,7 @@ def ring_product(
 
 
 def _gathered(layout: Layout, ring: GradientRing, weight: Array) -> Array:
-    parts = [None if index == ring.dimension else group for index, group in enumerate(ring.weight)]
-    return lax.with_sharding_constraint(weight, NamedSharding(layout.mesh_here, PartitionSpec(*parts)))
+    return lax.with_sharding_constraint(weight, NamedSharding(layout.mesh_here, ring.gathered))
 
 
 def _forward(plan, dtype, layout, ring, x, weight):

@@ -1,7 +1,6 @@
 """Gradients added up in rings of devices are those of one device; where there is no ring, none is found."""
 
 import dataclasses
-import math
 import re
 
 import equinox as eqx
@@ -55,7 +54,6 @@ def test_a_ring_gives_the_gradients_of_one_device(pattern, sizes):
     layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
     plan, ring = product_plan(pattern), ring_of(pattern, layout)
     assert ring is not None
-    count = math.prod(layout.sizes[name] for name in ring.axes)
 
     def product(x, weight):
         return ring_product(plan, np.dtype("float32"), layout, ring, x, weight)
@@ -70,7 +68,7 @@ def test_a_ring_gives_the_gradients_of_one_device(pattern, sizes):
         pairs.count("{")
         for pairs in re.findall(r"collective-permute.*source_target_pairs=\{(.*?)\}\}", str(step.as_text()))
     ]
-    assert rings and all(each == layout.mesh.size for each in rings) and count > 1
+    assert rings and all(each == layout.mesh.size for each in rings)
 
 
 def test_sums_travel_in_the_dtype_of_the_weight():

@@ -89,6 +89,12 @@ class Pages(eqx.Module):
         """Tokens of a page."""
         return self.key.shape[3]
 
+    def suits_kernels(self, heads: int) -> bool:
+        """Return whether Pallas kernels can widen these numbers and scale them by head, for so many query heads."""
+        wide = self.key.dtype.itemsize > 1 or self.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
+        by_head = self.key_scale is None or self.key_scale.shape[2] <= self.key.shape[2]  # not by blocks of a head
+        return wide and by_head and heads % self.key.shape[2] == 0
+
     @property
     def positions(self) -> Int[Array, "batch slots"]:
         """Position of each slot of the rows' pages, one after the other; -1 where there is no token."""

@@ -108,10 +108,8 @@ class _PagedPlan:
 def fits(past: Pages, dtype: Any, heads: int, device: Any) -> bool:
     """Return whether any TPU can read these pages in place: whole lanes and tiles, and numbers that it can widen."""
     rows = 8 * 4 // past.key.dtype.itemsize  # of a tile
-    wide = past.key.dtype.itemsize > 1 or past.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
     whole = past.key.shape[4] % LANE == 0 and past.page_size % rows == 0
-    by_head = past.key_scale is None or past.key_scale.shape[2] <= past.key.shape[2]  # not by blocks of a head
-    return wide and whole and by_head and jnp.dtype(dtype) != jnp.float16 and heads % past.key.shape[2] == 0
+    return past.suits_kernels(heads) and whole and jnp.dtype(dtype) != jnp.float16
 
 
 # --- the kernel ---

@@ -51,10 +51,8 @@ class _PagedGpuPlan:
 def fits(past: Pages, dtype: Any, heads: int, device: Any) -> bool:
     """Return whether a GPU can read these pages in place: numbers that it can widen, and widths that registers hold."""
     capability = compute_capability(device)
-    wide = past.key.dtype.itemsize > 1 or past.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
-    by_head = past.key_scale is None or past.key_scale.shape[2] <= past.key.shape[2]  # not by blocks of a head
     known = capability is not None and capability[0] in GENERATIONS
-    return known and wide and by_head and past.key.shape[4] <= _WIDEST and heads % past.key.shape[2] == 0
+    return known and past.suits_kernels(heads) and past.key.shape[4] <= _WIDEST
 
 
 # --- the kernel ---
