@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Annotated, ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
@@ -271,6 +272,7 @@ def rotate(
     count = rope.rotated(x.shape[-1])
     angles = rope.angles(positions, count)[:, :, None]
     cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+    cos, sin = jax.lax.optimization_barrier((cos, sin))  # or a compiler would compute them again for each head
     turned = x[..., :count].astype(jnp.float32)
     if rope.pairing != "interleaved":
         parts = 2 if rope.pairing == "half_of_axis" else 1

@@ -1,6 +1,8 @@
 """Matrix products in the forms that XLA's CPU backend runs fastest, and casts of weights at their use."""
 
-from functools import partial
+import contextlib
+import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 
-# From jax 0.11 XLA's CPU backend runs 16-bit products on matrix units, but only those of plain row-major operands.
-_MATRIX_UNITS = jax.__version_info__ >= (0, 11)
+# From jax 0.11 XLA's CPU backend runs 16-bit products in their own width, on AMX where the processor has it.
+_HALF_WIDTH = jax.__version_info__ >= (0, 11)
+
+# Columns of a float32 operand, as a multiple of the other's, above which its transpose costs more than it gains.
+_MOST_COLUMNS = 4
 
 # Below so many rows a product takes less time, however it runs, than bringing a weight into the order of matrix units.
 _FEW_ROWS = 128
@@ -60,21 +65,23 @@ def matmul(
 ) -> Float[Array, "..."]:
     """Multiply two matrices over dimension `contract[0]` of `a` and `contract[1]` of `b`.
 
-    16-bit operands are first brought into the order that the matrix units of a CPU want; but with a few rows the
-    product takes less time than that. One row is never multiplied as such: XLA's form for it takes several times
-    longer.
+    XLA's fast kernels read `a` row by row, so that its transpose is made first, and with AMX `b` likewise, in 16 bits;
+    but with a few rows the product takes less time than that. One row of 16 bits is never multiplied as such: XLA's
+    form for it takes several times longer.
     """
-    rows = a.shape[1 - contract[0]]
-    if wants_row_major(a.dtype) and 0 < rows < _FEW_ROWS:
+    rows, half = a.shape[1 - contract[0]], a.dtype.itemsize == 2
+    if _HALF_WIDTH and half and 0 < rows < _FEW_ROWS:
         a = a.T if contract[0] == 0 else a
         if rows == 1 and contract[1] == 0 and b.shape[0] % _TERMS == 0:
             return _row_product(a, b).astype(dtype)
         a = jnp.pad(a, ((0, 7 if rows == 1 else 0), (0, 0)))
         over = (((1,), (contract[1],)), ((), ()))
         return lax.dot_general(a, b, over, preferred_element_type=np.dtype(dtype))[:rows]
-    if wants_row_major(a.dtype):
-        a, b = (row_major_transpose(a) if contract[0] == 0 else a), (row_major_transpose(b) if contract[1] else b)
-        contract = (1, 0)
+    narrow = a.dtype.itemsize == 4 and a.shape[1] <= _MOST_COLUMNS * b.shape[1 - contract[1]]
+    if contract[0] == 0 and (half or narrow):
+        a, contract = row_major_transpose(a), (1, contract[1])
+    if contract[1] == 1 and reads_weights_by_row(b.dtype):
+        b, contract = row_major_transpose(b), (contract[0], 0)
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=np.dtype(dtype))
 
 
@@ -88,17 +95,25 @@ def _row_product(row: Float[Array, "1 inner"], b: Float[Array, "inner outer"]) -
     return jnp.sum(lax.optimization_barrier(sums), axis=0, keepdims=True)  # a pass of its own: XLA would join the two
 
 
-def wants_row_major(dtype: np.dtype) -> bool:
-    """Return whether products of this dtype run on a CPU's matrix units, which take plain row-major operands only."""
-    return _MATRIX_UNITS and dtype.itemsize == 2
+def reads_weights_by_row(dtype: np.dtype) -> bool:
+    """Return whether a product of this dtype is several times faster if its second operand is not transposed."""
+    return _HALF_WIDTH and dtype.itemsize == 2 and _has_amx()
+
+
+@functools.cache
+def _has_amx() -> bool:
+    """Return whether this processor multiplies tiles of 16-bit numbers (Intel's AMX)."""
+    with contextlib.suppress(OSError):
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def row_major_transpose(a: Float[Array, "m n"]) -> Float[Array, "n m"]:
-    """Transpose a matrix in memory: otherwise XLA folds it into the product, which then leaves the matrix units."""
+    """Transpose a matrix in memory: otherwise XLA folds it into the product, for which it has no fast kernel."""
     return with_layout_constraint(a.T, MemoryLayout((0, 1)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _half_product(transposed, dtype, x, weight):
     return matmul(x, cast_weight(weight, x.dtype), (1, 1 if transposed else 0), dtype)
 

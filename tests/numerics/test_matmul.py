@@ -66,12 +66,13 @@ def test_flattened_is_plain(pattern):
             assert_close(a, b, units=128 if dtype == "float32" else 4, dtype=dtype)
 
 
-@pytest.mark.parametrize("units", [False, True], ids=["plain", "matrix-units"])
+@pytest.mark.parametrize("half_width, amx", [(False, False), (True, False), (True, True)], ids=["plain", "half", "amx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_few_rows_and_many_are_numpy(units, dtype, transposed, monkeypatch):
+def test_few_rows_and_many_are_numpy(half_width, amx, dtype, transposed, monkeypatch):
     """One row, seven, and as many as are no longer few; odd sizes; values and both gradients, on any version of jax."""
-    monkeypatch.setattr(matmul, "_MATRIX_UNITS", units)
+    monkeypatch.setattr(matmul, "_HALF_WIDTH", half_width)
+    monkeypatch.setattr(matmul, "_has_amx", lambda: amx)
     monkeypatch.setattr(matmul, "_FEW_ROWS", 9)
 
     def bars(x, w, bar):

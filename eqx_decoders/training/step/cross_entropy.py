@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.numerics.matmul import matmul, row_major_transpose, wants_row_major
+from eqx_decoders.numerics.matmul import matmul, reads_weights_by_row, row_major_transpose
 from eqx_decoders.sharding.backend import Backend
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.step.vocab_parallel import HeadSplit, VocabPart
@@ -197,7 +197,7 @@ class _Head:
     def kernels(self, kernel):
         """Return the kernel for the logits and for the gradient of hidden, and the dimensions to contract."""
         inside = 1 if self.tied else 0
-        if self.flatten and wants_row_major(kernel.dtype):
+        if self.flatten and reads_weights_by_row(kernel.dtype):
             pair = (row_major_transpose(kernel), kernel)
             return (pair if self.tied else pair[::-1]), (0, 0)
         return (kernel, kernel), (inside, 1 - inside)
