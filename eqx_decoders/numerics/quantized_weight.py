@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.numerics.einsum import AbstractWeight, ProductOptions
-from eqx_decoders.numerics.grouped_matmul import grouped_arrays, grouped_frozen
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays, grouped_frozen
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import (
     FROZEN,
@@ -177,12 +177,12 @@ class AbstractQuantizedWeight(AbstractWeight):
 
     @classmethod
     def contract_groups(
-        cls, x: Array, weights: "Sequence[AbstractQuantizedWeight]", counts: Array, block: int | None
+        cls, x: Array, weights: "Sequence[AbstractQuantizedWeight]", counts: Array, form: GroupedForm
     ) -> tuple[Array, ...]:
         """Multiply sorted rows by the weights, each widened group by group."""
-        if block is not None:
-            return tuple(grouped_frozen(block, x, lax.stop_gradient(weight), counts) for weight in weights)
-        return tuple(grouped_arrays(x, (weight.dequantized(x.dtype),), counts, None)[0] for weight in weights)
+        if form.kind == "blocks":
+            return tuple(grouped_frozen(form.block, x, lax.stop_gradient(weight), counts) for weight in weights)
+        return tuple(grouped_arrays(x, (weight.dequantized(x.dtype),), counts, form)[0] for weight in weights)
 
     def widened_at(self, index: Any, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the weight of one layer or expert as an array."""

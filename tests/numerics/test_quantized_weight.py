@@ -18,6 +18,7 @@ from eqx_decoders.model.quantize import QUANTIZATIONS, group_sizes, quantized
 from eqx_decoders.numerics import quantized_weight
 from eqx_decoders.numerics.affine_weight import QuantizedWeight, _decoded
 from eqx_decoders.numerics.einsum import einsum, grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import (
@@ -33,6 +34,7 @@ from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
+from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -221,8 +223,8 @@ def test_grouped_products_are_those_of_the_arrays(mode):
     def run(x, g, node, pair):
         array, added = node.dequantized(), LowRank(node.dequantized(), pair.lora_a, pair.lora_b, pair.scale)
         found = []
-        for block in (None, 8):
-            run = lambda x, w: grouped_products(x, (w,), counts, block=block)[0][:16]  # noqa: B023, E731
+        for form in (RAGGED_DOT, GroupedForm("blocks", 8)):
+            run = lambda x, w: grouped_products(x, (w,), counts, form=form)[0][:16]  # noqa: B023, E731
             for one, other in ((node, array), (pair, added)):
                 results = [jax.vjp(lambda x, w=w: run(x, w), x) for w in (one, other)]  # noqa: B023
                 found.append([(y, back(g[:16])[0][:16]) for y, back in results])
