@@ -7,9 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import eqx_decoders as ed
+from eqx_decoders.numerics.einsum import grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
+from eqx_decoders.numerics.rounded_weight import Rounded
 from eqx_decoders.planning.collectives import collectives
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, tracing_for
 from eqx_decoders.planning.hlo import parse
@@ -29,11 +32,17 @@ BF16 = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
 WITHOUT_ASYNCHRONOUS = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 
 
-@pytest.fixture
-def devices():
-    found = gpu_devices(gpus_of("h100:1x4"))
+def gpus(topology):
+    """Devices to compile for."""
+    found = gpu_devices(gpus_of(topology))
     if found is None:
         pytest.skip("needs the compiler of GPUs: pip install 'eqx_decoders[aot-gpu]'")
+    return found
+
+
+@pytest.fixture
+def devices():
+    found = gpus("h100:1x4")
     if find_spec("nvidia") is None or find_spec("nvidia.cudnn") is None:
         pytest.skip("needs cuDNN: pip install nvidia-cudnn-cu13")
     with tracing_for(found):
@@ -114,6 +123,44 @@ def test_a_step_of_what_the_host_has_compiles(devices):
     layout = ed.Layout.create(fsdp=4, devices=devices)
     layout = dataclasses.replace(layout, offload=Offload(optimizer=("*",)))
     lowered_step("llama3-8b", layout).compile(compiler_options=GPU_OPTIONS)
+
+
+@pytest.mark.parametrize("topology", ["h100:1x1", "b200:1x1"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8", "fp8"])
+def test_no_row_is_multiplied_by_all_weights(topology, kind):
+    """Values and gradients by a kernel each, of whole tiles and of some with remainders, and of a decoding step."""
+    found = gpus(topology)
+    rounding = ed.LowPrecision(mode=kind) if kind in ("int8", "fp8") else None
+    dtype = jnp.dtype("bfloat16" if rounding else kind)
+
+    def run(x, weight, counts, out_bar):
+        def product(x, weight):
+            weight = weight if rounding is None else Rounded(weight, None, rounding)
+            return grouped_products(x, (weight,), counts, form=GroupedForm("triton"))[0]
+
+        out, pull = jax.vjp(product, x, weight)
+        return out, *pull(out_bar)
+
+    def like(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(found[0]))
+
+    for rows, groups, inner, outer in ((8192, 16, 2048, 1408), (64, 128, 2048, 768), (8192, 16, 200, 136)):
+        weight, counts = like(groups, inner, outer, dtype=jnp.float32), like(groups, dtype=jnp.int32)
+        with tracing_for(found):
+            lowered = jax.jit(run).lower(like(rows, inner), weight, counts, like(rows, outer))
+            compiled = lowered.compile(compiler_options=GPU_OPTIONS)
+        text, temporaries = compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3 and " while(" not in text
+        assert temporaries < (1e5 if rounding is None else 4 * (rows + groups) * (inner + outer))
+
+
+def test_a_step_on_one_gpu_compiles():
+    """Pallas is told of the kind of GPU where no `shard_map` tells it."""
+    found = gpus("h100:1x1")
+    with tracing_for(found):
+        lowered = lowered_step("gpt-oss-20b", ed.Layout.create(devices=found), blocks=slice(1))
+        text = lowered.compile(compiler_options=GPU_OPTIONS).as_text()
+    assert set(attention_kernels(parse(text))) == {"triton"} and "grouped_columns_kernel" in text
 
 
 @pytest.mark.parametrize("sizes", [dict(tensor=4), dict(data=4)], ids=str)

@@ -1,11 +1,10 @@
 """Grouped products: sorted rows with a weight per group; the rows of one expert stand together, in order of experts.
 
-On TPU this is `jax.lax.ragged_dot`, or a Pallas kernel where XLA has none for it; on GPUs of some generations a Pallas
-kernel. Elsewhere XLA multiplies every row by every weight and drops most of it, so there a loop runs over blocks of rows
-of one group: its work grows with the rows, not with the number of groups.
+On TPU this is `jax.lax.ragged_dot`, or a Pallas kernel where XLA has none for it; on GPUs a Pallas kernel. Elsewhere
+XLA multiplies every row by every weight and drops most of it, so there a loop runs over blocks of rows of one group:
+its work grows with the rows, not with the number of groups.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -20,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from eqx_decoders.numerics import grouped_matmul_gpu, megablox
 from eqx_decoders.numerics.grouped_matmul_gpu import GroupedPlan, grouped_columns, grouped_rows
 from eqx_decoders.numerics.matmul import cast_in_loop, cast_weight, matmul, row_major_transpose
-from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.sharding.backend import Backend
 
 
 BLOCKS = "grouped_blocks"  # name in programs of the loop over blocks: its trips are as many as the rows need
@@ -41,13 +40,15 @@ class GroupedForm(NamedTuple):
     interpret: bool = False
 
 
-def choose_form(layout: Layout, dtype: DTypeLike, rows: int, groups: int, largest: int) -> GroupedForm:
-    """Choose the form that suits the devices, for groups of so many rows, and arrays of at most `largest` elements."""
-    if layout.backend.pallas_gpu and grouped_matmul_gpu.fits(layout.device, dtype, largest):
+def choose_form(
+    backend: Backend, device: Any, dtype: DTypeLike, *, rows: int, groups: int, largest: int
+) -> GroupedForm:
+    """Choose the form that suits a device, for groups of so many rows, and arrays of at most `largest` elements."""
+    if backend.pallas_gpu and grouped_matmul_gpu.fits(device, dtype, largest):
         return GroupedForm("triton")
-    if layout.backend.expert_blocks:
+    if backend.expert_blocks:
         return GroupedForm("blocks", block_rows(rows, groups))
-    return GroupedForm("megablox" if megablox.fits(layout.device.device_kind, dtype) else "ragged_dot")
+    return GroupedForm("megablox" if megablox.fits(device.device_kind, dtype) else "ragged_dot")
 
 
 def grouped_arrays(x: Array, weights: tuple[Array, ...], counts: Array, form: GroupedForm) -> tuple[Array, ...]:
@@ -211,9 +212,7 @@ def _triton_rows(
     return grouped_rows(plan, pairs, jnp.stack([split.group, split.begin, split.size], axis=1))
 
 
-def _triton_columns(
-    form: GroupedForm, x: Array, y: Array, counts: Array, dtype: DTypeLike, result: DTypeLike
-) -> Array:
+def _triton_columns(form: GroupedForm, x: Array, y: Array, counts: Array, dtype: DTypeLike, result: DTypeLike) -> Array:
     plan = GroupedPlan(np.dtype(dtype), np.dtype(result), interpret=form.interpret)
     return grouped_columns(plan, x, y, counts.astype(jnp.int32))
 
@@ -260,6 +259,28 @@ def _frozen_forward(block, x, weight, counts):
 
 
 grouped_frozen.defvjp(_frozen_forward, _frozen_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_scaled(form: GroupedForm, x: Array, values: Array, scales: Array, counts: Array) -> Array:
+    """Multiply sorted rows by 8-bit numbers without a gradient, whose columns' scales `groups outer` multiply results.
+
+    By the kernels for GPUs: no wide copy of the numbers is made.
+    """
+    return (rows_times_groups(form, x, values, counts, x.dtype) * of_rows(scales, x, counts)).astype(x.dtype)
+
+
+def _scaled_forward(form, x, values, scales, counts):
+    return grouped_scaled(form, x, values, scales, counts), (values, scales, counts)
+
+
+def _scaled_backward(form, saved, g):
+    values, scales, counts = saved
+    scaled = (g * of_rows(scales, g, counts)).astype(g.dtype)
+    return rows_times_groups(form, scaled, values, counts, g.dtype, transposed=True).astype(g.dtype), None, None, None
+
+
+grouped_scaled.defvjp(_scaled_forward, _scaled_backward)
 
 
 # --- parts of products in 8 bits ---

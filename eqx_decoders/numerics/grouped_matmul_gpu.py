@@ -68,14 +68,17 @@ class GroupedPlan(NamedTuple):
 
     def read(self, tile: Any, *masks: Array | None) -> Array:
         """Read a tile as the dtype of products; zeros where it is masked."""
-        mask = _all_of(masks)
-        read = plgpu.load(tile) if mask is None else plgpu.load(tile, mask=mask, other=0)
-        # Triton widens short floats by way of f32
-        return (read.astype(jnp.float32) if read.dtype.itemsize == 1 else read).astype(self.dtype)
+        mask, narrow = _all_of(masks), tile.dtype.itemsize == 1
+        read = plgpu.load(tile, mask=mask, other=None if mask is None or narrow else 0)
+        if not narrow:
+            return read.astype(self.dtype)
+        wide = read.astype(jnp.float32).astype(self.dtype)  # as Triton widens short floats, which have no zero to load
+        return wide if mask is None else jnp.where(mask, wide, jnp.zeros((), self.dtype))
 
 
 def _all_of(masks: tuple[Array | None, ...]) -> Array | None:
-    return functools.reduce(jnp.logical_and, [mask for mask in masks if mask is not None] or [None])
+    there = [mask for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, there) if there else None
 
 
 def _tile(at: Any, size: int, total: int) -> tuple[Int32[Array, "tile"], Bool[Array, "tile"] | None]:

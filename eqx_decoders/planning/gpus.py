@@ -125,8 +125,8 @@ def gpu_devices(gpus: GpuNodes) -> list[Any] | None:
 def tracing_for(devices: list[Any]) -> Iterator[None]:
     """Answer for these GPUs what JAX asks of the process's GPUs while programs are traced and lowered.
 
-    Its cuDNN attention asks for the compute capability. Pallas asks for the kind of GPU, which it knows in a `shard_map`
-    by the mesh, but in a program of one device by the context alone.
+    Its cuDNN attention asks for the compute capability. Pallas asks for the kind of GPU, which a `shard_map` tells it
+    by its mesh, and in a program of one device the context.
     """
     from jax._src.cudnn import fused_attention_stablehlo as module
 

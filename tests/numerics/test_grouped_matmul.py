@@ -1,13 +1,18 @@
 """Products of sorted rows with a weight per group, against a loop in NumPy."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_decoders.numerics import megablox
 from eqx_decoders.numerics.einsum import grouped_products
-from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
 from eqx_decoders.numerics.low_rank import LowRank
+from eqx_decoders.sharding.backend import backend_of
 from tests.compare import assert_close
 
 
@@ -57,6 +62,25 @@ def test_values_and_gradients_are_those_of_a_loop(counts, form):
         assert_close(to_x[:total], want_x, units=32)
 
 
+@pytest.mark.parametrize("form", FORMS[2:], ids=str)
+def test_several_tiles_with_remainders(form, monkeypatch):
+    """Groups that begin within a tile of rows, and features of which the last tile has fewer."""
+    monkeypatch.setattr(megablox, "_even", functools.partial(lambda even, size, most: even(size, 128), megablox._even))
+    counts, rows = (100, 0, 1, 130), 300
+    x, weight, g = (draws(*shape, seed=i) for i, shape in enumerate([(rows, 200), (4, 200, 136), (rows, 136)]))
+    x[231:] = np.nan
+    out, back = jax.vjp(
+        lambda x, w: grouped_products(x, (w,), jnp.asarray(counts), form=form)[0], *map(jnp.asarray, (x, weight))
+    )
+    to_x, to_weight = back(jnp.asarray(g))
+    inside = (np.arange(rows) < sum(counts))[:, None]
+    assert_close(out, np.where(inside, loop(x, weight, counts), 0), units=256)
+    assert_close(to_x, np.where(inside, loop(g, weight.transpose(0, 2, 1), counts), 0), units=256)
+    ends = np.cumsum(counts)
+    parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    assert_close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in parts]), units=256)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     counts = (19, 0, 1, 12)
@@ -97,6 +121,25 @@ def test_a_weight_in_parts_is_that_of_its_merged_one(form):
     assert float(loss) == pytest.approx(float(want), rel=1e-5)
     assert not np.any(gradient.base)
     assert_close(gradient.lora_a, 0.5 * np.einsum("gio,gro->gir", whole, pair.lora_b), units=32)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "capability", "dtype", "largest", "wanted"),
+    [("cpu", "cpu", None, "float32", 1, GroupedForm("blocks", 160)),
+     ("tpu", "TPU v5", None, "bfloat16", 1, RAGGED_DOT),
+     ("tpu", "TPU v6 lite", None, "bfloat16", 1, GroupedForm("megablox")),
+     ("gpu", "NVIDIA H100 80GB HBM3", "9.0", "bfloat16", 1, GroupedForm("triton")),
+     ("gpu", "NVIDIA B200", "10.0", "float32", 2**31 - 1, GroupedForm("triton")),
+     ("gpu", "NVIDIA B200", "10.0", "float32", 2**31, GroupedForm("blocks", 160)),
+     ("gpu", "NVIDIA B200", "10.0", "float64", 1, GroupedForm("blocks", 160)),
+     ("gpu", "NVIDIA A100-SXM4-80GB", "8.0", "bfloat16", 1, GroupedForm("blocks", 160)),
+     ("gpu", "AMD Instinct MI300X", "gfx942", "bfloat16", 1, GroupedForm("blocks", 160))],
+)  # fmt: skip
+def test_the_form_is_that_of_the_devices(platform, kind, capability, dtype, largest, wanted):
+    """The kernel for GPUs counts places in 32 bits, and is for generations that it is compiled for."""
+    device = types.SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
+    sizes = dict(rows=8192, groups=64, largest=largest)
+    assert choose_form(backend_of(platform), device, jnp.dtype(dtype), **sizes) == wanted
 
 
 def test_blocks_grow_with_the_mean_group_and_are_bounded():

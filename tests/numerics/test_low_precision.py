@@ -32,9 +32,9 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close
-from tests.numerics.test_grouped_matmul import RAGGED_DOT, TRITON
 from tests.laws import check_pieces
 from tests.models import filled, packed, rich_decoder, run, some_tokens
+from tests.numerics.test_grouped_matmul import RAGGED_DOT, TRITON
 
 
 MLP = "batch length embed, embed mlp -> batch length mlp"

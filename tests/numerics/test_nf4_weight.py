@@ -23,8 +23,8 @@ from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
-from tests.numerics.test_grouped_matmul import RAGGED_DOT
 from tests.models import filled, rich_decoder, some_tokens
+from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
 
 LORA = LoRAConfig(rank=2, targets=("*.out", "*.down"))

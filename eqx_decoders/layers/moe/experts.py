@@ -330,9 +330,10 @@ class Experts(eqx.Module):
         worked on in pieces of a quarter more, as many as it takes.
         """
         experts, *features = as_weight(self.down).shape
-        room = len(chosen) * min(chosen.shape[1], experts)
+        layout, room = ctx.execution.layout, len(chosen) * min(chosen.shape[1], experts)
         largest = max(room * max(features), experts * math.prod(features))
-        form = choose_form(ctx.execution.layout, x.dtype, chosen.size, self.config.num_experts, largest)
+        sizes = dict(rows=chosen.size, groups=self.config.num_experts, largest=largest)
+        form = choose_form(layout.backend, layout.device, x.dtype, **sizes)
         spare = form.block
         piece = -(-5 * chosen.size * experts // (4 * self.config.num_experts * 8)) * 8
         if weights is None or 2 * piece > room:
