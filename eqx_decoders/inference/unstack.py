@@ -55,29 +55,46 @@ def unstack_layers(model: Decoder) -> Decoder:
 def take_apart(model: Decoder) -> Decoder:
     """Return the same model with a `Segment` for each repeat of a unit; on GPUs its stacked arrays are deleted.
 
-    They are cut one after the other, so that never more than one of them is there twice. On other platforms the model
-    is returned as it is.
+    They are cut one after the other, so that never more than one of them is there twice. Of a model of shapes these are
+    cut. On other platforms the model is returned as it is.
     """
-    if not (model.execution.layout.backend.unrolled_layers and _is_worth_it(model) and _are_known(model)):
+    if not (model.execution.layout.backend.unrolled_layers and _is_worth_it(model)):
         return model
-    return _with_segments(model, _cut_and_delete)
+    if isinstance(_arrays(model)[0], jax.ShapeDtypeStruct):
+        return _with_segments(model, _cut_shapes)
+    return _with_segments(model, _cut_and_delete) if _are_known(model) else model
 
 
 def _is_worth_it(model: Decoder) -> bool:
     execution, layout = model.execution, model.execution.layout
-    arrays = [leaf for leaf in jax.tree.leaves(model.segments) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
     plain = execution.scan and layout.sizes.get("stage", 1) == 1 and not layout.offload.weights
     stacked = any(segment.repeats > 1 for segment in model.segments) and len(model.config.blocks) <= MOST
-    return plain and stacked and sum(leaf.size * leaf.dtype.itemsize for leaf in arrays) >= WORTH
+    return plain and stacked and sum(leaf.size * leaf.dtype.itemsize for leaf in _arrays(model)) >= WORTH
+
+
+def _arrays(model: Decoder) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(model.segments) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
 
 
 def _are_known(model: Decoder) -> bool:
-    leaves = jax.tree.leaves(eqx.filter(model.segments, eqx.is_array))
-    return all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
+    return all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in _arrays(model))
 
 
 def _with_segments(model: Decoder, cut: Callable[[Segment], list[Segment]]) -> Decoder:
     return dataclasses.replace(model, segments=tuple(each for segment in model.segments for each in cut(segment)))
+
+
+def _cut_shapes(segment: Segment) -> list[Segment]:
+    """Return one segment of shapes for each repeat."""
+    unit = jax.tree.map(lambda leaf: _piece(leaf, 0) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, segment.unit)
+    return [Segment(unit=unit, repeats=1)] * segment.repeats
+
+
+def _piece(stacked: Any, index: int) -> Any:
+    """Return one layer of a stacked array, as a stack of one; or its shape."""
+    if isinstance(stacked, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((1, *stacked.shape[1:]), stacked.dtype, sharding=stacked.sharding)
+    return stacked[index : index + 1]
 
 
 def _cut_and_delete(segment: Segment) -> list[Segment]:
@@ -117,7 +134,11 @@ def inference_cache(
 ) -> Cache:
     """Return `init_cache` for a model, whose layers may be unstacked."""
     layout = model.execution.layout
-    cache = init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages)
+    return cut_cache(model, init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages))
+
+
+def cut_cache(model: Decoder, cache: Cache) -> Cache:
+    """Return a cache, or its shapes, with a segment for each one of a model whose layers may be unstacked."""
     units = segments(model.config.blocks)
     if len(model.segments) == len(units):
         return cache
@@ -134,7 +155,7 @@ def inference_cache(
 def _layer(cache: LayerCache, index: int) -> Any:
     """Return the cache of one of the layers, as one of a stack of one."""
     words, leaves = axes(cache), named_leaves(cache)
-    return replaced(cache, {n: x[index : index + 1] if "layers" in words[n] else x for n, x in leaves.items()})
+    return replaced(cache, {n: _piece(x, index) if "layers" in words[n] else x for n, x in leaves.items()})
 
 
 def default_cache_format(execution: Execution) -> CacheFormat:

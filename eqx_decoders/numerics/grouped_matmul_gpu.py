@@ -24,6 +24,7 @@ from eqx_decoders.core.lazy_imports import LazyModule
 
 pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import
 
+KERNELS = "grouped_rows", "grouped_columns"  # names in programs
 _DTYPES = jnp.bfloat16, jnp.float16, jnp.float32  # of products
 _MOST = 2**31  # elements of an array: places are counted in 32 bits
 _ROWS = 16, 128  # of a block of one group

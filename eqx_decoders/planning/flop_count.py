@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from eqx_decoders.numerics.grouped_matmul import BLOCKS
-from eqx_decoders.numerics.grouped_matmul_gpu import grouped_columns, grouped_rows
+from eqx_decoders.numerics.grouped_matmul_gpu import KERNELS
 
 
 # kernels of grouped products, JAX's and those for GPUs, and loops over blocks
-_GROUPED = ("gmm", "tgmm", grouped_rows.__name__, grouped_columns.__name__, BLOCKS)
+_GROUPED = ("gmm", "tgmm", *KERNELS, BLOCKS)
 _CUDNN = "dot_product_attention"  # how its primitives begin
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax import sharding
 
 from eqx_decoders.core.chips import CHIPS, Chip
 from eqx_decoders.errors import ConfigError, check
@@ -142,9 +142,9 @@ def tracing_for(devices: list[Any]) -> Iterator[None]:
     }
     before = {name: getattr(module, name) for name in asked}
     module.__dict__.update(asked)
-    here = AbstractDevice(devices[0].device_kind, None, platform="gpu")
+    here = sharding.AbstractDevice(devices[0].device_kind, None, platform="gpu")
     try:
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=here)):
+        with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=here)):
             yield
     except RuntimeError as error:
         if "cuDNN" not in str(error):
