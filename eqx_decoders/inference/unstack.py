@@ -5,8 +5,9 @@ first (and widens 16-bit ones, those of all layers at once), which takes longer 
 GPU backend copies them, too, and the cache with them. Separate arrays are not copied.
 
 On a CPU they are views, which take no memory of their own. On GPUs they are copies, in place of the stacked ones, where
-these are not needed any more (`take_apart`); else programs slice stacked arrays without a scan, so that products read
-most of them where they stand, but kernels, such as those of experts, read copies.
+these are not needed any more (`take_apart`). Else programs slice stacked arrays without a scan, so that products read
+them where they stand; but kernels read copies, so that models with experts, most of whose weights are those of kernels,
+are scanned.
 """
 
 import dataclasses
@@ -42,14 +43,16 @@ def unstack_layers(model: Decoder) -> Decoder:
 
     On one CPU device, with a `Segment` for each repeat of a unit, whose arrays are views of the stacked ones, unless
     these are traced. While a view lives, a donated array is copied instead of overwritten: so drop the result as soon
-    as possible. On GPUs, without a scan. Small models and those of many layers are returned as they are.
+    as possible. On GPUs without a scan, if it has no experts. Small models and those of many layers are returned as
+    they are.
     """
     backend = model.execution.layout.backend
     if not _is_worth_it(model):
         return model
     if backend.separate_layers and _are_known(model):
         return _with_segments(model, _cut)
-    return model.replace(scan=False) if backend.unrolled_layers else model
+    has_experts = any("experts" in words for words in axes(model).values())
+    return model.replace(scan=False) if backend.unrolled_layers and not has_experts else model
 
 
 def take_apart(model: Decoder) -> Decoder:
@@ -149,7 +152,7 @@ def cut_cache(model: Decoder, cache: Cache) -> Cache:
         for caches, (_, repeats) in zip(cache.segments, units, strict=True)
         for index in range(repeats)
     )
-    return dataclasses.replace(cache, segments=parts)
+    return eqx.tree_at(lambda cache: cache.segments, cache, parts)  # also of shapes, which its types refuse
 
 
 def _layer(cache: LayerCache, index: int) -> Any:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.cli.plan import parse
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.planning.decoding_step import (
     copied_bytes,
@@ -107,13 +106,3 @@ def test_a_plan_adds_up(page_size):
         assert part in text
     assert "optimizer" not in text and "gradients" not in text
     assert json.loads(json.dumps(decoding_data(plan)))["memory"]["cache"] == memory.cache
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(("--page-size", "16"), "page_size=16 is of a cache"), (("--decoding", "--search", "2"), "search=2"),
-     (("--decoding", "--pictures", "1"), "images=1")],
-)  # fmt: skip
-def test_what_a_plan_of_decoding_has_no_use_for_is_refused(words, message):
-    with pytest.raises(ed.ConfigError, match=message):
-        parse(["tiny", *words])
