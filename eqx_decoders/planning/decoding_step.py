@@ -142,7 +142,10 @@ def pallas_kernels(program: Program) -> dict[str, int]:
 
 
 def copied_bytes(program: Program) -> int:
-    """Add up the large results of operations that only copy what they read, or a slice of it."""
+    """Add up the large results of operations that only copy what they read, or a slice of it, in a device's memory.
+
+    A TPU's copy to the memory of the chip itself, `S(1)`, is how it reads.
+    """
     roots = {name: next((op.kind for op in ops if op.root), "") for name, ops in program.computations.items()}
     total = 0
     for run in program.runs():
@@ -151,7 +154,7 @@ def copied_bytes(program: Program) -> int:
         called = [name for name in roots if f"calls=%{name}," in run.op.rest] if run.op.kind == "fusion" else []
         copies = run.op.kind in _COPIES or any(roots[name] in _COPIES for name in called)
         size = shape_bytes(run.op.shape)
-        total += run.times * size if copies and size >= _NOTED else 0
+        total += run.times * size if copies and size >= _NOTED and "S(1)" not in run.op.shape else 0
     return total
 
 

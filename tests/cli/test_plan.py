@@ -321,6 +321,7 @@ def test_flags_become_a_plan_of_decoding(here, monkeypatch):
     result = types.SimpleNamespace(seconds=1.0, memory=types.SimpleNamespace(fits=True))
     monkeypatch.setattr(program, "plan_decoding", lambda *given, **options: asked.append((*given, options)) or result)
     monkeypatch.setattr(program, "decoding_report", lambda plan, rows: f"{rows} rows")
+    monkeypatch.setattr(program, "decoding_data", lambda plan: {})
     words = ("--topology", "v5p:2x2x2", "--mesh", "tensor=2", "data=4", "--batch-size", 8, "--seq-len", 64, "--rows", 7)
     out, _ = call("plan", "tiny", *words, "--decoding", "--page-size", 16, "--dtype", "bfloat16")
     assert "8 x 64 tokens, decoding; compiled in 1 s" in out and out.endswith("7 rows\n")

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_decoders.numerics import megablox
+from eqx_decoders.numerics import grouped_matmul, megablox
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
+from eqx_decoders.numerics.grouped_matmul_gpu import GroupedPlan, grouped_rows
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.sharding.backend import backend_of
 from tests.compare import assert_close
@@ -79,6 +80,18 @@ def test_several_tiles_with_remainders(form, monkeypatch):
     ends = np.cumsum(counts)
     parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
     assert_close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in parts]), units=256)
+
+
+def test_programs_of_a_gpu_may_run_in_any_order():
+    """None writes what belongs to another, and those without rows write nothing."""
+    counts, rows = jnp.asarray((9, 0, 25, 3)), 40
+    x, weight = jnp.asarray(draws(rows, INNER)), jnp.asarray(draws(4, INNER, OUTER, seed=1))
+    split = grouped_matmul._split_blocks(jnp.append(counts, rows - jnp.sum(counts)), 16, rows)
+    blocks = jnp.stack([split.group, split.begin, split.size], axis=1)
+    plan = GroupedPlan(x.dtype, x.dtype, block=16, interpret=True)
+    one, other = (grouped_rows(plan, ((x, weight),), each) for each in (blocks, blocks[::-1]))
+    np.testing.assert_array_equal(one, other)
+    assert np.any(one[:37], axis=1).all() and not np.any(one[37:])
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -23,7 +23,7 @@ from tests.planning.test_step_plan import torus
 
 
 HALF = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
-# a loop of three turns that copies a slice, a copy outside of it, one that is small, and two kernels
+# a loop of three turns that copies a slice, copies outside of it, one to a TPU's own memory, one small; two kernels
 PROGRAM = """HloModule jit_step
 
 %fused_slice (p: bf16[3,1024,1024], i: s32[]) -> bf16[1,1024,1024] {
@@ -59,6 +59,7 @@ ENTRY %main (w: bf16[3,1024,1024]) -> bf16[3,1024,1024] {
   %w = bf16[3,1024,1024]{2,1,0} parameter(0)
   %zero = s32[] constant(0)
   %small = s32[8]{0} copy(%zero)
+  %read = bf16[3,1024,1024]{2,1,0:T(8,128)(2,1)S(1)} copy(%w)
   %large = bf16[3,1024,1024]{2,1,0} copy(%w)
   %t = (s32[], bf16[3,1024,1024]{2,1,0}) tuple(%zero, %large)
   %k = f32[8]{0} custom-call(%large), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/grouped_rows_kernel/pallas_call"}
