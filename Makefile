@@ -63,7 +63,7 @@ typecheck: $(STAMP)  ## pyright
 bench: $(AOT)  ## training step, loop, compile time, decoding, experts, loading, restart, data; a TPU pod (half an hour)
 	$(CPU) $(BIN)/python scripts/bench.py $(ARGS)
 
-bench-accelerator: $(STAMP)  ## where a TPU or GPU is: MFU of a training step, attention kernels, decoding
+bench-accelerator: $(STAMP)  ## where a TPU or GPU is: MFU of a training step, attention kernels, experts, decoding
 	$(BIN)/python scripts/bench.py --only accelerator $(ARGS)
 
 bench-sizes: $(AOT)  ## plan all sizes from 1b to 1t for slices of TPUs (hours); ARGS='--rows FILE' goes on with what is there

@@ -1,4 +1,4 @@
-"""Measure an accelerator against its data sheet: a training step, attention kernels and decoding.
+"""Measure an accelerator against its data sheet: a training step, attention kernels, experts and decoding.
 
 Each measurement is a program of shapes: it can be compiled for devices that are not here, and runs where they are.
 """
@@ -18,11 +18,14 @@ import eqx_decoders as ed
 from eqx_decoders.context import AttentionName
 from eqx_decoders.core.chips import Chip, chip_of, compute_capability
 from eqx_decoders.data.batch import Batch
+from eqx_decoders.inference.unstack import cut_cache, take_apart
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.recurrent.pallas_scan import run_kernel
 from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.numerics.einsum import grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
 from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import device_bytes
@@ -58,6 +61,15 @@ class Recurrence(NamedTuple):
     delta: bool
 
 
+class Grouped(NamedTuple):
+    """Shapes of a product of sorted rows with a weight for each group."""
+
+    rows: int
+    groups: int
+    inner: int
+    outer: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
     """Shapes of the measured programs.
@@ -66,6 +78,7 @@ class Shapes:
 
     - `model`: the model of the steps, with `rows` of `seq_len` tokens a device.
     - `attention`: layers, each measured with all kernels of the platform.
+    - `grouped`: products of experts, in the form that suits the device, and in a loop over blocks.
     - `recurrences`: layers, each in chunks by XLA, and in a kernel where the platform has one.
     - `decoding`: rows that are decoded together, each with `past` tokens behind it.
     """
@@ -79,6 +92,10 @@ class Shapes:
         Attention(1, 16_384, 32, 8, 128),
         Attention(1, 16_384, 32, 8, 128, SlidingWindow(1024)),
         Attention(1, 4096, 16, 16, 256),
+    )
+    grouped: tuple[Grouped, ...] = (
+        Grouped(65_536, 128, 2048, 768),  # Qwen3-30B-A3B: 8192 tokens
+        Grouped(512, 128, 2048, 768),  # 64 tokens
     )
     recurrences: tuple[Recurrence, ...] = (
         Recurrence(1, 8192, 16, 32, 128, 128, delta=True),  # Qwen3-Next
@@ -117,6 +134,8 @@ def programs(devices: Sequence[Any], shapes: Shapes = Shapes()) -> Iterator[Prog
     for case in shapes.attention:
         for name in kernels(case, devices[0]):
             yield from attention(case, name, devices[0])
+    for case in shapes.grouped:
+        yield from grouped(case, devices[0])
     for case in shapes.recurrences:
         yield from recurrence(case, devices[0], kernel=False)
         if platform == "tpu":
@@ -197,6 +216,32 @@ def attention(case: Attention, kernel: str, device: Any) -> Iterator[Program]:
     yield Program(f"{about}: both", jax.jit(both), arguments, flops=7 * product)
 
 
+def grouped(case: Grouped, device: Any) -> Iterator[Program]:
+    """Yield forward, and forward with backward; FLOPs are those of the rows, which are spread evenly."""
+    sharding, backend = SingleDeviceSharding(device), ed.Layout.create(devices=[device]).backend
+    sizes = dict(rows=case.rows, groups=case.groups, largest=case.groups * case.inner * case.outer)
+    loop = GroupedForm("blocks", block_rows(case.rows, case.groups))
+    flops = 2.0 * case.rows * case.inner * case.outer
+
+    def like(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    for form in dict.fromkeys((choose_form(backend, device, jnp.dtype(jnp.bfloat16), **sizes), loop)):
+        count = case.rows + form.block
+
+        def forward(x, weight, form=form):
+            counts = jnp.full((case.groups,), case.rows // case.groups, jnp.int32)
+            return grouped_products(x, (weight,), counts, form=form)[0]
+
+        def both(x, weight, out_bar, forward=forward):
+            return jax.vjp(forward, x, weight)[1](out_bar)
+
+        arrays = like(count, case.inner), like(case.groups, case.inner, case.outer)
+        about = f"grouped product by {form.kind}, {case.rows} rows, {case.groups} x {case.inner} x {case.outer}"
+        yield Program(f"{about}: forward", jax.jit(forward), arrays, flops=flops)
+        yield Program(f"{about}: both", jax.jit(both), (*arrays, like(count, case.outer)), flops=3 * flops)
+
+
 def recurrence(case: Recurrence, device: Any, kernel: bool) -> Iterator[Program]:
     """Yield forward, and forward with backward; FLOPs are those of the definition, token by token, and thrice these."""
     sharding = SingleDeviceSharding(device)
@@ -233,8 +278,8 @@ def decoding(rows: int, device: Any, shapes: Shapes) -> Program:
     layout = ed.Layout.create(devices=[device])
     precision = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
     config = ed.get_config(shapes.model)
-    model = ed.abstract(config, layout=layout, precision=precision)
-    cache = ed.abstract_cache(config, rows, shapes.past + 1, layout=layout)
+    model = take_apart(ed.abstract(config, layout=layout, precision=precision))
+    cache = cut_cache(model, ed.abstract_cache(config, rows, shapes.past + 1, layout=layout))
     sharding = layout.activation_sharding("batch length", (rows, 1))
     tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=sharding)
 

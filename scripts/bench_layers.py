@@ -13,6 +13,7 @@ from eqx_decoders.layers.mask import Causal
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.recurrent.recurrence import delta_rule as gated_delta_rule, linear_recurrence
 from eqx_decoders.numerics.einsum import grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
 
 
 def both(function: Callable, *args: Any) -> Callable:
@@ -55,12 +56,14 @@ def experts(repeats: int) -> dict[str, list[float]]:
     rows = jax.random.normal(jax.random.key(2), (tokens * chosen, embed))
     counts = jnp.full((count,), len(rows) // count, jnp.int32)
 
+    ragged_dot = GroupedForm("ragged_dot")
+
     def products(gate, up, down, rows):
         return (jax.nn.silu(rows @ gate[0]) * (rows @ up[0])) @ down[0]
 
     def ragged(gate, up, down, rows):
-        gates, ups = grouped_products(rows, (gate, up), counts, block=None)
-        return grouped_products(jax.nn.silu(gates) * ups, (down,), counts, block=None)[0]
+        gates, ups = grouped_products(rows, (gate, up), counts, form=ragged_dot)
+        return grouped_products(jax.nn.silu(gates) * ups, (down,), counts, form=ragged_dot)[0]
 
     def run(form):
         ctx = ed.Context(positions=jnp.arange(tokens)[None], execution=ed.Execution(experts=form))

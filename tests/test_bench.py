@@ -29,11 +29,12 @@ def test_everything_runs_small(script):
     """A line with a time for each program; 64 tokens see 64 * 65 / 2 pairs, and less through a window."""
     bench = script("bench_accelerator")
     case = bench.Attention(1, 64, 4, 2, 16)
-    some = dict(attention=(case,), recurrences=(bench.Recurrence(1, 20, 1, 2, 8, 8, True),), decoding=(2,), past=15)
+    some: dict = dict(attention=(case,), grouped=(bench.Grouped(16, 2, 8, 8),))
+    some |= dict(recurrences=(bench.Recurrence(1, 20, 1, 2, 8, 8, True),), decoding=(2,), past=15)
     shapes = bench.Shapes(model="gpt3-52k", rows=1, seq_len=16, **some)
     lines = []
     bench.measure(jax.devices()[:2], 1, shapes, lines.append)
-    assert len(lines) == 1 + 1 + 2 * 2 + 2 + 1 and all(" ms" in line for line in lines[1:])
+    assert len(lines) == 1 + 1 + 2 * 2 + 2 + 2 + 1 and all(" ms" in line for line in lines[1:])
     assert "tokens/s" in lines[1] and "dot" in lines[2] and "chunked" in lines[4] and "GB/s" in lines[-1]
     assert bench.visible_pairs(case) == 2080
     assert bench.visible_pairs(case._replace(mask=bench.SlidingWindow(2))) == 1 + 63 * 2
@@ -135,7 +136,15 @@ def test_everything_compiles_for_tpus(script, topology):
     bench = script("bench_accelerator")
     made = list(bench.programs(tpu_devices(topology)))
     kinds = {program.name.split(",")[0] for program in made}
-    assert {"interval", "chunked", "dot", "delta rule in a kernel", "linear recurrence in chunks"} <= kinds
+    assert ("grouped product by megablox" in kinds) == (topology == "v6e:2x2")
+    assert {
+        "interval",
+        "chunked",
+        "dot",
+        "grouped product by blocks",
+        "delta rule in a kernel",
+        "linear recurrence in chunks",
+    } <= kinds
     for program in made:
         sizes = program.function.lower(*program.arguments).compile().memory_analysis()
         print(f"{program.name}: {(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes) / 1e9:.2f} GB")

@@ -1,27 +1,30 @@
 """Compilation for H100s, without one: needs the compiler of GPUs (extra "aot-gpu"), and cuDNN for its attention."""
 
 import dataclasses
+import importlib
 from importlib.util import find_spec
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import eqx_decoders as ed
+from eqx_decoders.numerics.einsum import grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
+from eqx_decoders.numerics.rounded_weight import Rounded
 from eqx_decoders.planning.collectives import collectives
+from eqx_decoders.planning.decoding_step import plan_decoding
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, tracing_for
 from eqx_decoders.planning.hlo import parse
+from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.step_plan import attention_kernels
 from eqx_decoders.planning.traced_memory import abstract_batch
-from eqx_decoders.serving.engine.model_runner import Models, decode
-from eqx_decoders.serving.engine.sampler import SamplingBatch
-from eqx_decoders.serving.engine.slot_state import EngineState
-from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
+from tests.commands import ROOT
 
 
 pytestmark = pytest.mark.slow
@@ -29,11 +32,17 @@ BF16 = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
 WITHOUT_ASYNCHRONOUS = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 
 
-@pytest.fixture
-def devices():
-    found = gpu_devices(gpus_of("h100:1x4"))
+def gpus(topology):
+    """Devices to compile for."""
+    found = gpu_devices(gpus_of(topology))
     if found is None:
         pytest.skip("needs the compiler of GPUs: pip install 'eqx_decoders[aot-gpu]'")
+    return found
+
+
+@pytest.fixture
+def devices():
+    found = gpus("h100:1x4")
     if find_spec("nvidia") is None or find_spec("nvidia.cudnn") is None:
         pytest.skip("needs cuDNN: pip install nvidia-cudnn-cu13")
     with tracing_for(found):
@@ -116,6 +125,59 @@ def test_a_step_of_what_the_host_has_compiles(devices):
     lowered_step("llama3-8b", layout).compile(compiler_options=GPU_OPTIONS)
 
 
+@pytest.mark.parametrize("topology", ["h100:1x1", "b200:1x1"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8", "fp8"])
+def test_no_row_is_multiplied_by_all_weights(topology, kind):
+    """Values and gradients by a kernel each, of whole tiles and of some with remainders, and of a decoding step."""
+    found = gpus(topology)
+    rounding = ed.LowPrecision(mode=kind) if kind in ("int8", "fp8") else None
+    dtype = jnp.dtype("bfloat16" if rounding else kind)
+
+    def run(x, weight, counts, out_bar):
+        def product(x, weight):
+            weight = weight if rounding is None else Rounded(weight, None, rounding)
+            return grouped_products(x, (weight,), counts, form=GroupedForm("triton"))[0]
+
+        out, pull = jax.vjp(product, x, weight)
+        return out, *pull(out_bar)
+
+    def like(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(found[0]))
+
+    for rows, groups, inner, outer in ((8192, 16, 2048, 1408), (64, 128, 2048, 768), (8192, 16, 200, 136)):
+        weight, counts = like(groups, inner, outer, dtype=jnp.float32), like(groups, dtype=jnp.int32)
+        with tracing_for(found):
+            lowered = jax.jit(run).lower(like(rows, inner), weight, counts, like(rows, outer))
+            compiled = lowered.compile(compiler_options=GPU_OPTIONS)
+        text, temporaries = compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes
+        assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3 and " while(" not in text
+        assert temporaries < (1e5 if rounding is None else 4 * (rows + groups) * (inner + outer))
+
+
+def test_a_step_on_one_gpu_compiles():
+    """Pallas is told of the kind of GPU where no `shard_map` tells it."""
+    found = gpus("h100:1x1")
+    with tracing_for(found):
+        lowered = lowered_step("gpt-oss-20b", ed.Layout.create(devices=found), blocks=slice(1))
+        text = lowered.compile(compiler_options=GPU_OPTIONS).as_text()
+    assert set(attention_kernels(parse(text))) == {"triton"} and "grouped_columns_kernel" in text
+
+
+def test_benchmarks_compile(monkeypatch):
+    """Those of an accelerator, on one H100: the kernels that it has, and steps that copy no weights."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench, found = importlib.import_module("bench_accelerator"), gpus("h100:1x1")
+    shapes = bench.Shapes(model="tiny", rows=1, seq_len=1024, decoding=(2,), attention=bench.Shapes().attention[:1])
+    kinds = set()
+    with tracing_for(found):
+        for program in bench.programs(found, shapes):
+            kinds.add(program.name.split(",")[0])
+            lowered = program.function.lower(*program.arguments)
+            if not program.name.startswith(("cudnn", "dot", "chunked", "training")):
+                lowered.compile(compiler_options=GPU_OPTIONS)
+    assert {"cudnn", "triton", "grouped product by triton", "grouped product by blocks"} <= kinds
+
+
 @pytest.mark.parametrize("sizes", [dict(tensor=4), dict(data=4)], ids=str)
 def test_the_loop_of_generation_compiles(devices, sizes):
     layout = ed.Layout.create(**sizes, devices=devices)
@@ -131,30 +193,19 @@ def test_the_loop_of_generation_compiles(devices, sizes):
     assert compiled.memory_analysis().temp_size_in_bytes < 4e9
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b"])
-def test_a_step_of_the_engine_compiles(devices, name):
-    """A decoding step of eight slots copies no cache: it stays in place.
-
-    XLA:GPU copies what a turn of the scan reads of cache and weights, as products of cuBLAS need arrays of their own.
-    """
+@pytest.mark.parametrize(
+    ("name", "page_size", "kernels"),
+    [("llama3-8b", None, {}), ("llama3-8b", 64, {"paged_attention": 2}),
+     ("qwen3-30b-a3b", 64, {"paged_attention": 2, "grouped_rows_kernel": 6})],
+)  # fmt: skip
+def test_a_step_of_the_engine_compiles(devices, name, page_size, kernels):
+    """A decoding step of eight slots copies neither cache nor weights, but small arrays of its sampling."""
     layout = ed.Layout.create(tensor=4, devices=devices)
     config = ed.get_config(name)
-    config = dataclasses.replace(config, blocks=config.blocks[:2])
-    model = ed.abstract(config, layout=layout, precision=BF16)
-    cache = ed.abstract_cache(config, 8, 32768, layout=layout)
-
-    def like(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.replicated())
-
-    batch = SamplingBatch.greedy(8, -(-config.vocab_size // 32), 4)
-    arrays, static = eqx.partition(Models(model, None), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-
-    def step(arrays, cache, ids, *inputs):
-        return decode(eqx.combine(arrays, static), EngineState(cache=cache, tokens=ids), *inputs, num_top=4)
-
-    inputs = like(8), like(8, 1), like(8, 1), batch
-    lowered = jax.jit(step, donate_argnums=(1, 2)).lower(arrays, cache, like(8, 32768), *inputs)
-    memory = lowered.compile(compiler_options=GPU_OPTIONS).memory_analysis()
-    share = sum(map(device_bytes, jax.tree.leaves(cache)))
-    print(f"{name}: cache {share}, in place {memory.alias_size_in_bytes}, temporaries {memory.temp_size_in_bytes}")
-    assert memory.alias_size_in_bytes >= share > memory.temp_size_in_bytes
+    model = ed.abstract(dataclasses.replace(config, blocks=config.blocks[:2]), layout=layout, precision=BF16)
+    sizes = dict(rows=8, length=32768, page_size=page_size)
+    plan = plan_decoding(model, Machine.of(devices), **sizes, options=GPU_OPTIONS)
+    memory = plan.memory
+    print(f"{name}: {memory}, copied {plan.copied}")
+    assert plan.kernels == kernels and {one.kind for one in plan.collectives} >= {"all-reduce"}
+    assert memory.outputs < 1e6 < memory.temporaries < memory.cache and plan.copied < memory.parameters / 20

@@ -1,12 +1,13 @@
-"""Say what a training step will hold, send and compute on TPUs or GPUs that are not here: it is compiled for them.
+"""Say what a step of training or decoding will hold, send and compute on TPUs or GPUs that are not here.
 
     python scripts/plan.py llama3-8b --topology v5p:2x2x4 --mesh.fsdp 16 --batch-size 16 --remat save_qkv_proj
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --mesh fsdp=16 tensor=4 --json
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --search 3
     python scripts/plan.py llama3-8b --topology h100:4x8 --mesh data=4 fsdp=8
+    python scripts/plan.py llama3-8b --topology h100:1x8 --mesh tensor=8 --decoding --batch-size 64 --page-size 64
 
-It needs libtpu and no TPU, or the extra aot-gpu and no GPU. Times are estimates by published figures; memory and
-collectives are the compiler's.
+The step is compiled for them, which needs libtpu and no TPU, or the extra aot-gpu and no GPU. Times are estimates by
+published figures; memory and collectives are the compiler's.
 """
 
 import contextlib
@@ -26,14 +27,14 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.compile import abandoned
+from eqx_decoders.planning.decoding_step import DecodingPlan, decoding_data, decoding_report, plan_decoding
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, on_gpus, tracing_for
-from eqx_decoders.planning.image_shapes import abstract_media
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Plan
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
 from eqx_decoders.planning.step_plan import Until, make_plan
-from eqx_decoders.planning.traced_memory import counted_memory, predicted_bytes
+from eqx_decoders.planning.traced_memory import abstract_media, counted_memory, predicted_bytes
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
@@ -67,6 +68,11 @@ class PlanConfig(StepSettings, ModelSettings):
     """Images at the beginning of each sequence, for a model that sees."""
     image_side: PositiveInt = 896
     """Rows and columns of pixels of each, for models that take any size."""
+    decoding: bool = False
+    """Plan a decoding step of serving instead: the engine's program for batch_size answers, with a cache of seq_len
+    tokens for each, and weights and cache in the dtype of activations."""
+    page_size: PositiveInt | None = None
+    """Tokens of a page of that cache; None: each answer has a row of its own."""
     search: NonNegativeInt = 0
     """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
     `remat` on that fits; 0: plan the one that is given."""
@@ -82,7 +88,12 @@ class PlanConfig(StepSettings, ModelSettings):
         super().__post_init__()
         if self.search:
             check_word("search: remat", self.remat, _POLICIES)
-        self.check_rows(self.batch_size)
+        check(self.page_size is None or self.decoding, f"page_size={self.page_size} is of a cache: add decoding.")
+        if self.decoding:
+            check(not self.search, f"search={self.search} is of training steps: give decoding a mesh.")
+            check(not self.images, f"images={self.images} are of training steps: leave them out for decoding.")
+        else:
+            self.check_rows(self.batch_size)
 
     @property
     def steps(self) -> int:
@@ -140,6 +151,22 @@ def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan
     if gpus is not None and not compiled:
         step_plan = on_gpus(step_plan, counted_memory(model, trainer, machine, **shape), gpus)
     return step_plan, advice(step_plan, model.execution), model.execution
+
+
+def decoding(config: PlanConfig) -> tuple[DecodingPlan, Execution]:
+    """Plan a decoding step; return the plan, and the execution."""
+    devices, gpus = planned_devices(config), gpus_of(config.topology)
+    compiled = devices[0].platform == "gpu"
+    check(gpus is None or compiled, "There is no compiler for GPUs here: pip install 'eqx_decoders[aot-gpu]'.")
+    execution = config.execution(devices)
+    precision = dataclasses.replace(execution.precision, params=execution.precision.compute)
+    execution = dataclasses.replace(execution, precision=precision, remat="none")
+    model, layout = abstract(model_config(config), **vars(execution)), execution.layout
+    machine = Machine.of(list(layout.mesh.devices.flat))
+    flags = GPU_OPTIONS if compiled else {} if config.xla_flags == "none" else options(machine.chip.name)
+    sizes: dict[str, Any] = dict(rows=config.batch_size, length=config.seq_len, page_size=config.page_size)
+    with tracing_for(list(devices)):
+        return plan_decoding(model, machine, **sizes, options=flags), execution
 
 
 def planned_devices(config: PlanConfig) -> list[Any]:
@@ -251,19 +278,24 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     require("tyro")
     config = parse(args, prog)
     with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
-        if config.search:
-            config, step_plan, advised, execution = search(config, print)
+        if config.decoding:
+            step_plan, execution = decoding(config)
+            about, data, text = "decoding", decoding_data(step_plan), decoding_report(step_plan, rows=config.rows)
         else:
-            step_plan, advised, execution = plan(config)
+            if config.search:
+                config, step_plan, advised, execution = search(config, print)
+            else:
+                step_plan, advised, execution = plan(config)
+            about = f"remat {config.remat}"
+            data, text = as_data(step_plan, advised), report(step_plan, advised, rows=config.rows)
     if config.json:
-        print(json.dumps({"settings": _settings(config, execution)} | as_data(step_plan, advised), indent=1))
+        print(json.dumps({"settings": _settings(config, execution)} | data, indent=1))
     else:
         tokens = f"{config.batch_size} x {config.seq_len:,} tokens"
         print(
             f"{config.model_config or config.model} on {config.topology} ({_devices(config, execution)}), "
-            f"{tokens}, remat {config.remat}; compiled in {step_plan.seconds:.0f} s\n"
+            f"{tokens}, {about}; compiled in {step_plan.seconds:.0f} s\n\n{text}"
         )
-        print(report(step_plan, advised, rows=config.rows))
     code = 0 if step_plan.memory.fits else 1
     if abandoned:  # the compiler goes on, and cannot be ended otherwise
         sys.stdout.flush()

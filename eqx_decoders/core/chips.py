@@ -8,6 +8,9 @@ import jax
 
 
 LANES = 128  # width of a TPU's vector registers, of which blocks of its kernels are multiples
+# Major compute capabilities that Pallas kernels for NVIDIA's GPUs are compiled for, Hopper and the Blackwell of data
+# centers: others have less shared memory.
+KERNEL_GENERATIONS = 9, 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,18 @@
-"""Models and caches whose layers are arrays of their own, for inference on CPU.
+"""Models and caches whose layers are arrays of their own, for inference on CPUs and GPUs.
 
 A scan over layers slices each one's weights from stacked arrays. TPUs read them in place; XLA's CPU backend copies them
 first (and widens 16-bit ones, those of all layers at once), which takes longer than the products of a few tokens. XLA's
-GPU backend copies them for cuBLAS, too, with the cache, and doesn't where `scan=False` (by programs compiled for an
-H100 without one, whose products are not tuned). Separate arrays are not copied. They are views: on CPU they take no
-memory of their own.
+GPU backend copies them, too, and the cache with them. Separate arrays are not copied.
+
+On a CPU they are views, which take no memory of their own. On GPUs they are copies, in place of the stacked ones, where
+these are not needed any more (`take_apart`). Else programs slice stacked arrays without a scan, so that products read
+them where they stand; but kernels read copies, so that models with experts, most of whose weights are those of kernels,
+are scanned.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -30,27 +35,87 @@ from eqx_decoders.sharding.axes import axes, named_leaves, replaced
 
 
 WORTH = 2**25  # bytes of a model's layers: fewer fit into the processor's caches, and a scan compiles faster
-MOST = 64  # layers: a program grows with unscanned ones
+MOST = 128  # layers: a program grows with unscanned ones
 
 
 def unstack_layers(model: Decoder) -> Decoder:
-    """Return the same model with a `Segment` for each repeat of a unit, whose arrays are views of the stacked ones.
+    """Return the same model, whose layers programs for one token read in place as far as they can.
 
-    For one CPU device and layers of some size; any other model, and one that is traced, is returned as it is. While a
-    view lives, a donated array is copied instead of overwritten: so drop the result as soon as possible.
+    On one CPU device, with a `Segment` for each repeat of a unit, whose arrays are views of the stacked ones, unless
+    these are traced. While a view lives, a donated array is copied instead of overwritten: so drop the result as soon
+    as possible. On GPUs without a scan, if it has no experts. Small models and those of many layers are returned as
+    they are.
     """
-    execution, arrays = model.execution, jax.tree.leaves(eqx.filter(model.segments, eqx.is_array))
-    plain = execution.layout.backend.separate_layers and not execution.layout.offload.weights
-    known = all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in arrays)
-    if not (plain and known and execution.scan and len(model.config.blocks) <= MOST):
+    backend = model.execution.layout.backend
+    if not _is_worth_it(model):
         return model
-    if sum(leaf.nbytes for leaf in arrays) < WORTH or all(segment.repeats == 1 for segment in model.segments):
+    if backend.separate_layers and _are_known(model):
+        return _with_segments(model, _cut)
+    has_experts = any("experts" in words for words in axes(model).values())
+    return model.replace(scan=False) if backend.unrolled_layers and not has_experts else model
+
+
+def take_apart(model: Decoder) -> Decoder:
+    """Return the same model with a `Segment` for each repeat of a unit; on GPUs its stacked arrays are deleted.
+
+    They are cut one after the other, so that never more than one of them is there twice. Of a model of shapes these are
+    cut. On other platforms the model is returned as it is.
+    """
+    if not (model.execution.layout.backend.unrolled_layers and _is_worth_it(model)):
         return model
-    return dataclasses.replace(model, segments=tuple(each for segment in model.segments for each in _cut(segment)))
+    if isinstance(_arrays(model)[0], jax.ShapeDtypeStruct):
+        return _with_segments(model, _cut_shapes)
+    return _with_segments(model, _cut_and_delete) if _are_known(model) else model
+
+
+def _is_worth_it(model: Decoder) -> bool:
+    execution, layout = model.execution, model.execution.layout
+    plain = execution.scan and layout.sizes.get("stage", 1) == 1 and not layout.offload.weights
+    stacked = any(segment.repeats > 1 for segment in model.segments) and len(model.config.blocks) <= MOST
+    return plain and stacked and sum(leaf.size * leaf.dtype.itemsize for leaf in _arrays(model)) >= WORTH
+
+
+def _arrays(model: Decoder) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(model.segments) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)]
+
+
+def _are_known(model: Decoder) -> bool:
+    return all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in _arrays(model))
+
+
+def _with_segments(model: Decoder, cut: Callable[[Segment], list[Segment]]) -> Decoder:
+    return dataclasses.replace(model, segments=tuple(each for segment in model.segments for each in cut(segment)))
+
+
+def _cut_shapes(segment: Segment) -> list[Segment]:
+    """Return one segment of shapes for each repeat."""
+    unit = jax.tree.map(lambda leaf: _piece(leaf, 0) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, segment.unit)
+    return [Segment(unit=unit, repeats=1)] * segment.repeats
+
+
+def _piece(stacked: Any, index: int) -> Any:
+    """Return one layer of a stacked array, as a stack of one; or its shape."""
+    if isinstance(stacked, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((1, *stacked.shape[1:]), stacked.dtype, sharding=stacked.sharding)
+    return stacked[index : index + 1]
+
+
+def _cut_and_delete(segment: Segment) -> list[Segment]:
+    """Return one segment for each repeat, with copies of their arrays, and delete the stacked ones."""
+    stacked, static = eqx.partition(segment.unit, eqx.is_array)
+    leaves, form = jax.tree.flatten(stacked)
+    layers: list[list[Any]] = [[] for _ in range(segment.repeats)]
+    for leaf in leaves:
+        pieces = jax.jit(partial(jnp.split, indices_or_sections=segment.repeats), out_shardings=leaf.sharding)(leaf)
+        jax.block_until_ready(pieces)
+        leaf.delete()
+        for layer, piece in zip(layers, pieces, strict=True):
+            layer.append(piece)
+    return [Segment(unit=eqx.combine(jax.tree.unflatten(form, each), static), repeats=1) for each in layers]
 
 
 def _cut(segment: Segment) -> list[Segment]:
-    """Return one segment for each repeat."""
+    """Return one segment for each repeat, with views of their arrays."""
     stacked, static = eqx.partition(segment.unit, eqx.is_array)
     leaves, form = jax.tree.flatten(stacked)
     # views of an array's data: the array itself would hold on to its NumPy view
@@ -72,7 +137,11 @@ def inference_cache(
 ) -> Cache:
     """Return `init_cache` for a model, whose layers may be unstacked."""
     layout = model.execution.layout
-    cache = init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages)
+    return cut_cache(model, init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages))
+
+
+def cut_cache(model: Decoder, cache: Cache) -> Cache:
+    """Return a cache, or its shapes, with a segment for each one of a model whose layers may be unstacked."""
     units = segments(model.config.blocks)
     if len(model.segments) == len(units):
         return cache
@@ -83,13 +152,13 @@ def inference_cache(
         for caches, (_, repeats) in zip(cache.segments, units, strict=True)
         for index in range(repeats)
     )
-    return dataclasses.replace(cache, segments=parts)
+    return eqx.tree_at(lambda cache: cache.segments, cache, parts)  # also of shapes, which its types refuse
 
 
 def _layer(cache: LayerCache, index: int) -> Any:
     """Return the cache of one of the layers, as one of a stack of one."""
     words, leaves = axes(cache), named_leaves(cache)
-    return replaced(cache, {n: x[index : index + 1] if "layers" in words[n] else x for n, x in leaves.items()})
+    return replaced(cache, {n: _piece(x, index) if "layers" in words[n] else x for n, x in leaves.items()})
 
 
 def default_cache_format(execution: Execution) -> CacheFormat:

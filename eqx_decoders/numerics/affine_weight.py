@@ -21,6 +21,14 @@ class QuantizedWeight(AbstractQuantizedWeight):
         """Dtype of its values."""
         return self.values.dtype.name
 
+    @property
+    def eight_bit(self) -> Array | None:
+        """The values as int8 or E4M3; None for those of 4 bits."""
+        values = lax.stop_gradient(self.values)
+        if values.dtype == jnp.uint8:
+            return lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+        return values if values.dtype == jnp.int8 else None
+
     def numbers(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the values as floats, without scales; no value is rounded."""
         return _decoded(lax.stop_gradient(self.values), dtype)

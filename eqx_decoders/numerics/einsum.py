@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.numerics.gradient_ring import gradient_ring, ring_product
-from eqx_decoders.numerics.grouped_matmul import grouped_arrays
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.matmul import cast_in_loop, product
 from eqx_decoders.numerics.product_plan import ProductPlan, product_plan
 from eqx_decoders.sharding.axes import AXES, AnyArray, Axes
@@ -73,7 +73,7 @@ class AbstractWeight(eqx.Module):
         """Multiply an activation by the weight, as `einsum` does; shapes have been checked."""
 
     @classmethod
-    def contract_groups(cls, x: Array, weights: "Sequence[Any]", counts: Array, block: int | None) -> tuple[Array, ...]:
+    def contract_groups(cls, x: Array, weights: "Sequence[Any]", counts: Array, form: GroupedForm) -> tuple[Array, ...]:
         """Multiply sorted rows by several weights of this kind, as `grouped_products` does."""
         raise ConfigError(f"{cls.__name__} has no product by groups: experts can't have such weights.")
 
@@ -126,10 +126,10 @@ class ArrayWeight(AbstractArrayWeight):
 
     @classmethod
     def contract_groups(
-        cls, x: Array, weights: "Sequence[ArrayWeight]", counts: Array, block: int | None
+        cls, x: Array, weights: "Sequence[ArrayWeight]", counts: Array, form: GroupedForm
     ) -> tuple[Array, ...]:
         """Multiply sorted rows by several arrays at once."""
-        return grouped_arrays(x, tuple(weight.values for weight in weights), counts, block)
+        return grouped_arrays(x, tuple(weight.values for weight in weights), counts, form)
 
 
 def as_weight(weight: Float[AnyArray, "..."] | AbstractWeight) -> AbstractWeight:
@@ -176,7 +176,7 @@ def grouped_products(
     weights: Sequence[Array | AbstractWeight],
     counts: Int[Array, "groups"],
     *,
-    block: int | None,
+    form: GroupedForm,
 ) -> tuple[Float[Array, "rows outer"], ...]:
     """Compute `x[r] @ weight[g]` for every row r of every group g, with each of some weights `groups inner outer`.
 
@@ -184,22 +184,21 @@ def grouped_products(
     results and gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32
     (at least).
 
-    `block` is the number of rows multiplied at a time, and the last `block` rows must belong to no group. None is
-    `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows.
+    `form` is what `choose_form` chose; its last `form.block` rows must belong to no group.
     """
     bases, pairs = zip(*(as_weight(weight).base_and_pair() for weight in weights), strict=True)
     bases = [as_weight(base) for base in bases]
     kinds = dict.fromkeys(map(type, bases))  # weights of one kind are multiplied together
     outs = {
-        kind: iter(kind.contract_groups(x, [base for base in bases if type(base) is kind], counts, block))
+        kind: iter(kind.contract_groups(x, [base for base in bases if type(base) is kind], counts, form))
         for kind in kinds
     }
 
     def plus_pair(out: Array, pair: LowRankPair | None) -> Array:
         if pair is None:
             return out
-        (low,) = grouped_products(x, (pair.lora_a,), counts, block=block)
-        return out + grouped_products(pair.scale * low, (pair.lora_b,), counts, block=block)[0]
+        (low,) = grouped_products(x, (pair.lora_a,), counts, form=form)
+        return out + grouped_products(pair.scale * low, (pair.lora_b,), counts, form=form)[0]
 
     return tuple(plus_pair(next(outs[type(base)]), pair) for base, pair in zip(bases, pairs, strict=True))
 

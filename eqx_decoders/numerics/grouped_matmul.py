@@ -1,13 +1,13 @@
 """Grouped products: sorted rows with a weight per group; the rows of one expert stand together, in order of experts.
 
-On TPU this is `jax.lax.ragged_dot`, or a Pallas kernel where XLA has none for it. Elsewhere XLA multiplies every row by
-every weight and drops most of it, so there a loop runs over blocks of rows of one group: its work grows with the rows,
-not with the number of groups.
+On TPU this is `jax.lax.ragged_dot`, or a Pallas kernel where XLA has none for it; on GPUs a Pallas kernel. Elsewhere
+XLA multiplies every row by every weight and drops most of it, so there a loop runs over blocks of rows of one group:
+its work grows with the rows, not with the number of groups.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,46 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
+from eqx_decoders.numerics import grouped_matmul_gpu, megablox
+from eqx_decoders.numerics.grouped_matmul_gpu import GroupedPlan, grouped_columns, grouped_rows
 from eqx_decoders.numerics.matmul import cast_in_loop, cast_weight, matmul, row_major_transpose
-from eqx_decoders.numerics.megablox import has_kernel, kernel_product
+from eqx_decoders.sharding.backend import Backend
 
 
 BLOCKS = "grouped_blocks"  # name in programs of the loop over blocks: its trips are as many as the rows need
 
 
-def grouped_arrays(x: Array, weights: tuple[Array, ...], counts: Array, block: int | None) -> tuple[Array, ...]:
+class GroupedForm(NamedTuple):
+    """How sorted rows are multiplied.
+
+    **Arguments:**
+
+    - `kind`: `jax.lax.ragged_dot`; a Pallas kernel for TPU ("megablox") or GPUs ("triton"); or a loop over blocks.
+    - `block`: rows of a block of the loop, after whose rows of all groups so many follow that belong to none; else 0.
+    - `interpret`: whether kernels are interpreted.
+    """
+
+    kind: Literal["ragged_dot", "megablox", "triton", "blocks"]
+    block: int = 0
+    interpret: bool = False
+
+
+def choose_form(
+    backend: Backend, device: Any, dtype: DTypeLike, *, rows: int, groups: int, largest: int
+) -> GroupedForm:
+    """Choose the form that suits a device, for groups of so many rows, and arrays of at most `largest` elements."""
+    if backend.pallas_gpu and grouped_matmul_gpu.fits(device, dtype, largest):
+        return GroupedForm("triton")
+    if backend.expert_blocks:
+        return GroupedForm("blocks", block_rows(rows, groups))
+    return GroupedForm("megablox" if megablox.fits(device.device_kind, dtype) else "ragged_dot")
+
+
+def grouped_arrays(x: Array, weights: tuple[Array, ...], counts: Array, form: GroupedForm) -> tuple[Array, ...]:
     """Multiply sorted rows by several arrays `groups inner outer` at once (`grouped_products`)."""
-    return _ragged(x, weights, counts) if block is None else _blocked(block, x, weights, counts)
+    if form.kind == "triton":
+        return _by_triton(form, x, weights, counts)
+    return _blocked(form.block, x, weights, counts) if form.kind == "blocks" else _ragged(form, x, weights, counts)
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -38,7 +68,7 @@ def block_rows(rows: int, groups: int) -> int:
     return max(8, -(-usual // (8 * parts)) * 8)
 
 
-def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array, ...]:
+def _ragged(form: GroupedForm, x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array, ...]:
     # on TPU rows beyond the groups may come out as anything, NaN too; masked on both sides they stay out of gradients
     inside = in_groups(x, counts)
     x, sizes, zero = jnp.where(inside, x, jnp.zeros((), x.dtype)), counts.astype(jnp.int32), jnp.zeros((), x.dtype)
@@ -46,8 +76,8 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
     precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
 
     def product(weight: Array) -> Array:
-        if has_kernel(x.dtype):
-            return kernel_product(False, x, weight, sizes)
+        if form.kind == "megablox":
+            return megablox.kernel_product(form.interpret, x, weight, sizes)
         return lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=x.dtype)
 
     outs = (product(cast_in_loop(w, x.dtype)) for w in weights)
@@ -163,6 +193,52 @@ def _blocked_backward(block, saved, gradients):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
+# --- by the kernels for GPUs ---
+
+
+def _triton_rows(
+    form: GroupedForm,
+    pairs: tuple[tuple[Array, Array], ...],
+    counts: Array,
+    dtype: DTypeLike,
+    result: DTypeLike,
+    transposed: bool = False,
+) -> Array:
+    """Compute `grouped_rows`, with zeros for rows of no group: one more group without a weight has them."""
+    rows, counts = pairs[0][0].shape[0], counts.astype(jnp.int32)
+    block = grouped_matmul_gpu.block_size(rows, counts.shape[0])
+    split = _split_blocks(jnp.append(counts, rows - jnp.sum(counts)), block, rows)
+    plan = GroupedPlan(np.dtype(dtype), np.dtype(result), block, transposed, form.interpret)
+    return grouped_rows(plan, pairs, jnp.stack([split.group, split.begin, split.size], axis=1))
+
+
+def _triton_columns(form: GroupedForm, x: Array, y: Array, counts: Array, dtype: DTypeLike, result: DTypeLike) -> Array:
+    plan = GroupedPlan(np.dtype(dtype), np.dtype(result), interpret=form.interpret)
+    return grouped_columns(plan, x, y, counts.astype(jnp.int32))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_triton(form: GroupedForm, x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array, ...]:
+    return _by_triton_forward(form, x, weights, counts)[0]
+
+
+def _by_triton_forward(form, x, weights, counts):
+    cast = tuple(cast_in_loop(w, x.dtype) for w in weights)
+    likes = tuple(jnp.zeros((0,), w.dtype) for w in weights)
+    outs = tuple(_triton_rows(form, ((x, w),), counts, x.dtype, x.dtype) for w in cast)
+    return outs, (x, cast, counts, likes)
+
+
+def _by_triton_backward(form, saved, gradients):
+    x, cast, counts, likes = saved
+    to_x = _triton_rows(form, tuple(zip(gradients, cast, strict=True)), counts, x.dtype, x.dtype, transposed=True)
+    pairs = zip(gradients, likes, strict=True)
+    return to_x, tuple(_triton_columns(form, x, g, counts, x.dtype, like.dtype) for g, like in pairs), None
+
+
+_by_triton.defvjp(_by_triton_forward, _by_triton_backward)
+
+
 # --- frozen weights, which are widened group by group ---
 
 
@@ -185,6 +261,28 @@ def _frozen_forward(block, x, weight, counts):
 grouped_frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_scaled(form: GroupedForm, x: Array, values: Array, scales: Array, counts: Array) -> Array:
+    """Multiply sorted rows by 8-bit numbers without a gradient, whose columns' scales `groups outer` multiply results.
+
+    By the kernels for GPUs: no wide copy of the numbers is made.
+    """
+    return (rows_times_groups(form, x, values, counts, x.dtype) * of_rows(scales, x, counts)).astype(x.dtype)
+
+
+def _scaled_forward(form, x, values, scales, counts):
+    return grouped_scaled(form, x, values, scales, counts), (values, scales, counts)
+
+
+def _scaled_backward(form, saved, g):
+    values, scales, counts = saved
+    scaled = (g * of_rows(scales, g, counts)).astype(g.dtype)
+    return rows_times_groups(form, scaled, values, counts, g.dtype, transposed=True).astype(g.dtype), None, None, None
+
+
+grouped_scaled.defvjp(_scaled_forward, _scaled_backward)
+
+
 # --- parts of products in 8 bits ---
 
 
@@ -200,26 +298,37 @@ def _sums(x: Array) -> np.dtype:
     return np.dtype(np.int32 if x.dtype == np.int8 else np.promote_types(x.dtype, np.float32))
 
 
-def rows_times_groups(block: int | None, x: Array, weight: Array, counts: Array, dtype: DTypeLike) -> Array:
-    """Sum each row's products with its group's weight, in f32. Loops multiply 8-bit numbers as `dtype`, exactly."""
-    if block is None:
+def rows_times_groups(
+    form: GroupedForm, x: Array, weight: Array, counts: Array, dtype: DTypeLike, *, transposed: bool = False
+) -> Array:
+    """Sum each row's products with its group's weight, or with its transpose, in f32.
+
+    Loops and kernels for GPUs multiply 8-bit numbers as `dtype`, exactly.
+    """
+    if form.kind == "triton":
+        return _triton_rows(form, ((x, weight),), counts, dtype, jnp.float32, transposed)
+    weight = weight.transpose(0, 2, 1) if transposed else weight
+    if form.kind != "blocks":
         sizes, sums = counts.astype(jnp.int32), _sums(x)
         out = lax.ragged_dot(x, weight, sizes, preferred_element_type=sums, precision=lax.Precision.DEFAULT)
         return jnp.where(in_groups(x, counts), out, jnp.zeros((), sums)).astype(jnp.float32)
     wide = np.promote_types(dtype, np.float32)
-    return _multiply_blocks(block, x.astype(dtype), (weight.astype(dtype),), counts, wide)[0]
+    return _multiply_blocks(form.block, x.astype(dtype), (weight.astype(dtype),), counts, wide)[0]
 
 
-def columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dtype: DTypeLike) -> Array:
+def columns_times_rows(form: GroupedForm, x: Array, g: Array, counts: Array, dtype: DTypeLike) -> Array:
     """Compute `x^T g` over the rows of each group, in f32; beyond the groups rows are zero."""
-    if block is None:
+    if form.kind == "triton":
+        return _triton_columns(form, x, g, counts, dtype, jnp.float32)
+    if form.kind != "blocks":
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )
         sizes, sums = counts.astype(jnp.int32), _sums(x)
         out = lax.ragged_dot_general(x, g, sizes, numbers, preferred_element_type=sums, precision=lax.Precision.DEFAULT)
         return out.astype(jnp.float32)
-    wide, blocks = np.promote_types(dtype, np.float32), _split_blocks(counts, block, x.shape[0])
+    block, wide = form.block, np.promote_types(dtype, np.float32)
+    blocks = _split_blocks(counts, block, x.shape[0])
     x, g = x.astype(dtype), g.astype(dtype)
 
     def step(index, carry):

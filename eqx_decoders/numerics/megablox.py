@@ -15,9 +15,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.core.chips import LANES, device_kind
+from eqx_decoders.core.chips import LANES
 from eqx_decoders.core.lazy_imports import LazyModule
 
 
@@ -25,9 +26,9 @@ megablox = LazyModule("jax.experimental.pallas.ops.tpu.megablox.gmm")  # slow to
 DENSE_BY_XLA = ("TPU v5 lite", "TPU v6 lite", "TPU7x")
 
 
-def has_kernel(dtype: jnp.dtype) -> bool:
-    """Return whether the devices want this kernel, and it can multiply numbers of this dtype."""
-    return device_kind() in DENSE_BY_XLA and dtype in (jnp.bfloat16, jnp.float32)
+def fits(kind: str, dtype: DTypeLike) -> bool:
+    """Return whether devices of a kind want this kernel, and it can multiply numbers of this dtype."""
+    return kind in DENSE_BY_XLA and dtype in (jnp.bfloat16, jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

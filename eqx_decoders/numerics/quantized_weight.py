@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.numerics.einsum import AbstractWeight, ProductOptions
-from eqx_decoders.numerics.grouped_matmul import grouped_arrays, grouped_frozen
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays, grouped_frozen, grouped_scaled
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import (
     FROZEN,
@@ -125,6 +125,11 @@ class AbstractQuantizedWeight(AbstractWeight):
         """True if each column has one scale and no zero, so that the scale can multiply the product."""
         return self.zeros is None and self.block[1] == 1 and self.scales.shape[self.lead] == 1
 
+    @property
+    def eight_bit(self) -> Array | None:
+        """The values in the dtype of their numbers, where that has 8 bits: kernels for GPUs widen it. Else None."""
+        return None
+
     def factors(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the scales as floats."""
         scales = lax.stop_gradient(self.scales)
@@ -177,12 +182,20 @@ class AbstractQuantizedWeight(AbstractWeight):
 
     @classmethod
     def contract_groups(
-        cls, x: Array, weights: "Sequence[AbstractQuantizedWeight]", counts: Array, block: int | None
+        cls, x: Array, weights: "Sequence[AbstractQuantizedWeight]", counts: Array, form: GroupedForm
     ) -> tuple[Array, ...]:
         """Multiply sorted rows by the weights, each widened group by group."""
-        if block is not None:
-            return tuple(grouped_frozen(block, x, lax.stop_gradient(weight), counts) for weight in weights)
-        return tuple(grouped_arrays(x, (weight.dequantized(x.dtype),), counts, None)[0] for weight in weights)
+        if form.kind == "blocks":
+            return tuple(grouped_frozen(form.block, x, lax.stop_gradient(weight), counts) for weight in weights)
+
+        def one(weight: AbstractQuantizedWeight) -> Array:
+            values = weight.eight_bit if form.kind == "triton" and weight.by_column else None
+            if values is None:
+                return grouped_arrays(x, (weight.dequantized(x.dtype),), counts, form)[0]
+            scales = weight.factors(np.promote_types(x.dtype, np.float32)).reshape(len(values), -1)
+            return grouped_scaled(form, x, values, scales, counts)
+
+        return tuple(map(one, weights))
 
     def widened_at(self, index: Any, dtype: DTypeLike) -> Float[Array, "..."]:
         """Return the weight of one layer or expert as an array."""

@@ -17,7 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.numerics.einsum import AbstractArrayWeight, ProductOptions
-from eqx_decoders.numerics.grouped_matmul import columns_times_rows, in_groups, of_rows, rows_times_groups
+from eqx_decoders.numerics.grouped_matmul import (
+    GroupedForm,
+    columns_times_rows,
+    in_groups,
+    of_rows,
+    rows_times_groups,
+)
 from eqx_decoders.numerics.low_precision import LowPrecision, quantize_array, seeds_of
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.numerics.quantized_weight import quantized_weights
@@ -73,13 +79,13 @@ class Rounded(AbstractArrayWeight):
 
     @classmethod
     def contract_groups(
-        cls, x: Array, weights: "Sequence[Rounded]", counts: Array, block: int | None
+        cls, x: Array, weights: "Sequence[Rounded]", counts: Array, form: GroupedForm
     ) -> tuple[Array, ...]:
         """Multiply sorted rows by the weights, rounded: each column of a group has a scale.
 
         Gradients have one for a column of all groups.
         """
-        return tuple(_by_groups(block, weight.config, x, weight.values, weight.seed, counts) for weight in weights)
+        return tuple(_by_groups(form, weight.config, x, weight.values, weight.seed, counts) for weight in weights)
 
 
 def round_weights(model: T, config: LowPrecision | None, *, below: str, key: PRNGKeyArray | None = None) -> T:
@@ -321,33 +327,33 @@ def multiply(x: Array, left: Axes, y: Array, right: Axes, out: Axes, *, native: 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_groups(
-    block: int | None, config: LowPrecision, x: Array, weight: Array, seed: Array | None, counts: Array
+    form: GroupedForm, config: LowPrecision, x: Array, weight: Array, seed: Array | None, counts: Array
 ) -> Array:
-    return _by_groups_forward(block, config, x, weight, seed, counts)[0]
+    return _by_groups_forward(form, config, x, weight, seed, counts)[0]
 
 
-def _by_groups_forward(block, config, x, weight, seed, counts):
+def _by_groups_forward(form, config, x, weight, seed, counts):
     x = jnp.where(in_groups(x, counts), x, jnp.zeros((), x.dtype))
     rounded, a = quantize_array(x, (1,), config.formats.activation)
     kernel, b = (checkpoint_name(each, "quantization") for each in quantize_array(weight, (1,), config.formats.weight))
-    y = rows_times_groups(block, rounded, kernel, counts, x.dtype) * a * of_rows(b[:, 0], x, counts)
+    y = rows_times_groups(form, rounded, kernel, counts, x.dtype) * a * of_rows(b[:, 0], x, counts)
     likes = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)
     keeps = config.weight_gradient == "float"
     return y.astype(x.dtype), ((x if keeps else rounded), a, kernel, b, seed, counts, likes)
 
 
-def _by_groups_backward(block, config, saved, g):
+def _by_groups_backward(form, config, saved, g):
     x, a, kernel, b, seed, counts, (like_x, like_w) = saved
-    form, (first, second) = config.formats.gradient, seeds_of(seed)
+    bars, (first, second) = config.formats.gradient, seeds_of(seed)
     g = jnp.where(in_groups(g, counts), g, jnp.zeros((), g.dtype))
     wide = g.astype(a.dtype)
-    rounded, c = quantize_array(wide * of_rows(b[:, 0], g, counts), (1,), form, first)
-    to_x = rows_times_groups(block, rounded, kernel.transpose(0, 2, 1), counts, like_x.dtype) * c
+    rounded, c = quantize_array(wide * of_rows(b[:, 0], g, counts), (1,), bars, first)
+    to_x = rows_times_groups(form, rounded, kernel, counts, like_x.dtype, transposed=True) * c
     if config.weight_gradient == "float":
-        to_weight = columns_times_rows(block, x, g, counts, x.dtype)
+        to_weight = columns_times_rows(form, x, g, counts, x.dtype)
     else:
-        rounded, c = quantize_array(wide * a, (0,), form, second)
-        to_weight = columns_times_rows(block, x, rounded, counts, like_x.dtype) * c[None]
+        rounded, c = quantize_array(wide * a, (0,), bars, second)
+        to_weight = columns_times_rows(form, x, rounded, counts, like_x.dtype) * c[None]
     to_seed = None if seed is None else jnp.zeros_like(seed)
     return to_x.astype(like_x.dtype), to_weight.astype(like_w.dtype), to_seed, None
 

@@ -23,6 +23,7 @@ class DeviceMemory:
     **Arguments:**
 
     - `parameters`, `optimizer`, `means`: of the state, which lasts from step to step; means are those of the weights.
+    - `cache`: of the state of a step of decoding.
     - `batch`: the batch, and padding of all arguments by the compiler's layout in tiles.
     - `gradients`: one number for each trained weight. They exist at the end of the backward pass, among temporaries.
     - `saved_activations`: arrays that the loops of the forward pass save for the backward pass, among temporaries.
@@ -39,6 +40,7 @@ class DeviceMemory:
     means: int
     gradients: int
     capacity: int
+    cache: int = 0
     host: int = 0
     batch: int | None = None
     saved_activations: int | None = None
@@ -50,7 +52,7 @@ class DeviceMemory:
     @property
     def state(self) -> int:
         """Return the bytes that last from step to step."""
-        return self.parameters + self.optimizer + self.means
+        return self.parameters + self.optimizer + self.means + self.cache
 
     @property
     def fits(self) -> bool:
@@ -60,11 +62,12 @@ class DeviceMemory:
     def rows(self) -> dict[str, int]:
         """Return the parts that add up to `total`; temporaries are saved activations and others."""
         rows = {"parameters": self.parameters, "optimizer state": self.optimizer, "running means": self.means}
+        rows["cache"] = self.cache
         rows["batch, padding"] = self.batch or 0
         rows["activations kept"] = self.saved_activations or 0
         rows["other temporaries"] = (self.temporaries or 0) - (self.saved_activations or 0)
         rows["results"] = self.outputs or 0
-        return {name: size for name, size in rows.items() if size or name in ("parameters", "optimizer state")}
+        return {name: size for name, size in rows.items() if size or name == "parameters"}
 
     @property
     def total(self) -> int:

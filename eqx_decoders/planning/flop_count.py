@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from eqx_decoders.numerics.grouped_matmul import BLOCKS
+from eqx_decoders.numerics.grouped_matmul_gpu import KERNELS
 
 
-_GROUPED = ("gmm", "tgmm", BLOCKS)  # JAX's kernels of grouped products, and loops over blocks
+# kernels of grouped products, JAX's and those for GPUs, and loops over blocks
+_GROUPED = ("gmm", "tgmm", *KERNELS, BLOCKS)
 _CUDNN = "dot_product_attention"  # how its primitives begin
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jax import sharding
+
 from eqx_decoders.core.chips import CHIPS, Chip
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.planning.device_memory import DeviceMemory
@@ -121,7 +123,11 @@ def gpu_devices(gpus: GpuNodes) -> list[Any] | None:
 
 @contextlib.contextmanager
 def tracing_for(devices: list[Any]) -> Iterator[None]:
-    """Answer for these GPUs what JAX's cuDNN attention asks of the process's GPUs while it is traced."""
+    """Answer for these GPUs what JAX asks of the process's GPUs while programs are traced and lowered.
+
+    Its cuDNN attention asks for the compute capability. Pallas asks for the kind of GPU, which a `shard_map` tells it
+    by its mesh, and in a program of one device the context.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as module
 
     def at_least(capability: str) -> bool:
@@ -136,8 +142,10 @@ def tracing_for(devices: list[Any]) -> Iterator[None]:
     }
     before = {name: getattr(module, name) for name in asked}
     module.__dict__.update(asked)
+    here = sharding.AbstractDevice(devices[0].device_kind, None, platform="gpu")
     try:
-        yield
+        with sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=here)):
+            yield
     except RuntimeError as error:
         if "cuDNN" not in str(error):
             raise

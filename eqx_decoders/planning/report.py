@@ -1,10 +1,11 @@
 """A plan as text, and as JSON."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eqx_decoders.planning.collectives import Collective, overlapped_fraction
+from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.planned_step import Plan
 
 
@@ -14,7 +15,8 @@ _LITTLE = 1e-3  # of all: not worth a word
 
 def report(plan: Plan, advised: Iterable[str], *, rows: int = 12) -> str:
     """Format a plan for reading: memory, collectives, operations, time; `rows` collectives at most."""
-    parts = [plan.note, _memory(plan), _collectives(plan, rows), _time(plan)]
+    sent = "" if plan.collectives is None else "\n".join(collective_lines(plan.collectives, rows))
+    parts = [plan.note, _memory(plan), sent, _time(plan)]
     said = "\n".join(f"- {sentence}" for sentence in advised)
     return "\n\n".join([*filter(None, parts), *([f"advice\n{said}"] if said else [])])
 
@@ -66,55 +68,61 @@ def _row(one: Collective) -> dict[str, Any]:
 
 
 def _memory(plan: Plan) -> str:
-    memory = plan.memory
+    notes = []
+    if plan.memory.host:
+        notes.append(f"  (the host keeps {size_text(plan.memory.host)} of the state for each device)")
+    if plan.attention:
+        notes.append(f"  (attention by the kernel {' and '.join(plan.attention)})")
+    if plan.replicated:
+        notes.append(f"  ({plan.replicated:.2%} of the weights are whole along an axis that splits others)")
+    lines = memory_lines(plan.memory, notes)
+    if plan.memory.peak is None:
+        lines.append(f"  it does not fit: {plan.compiler_message}")
+    return "\n".join(lines)
+
+
+def memory_lines(memory: DeviceMemory, notes: Iterable[str] = ()) -> list[str]:
+    """Format the memory of a device, part by part; notes stand between the parts and the peak."""
     lines = [f"memory of a device ({memory.capacity / 1e9:,.0f} GB)"]
     rows = memory.rows()
     if memory.temporaries is None:
         rows = {name: rows[name] for name in ("parameters", "optimizer state", "running means") if name in rows}
         rows["gradients"] = memory.gradients
     lines += [_bar(name, size, memory.capacity) for name, size in rows.items()]
-    lines.append(_bar("together", sum(rows.values()), memory.capacity))
-    if memory.host:
-        lines.append(f"  (the host keeps {_size(memory.host)} of the state for each device)")
-    if plan.attention:
-        lines.append(f"  (attention by the kernel {' and '.join(plan.attention)})")
-    if plan.replicated:
-        lines.append(f"  ({plan.replicated:.2%} of the weights are whole along an axis that splits others)")
+    lines += [_bar("together", sum(rows.values()), memory.capacity), *notes]
     if memory.peak is not None:
         lines.append(_bar("peak", memory.peak, memory.capacity))
-        lines.append(f"  (among the temporaries are gradients, {_size(memory.gradients)} when all are there)")
-    else:
-        lines.append(f"  it does not fit: {plan.compiler_message}")
-    return "\n".join(lines)
+    if memory.peak is not None and memory.gradients:
+        lines.append(f"  (among the temporaries are gradients, {size_text(memory.gradients)} when all are there)")
+    return lines
 
 
 def _bar(name: str, size: int, capacity: int) -> str:
     filled = size / capacity * _WIDTH
     bar = ("█" * round(min(filled, _WIDTH)) or ("▏" if size else "")) + ("▶" if filled > _WIDTH else "")
-    return f"  {name:18}{_size(size):>12} {size / capacity:6.1%}  {bar}"
+    return f"  {name:18}{size_text(size):>12} {size / capacity:6.1%}  {bar}"
 
 
-def _collectives(plan: Plan, rows: int) -> str:
-    if plan.collectives is None:
-        return ""
-    total = sum(one.total for one in plan.collectives)
-    share = f", {overlapped_fraction(plan.collectives):.0%} of it beside products" if total else ""
-    lines = [f"collectives of a device in a step: {_size(total)}{share}"]
+def collective_lines(collectives: Sequence[Collective], rows: int) -> list[str]:
+    """Format the collectives of a step: by kind and axes, and `rows` of them one by one."""
+    total = sum(one.total for one in collectives)
+    share = f", {overlapped_fraction(collectives):.0%} of it beside products" if total else ""
+    lines = [f"collectives of a device in a step: {size_text(total)}{share}"]
     kinds = (
-        f"{kind} along {axes} {_size(size)}"
-        for (kind, axes), size in by_kind(plan.collectives).items()
+        f"{kind} along {axes} {size_text(size)}"
+        for (kind, axes), size in by_kind(collectives).items()
         if size > _LITTLE * total
     )
     lines.append("  " + ", ".join(kinds)) if total else None
-    for one in plan.collectives[:rows]:
+    for one in collectives[:rows]:
         lines.append(
-            f"  {_size(one.total):>11} {one.times:5} x {one.kind:18} {' x '.join(one.axes):16} {one.shape:24} "
+            f"  {size_text(one.total):>11} {one.times:5} x {one.kind:18} {' x '.join(one.axes):16} {one.shape:24} "
             f"{one.phase:10} {'beside' if one.overlapped else 'alone':7} {one.cause}"
         )
-    rest = plan.collectives[rows:]
+    rest = collectives[rows:]
     if rest:
-        lines.append(f"  {_size(sum(one.total for one in rest)):>11} in {len(rest)} others")
-    return "\n".join(lines)
+        lines.append(f"  {size_text(sum(one.total for one in rest)):>11} in {len(rest)} others")
+    return lines
 
 
 def _time(plan: Plan) -> str:
@@ -144,5 +152,6 @@ def _time(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _size(size: int | float) -> str:
+def size_text(size: int | float) -> str:
+    """Format bytes as gigabytes, or megabytes."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"

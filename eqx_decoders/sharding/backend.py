@@ -21,7 +21,8 @@ class Backend:
     - `widens_half`: multiplies 16-bit numbers as float32, so caches are in float32, and few queries are cast to it
         rather than a cache to theirs.
     - `flat_products`: products as one matrix product each (`numerics.einsum`).
-    - `separate_layers`: layers of a model for inference as arrays of their own, which a scan would copy.
+    - `separate_layers`: layers of a model for inference as arrays of their own, views that a scan would copy.
+    - `unrolled_layers`: programs of inference without a scan over layers, which would copy each one's arrays.
     - `few_rows`: a decoding step of as few rows as there are answers, each read only as far as it is filled.
     - `reads_before_writes`: a cache is read as a whole before it is written, since it would be copied otherwise.
     - `parallel_programs`: programs that don't need each other's results may run at a time.
@@ -50,6 +51,7 @@ class Backend:
     widens_half: bool = False
     flat_products: bool = False
     separate_layers: bool = False
+    unrolled_layers: bool = False
     few_rows: bool = False
     reads_before_writes: bool = False
     parallel_programs: bool = True
@@ -95,7 +97,13 @@ BACKENDS = {
         keeps_masks=True,
         values_by_head=True,
     ),
-    "gpu": Backend(platform="gpu", attention_kernels=("cudnn", "triton"), pallas_gpu=True, paged_kernel="triton"),
+    "gpu": Backend(
+        platform="gpu",
+        unrolled_layers=True,
+        attention_kernels=("cudnn", "triton"),
+        pallas_gpu=True,
+        paged_kernel="triton",
+    ),
     "tpu": Backend(
         platform="tpu",
         attention_kernels=("interval",),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -309,3 +310,32 @@ def test_what_does_not_fit_is_said():
     words = ("llama3-8b", "--topology", "v5e:2x2", "--mesh.data", 1, "--mesh.fsdp", 4, "--set", "num_layers=2")
     out, _ = run("plan.py", *words, "--batch-size", 64, "--seq-len", 8192, code=1)
     assert "does not fit" in out and "the compiler asks for" in out
+
+
+# --- steps of decoding ---
+
+
+def test_flags_become_a_plan_of_decoding(here, monkeypatch):
+    """Weights and cache in the dtype of activations, a mesh of the topology, and pages."""
+    asked = []
+    result = types.SimpleNamespace(seconds=1.0, memory=types.SimpleNamespace(fits=True))
+    monkeypatch.setattr(program, "plan_decoding", lambda *given, **options: asked.append((*given, options)) or result)
+    monkeypatch.setattr(program, "decoding_report", lambda plan, rows: f"{rows} rows")
+    monkeypatch.setattr(program, "decoding_data", lambda plan: {})
+    words = ("--topology", "v5p:2x2x2", "--mesh", "tensor=2", "data=4", "--batch-size", 8, "--seq-len", 64, "--rows", 7)
+    out, _ = call("plan", "tiny", *words, "--decoding", "--page-size", 16, "--dtype", "bfloat16")
+    assert "8 x 64 tokens, decoding; compiled in 1 s" in out and out.endswith("7 rows\n")
+    ((model, _, given),) = asked
+    precision = model.execution.precision
+    assert precision.params == precision.compute == jnp.bfloat16 and model.execution.layout.sizes["tensor"] == 2
+    assert (given.pop("options"), given) == (options("v5p"), dict(rows=8, length=64, page_size=16))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(("--page-size", "16"), "page_size=16 is of a cache"), (("--decoding", "--search", "2"), "search=2"),
+     (("--decoding", "--pictures", "1"), "images=1")],
+)  # fmt: skip
+def test_what_a_plan_of_decoding_has_no_use_for_is_refused(words, message):
+    with pytest.raises(ed.ConfigError, match=message):
+        parse(["tiny", *words])

@@ -21,6 +21,7 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.einsum import einsum, grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from eqx_decoders.numerics.low_precision import LowPrecision, quantize_array, seeds_of
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.rounded_weight import Rounded, round_weights
@@ -33,6 +34,7 @@ from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close
 from tests.laws import check_pieces
 from tests.models import filled, packed, rich_decoder, run, some_tokens
+from tests.numerics.test_grouped_matmul import RAGGED_DOT, TRITON
 
 
 MLP = "batch length embed, embed mlp -> batch length mlp"
@@ -218,16 +220,16 @@ def test_under_vmap():
 
 @pytest.mark.parametrize("mode", ["int8", "fp8"])
 def test_grouped_products_round_as_products_of_each_group(mode):
-    """In both forms; but columns of gradients have one scale for all groups."""
+    """In all forms; but columns of gradients have one scale for all groups."""
     counts, rows = (9, 0, 4, 3), 24
     x, w, g = draw(0, (rows, 16)), draw(1, (4, 16, 6)), draw(2, (rows, 6))
 
     @jax.jit
     def run(x, w, g):
         found = []
-        for block in (None, 8):
+        for form in (RAGGED_DOT, GroupedForm("blocks", 8), TRITON):
             weight = lambda w: (Rounded(w, None, LowPrecision(mode=mode)),)  # noqa: E731
-            product = lambda x, w: grouped_products(x, weight(w), jnp.asarray(counts), block=block)[0]  # noqa: B023, E731
+            product = lambda x, w: grouped_products(x, weight(w), jnp.asarray(counts), form=form)[0]  # noqa: B023, E731
             y, back = jax.vjp(product, x, w)
             found.append((y, *back(g)))
         return found

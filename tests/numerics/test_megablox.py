@@ -1,6 +1,4 @@
-"""The Pallas kernel for grouped products, interpreted, against a loop in NumPy; and where it is taken."""
-
-import functools
+"""Where JAX's Pallas kernel for grouped products is taken, its tiles, and its programs for TPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -8,50 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from eqx_decoders.numerics import grouped_matmul, megablox
+from eqx_decoders.numerics import megablox
 from eqx_decoders.numerics.einsum import grouped_products
-from tests.compare import assert_close
-from tests.numerics import test_grouped_matmul
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from tests.programs import tpu_devices
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(grouped_matmul, "has_kernel", lambda dtype: True)
-    monkeypatch.setattr(grouped_matmul, "kernel_product", lambda _, *arrays: megablox.kernel_product(True, *arrays))
-
-
-@pytest.mark.parametrize("counts", [(19, 0, 1, 12), (0, 0, 0, 0), pytest.param((0, 0, 7, 0), marks=pytest.mark.slow)])
-def test_values_and_gradients_are_those_of_a_loop(interpreted, counts):
-    test_grouped_matmul.test_values_and_gradients_are_those_of_a_loop(counts, None)
-
-
-def test_half_precision_sums_in_single(interpreted):
-    test_grouped_matmul.test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(None)
-
-
-@pytest.mark.slow
-def test_a_weight_in_parts(interpreted):
-    test_grouped_matmul.test_a_weight_in_parts_is_that_of_its_merged_one(None)
-
-
-def test_several_tiles_with_remainders(interpreted, monkeypatch):
-    """Groups that begin within a tile of rows, and features of which the last tile has fewer."""
-    monkeypatch.setattr(megablox, "_even", functools.partial(lambda even, size, most: even(size, 128), megablox._even))
-    counts, rows = (100, 0, 1, 130), 300
-    x, weight, g = (
-        test_grouped_matmul.draws(*shape, seed=i) for i, shape in enumerate([(rows, 200), (4, 200, 136), (rows, 136)])
-    )
-    out, back = jax.vjp(
-        lambda x, w: grouped_products(x, (w,), jnp.asarray(counts), block=None)[0], *map(jnp.asarray, (x, weight))
-    )
-    to_x, to_weight = back(jnp.asarray(g))
-    inside = (np.arange(rows) < sum(counts))[:, None]
-    assert_close(out, np.where(inside, test_grouped_matmul.loop(x, weight, counts), 0), units=256)
-    assert_close(to_x, np.where(inside, test_grouped_matmul.loop(g, weight.transpose(0, 2, 1), counts), 0), units=256)
-    ends = np.cumsum(counts)
-    parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    assert_close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in parts]), units=256)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +17,8 @@ def test_several_tiles_with_remainders(interpreted, monkeypatch):
     [("TPU v5", "bfloat16", False), ("TPU v6 lite", "bfloat16", True), ("TPU v5 lite", "float32", True),
      ("TPU7x", "float16", False), ("cpu", "float32", False)],
 )  # fmt: skip
-def test_who_wants_it(monkeypatch, kind, dtype, wanted):
-    monkeypatch.setattr(megablox, "device_kind", lambda: kind)
-    assert megablox.has_kernel(jnp.dtype(dtype)) == wanted
+def test_who_wants_it(kind, dtype, wanted):
+    assert megablox.fits(kind, jnp.dtype(dtype)) == wanted
 
 
 def test_tiles_hold_all_features():
@@ -79,9 +36,10 @@ def test_no_row_is_multiplied_by_all_weights(topology, dtype):
     devices = tpu_devices(topology)
     mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
     rows, groups, inner, outer = 8192, 16, 2048, 1408
+    form = GroupedForm("ragged_dot" if topology == "v5p:2x2x1" else "megablox")
 
     def bars(x, weight, counts, out_bar):
-        out, pull = jax.vjp(lambda x, w: grouped_products(x[0], (w,), counts, block=None)[0], x, weight)
+        out, pull = jax.vjp(lambda x, w: grouped_products(x[0], (w,), counts, form=form)[0], x, weight)
         return out[None], *pull(out_bar[0])
 
     def shaped(*dims, kind=dtype, spec=P("data")):

@@ -13,6 +13,7 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.model.quantize import group_sizes, quantized
 from eqx_decoders.numerics.einsum import einsum, grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.nf4_weight import LEVELS, NF4, NF4Weight
 from eqx_decoders.numerics.quantized_weight import quantized_weights
@@ -23,6 +24,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 from tests.models import filled, rich_decoder, some_tokens
+from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
 
 LORA = LoRAConfig(rank=2, targets=("*.out", "*.down"))
@@ -102,8 +104,8 @@ def test_products_are_those_of_the_array(kind, flatten):
         assert_close(got, want, units=64)
 
 
-@pytest.mark.parametrize("block", [None, 8])
-def test_rows_of_experts_are_multiplied_as_by_the_array(block):
+@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=str)
+def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     """Below a low-rank pair, too; one expert's weight is a row of the array."""
     counts, x = jnp.asarray((9, 0, 4, 3)), draw(1, 24, 16)
     node = quantized(draw(2, 4, 16, 6), NF4, (8, 1), 1, 1)
@@ -112,7 +114,7 @@ def test_rows_of_experts_are_multiplied_as_by_the_array(block):
 
     @jax.jit
     def run(*weights):
-        rows = lambda x, weight: grouped_products(x, (weight,), counts, block=block)[0][:16]  # noqa: E731
+        rows = lambda x, weight: grouped_products(x, (weight,), counts, form=form)[0][:16]  # noqa: E731
         results = [jax.vjp(lambda x, w=w: rows(x, w), x) for w in weights]
         return [(y, back(jnp.cos(y))[0][:16]) for y, back in results]
 

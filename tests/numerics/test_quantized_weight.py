@@ -18,6 +18,7 @@ from eqx_decoders.model.quantize import QUANTIZATIONS, group_sizes, quantized
 from eqx_decoders.numerics import quantized_weight
 from eqx_decoders.numerics.affine_weight import QuantizedWeight, _decoded
 from eqx_decoders.numerics.einsum import einsum, grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.quantized_weight import (
@@ -33,6 +34,7 @@ from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
+from tests.numerics.test_grouped_matmul import RAGGED_DOT, TRITON
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -209,9 +211,9 @@ def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     assert_close(got, x @ node.dequantized(), units=8)
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
 def test_grouped_products_are_those_of_the_arrays(mode):
-    """Of sorted rows with experts, in both forms, with gradients of the rows; also below a low-rank pair."""
+    """Of sorted rows with experts, in all forms, with gradients of the rows; also below a low-rank pair."""
     counts, rows = jnp.asarray((9, 0, 4, 3)), 24
     x, w, g = draw(0, (rows, 12)), draw(1, (4, 12, 6)), draw(2, (rows, 6))
     node = quantized(w, QUANTIZATIONS[mode], BLOCKS[mode], 1, 1)
@@ -221,8 +223,8 @@ def test_grouped_products_are_those_of_the_arrays(mode):
     def run(x, g, node, pair):
         array, added = node.dequantized(), LowRank(node.dequantized(), pair.lora_a, pair.lora_b, pair.scale)
         found = []
-        for block in (None, 8):
-            run = lambda x, w: grouped_products(x, (w,), counts, block=block)[0][:16]  # noqa: B023, E731
+        for form in (RAGGED_DOT, GroupedForm("blocks", 8), TRITON):
+            run = lambda x, w: grouped_products(x, (w,), counts, form=form)[0][:16]  # noqa: B023, E731
             for one, other in ((node, array), (pair, added)):
                 results = [jax.vjp(lambda x, w=w: run(x, w), x) for w in (one, other)]  # noqa: B023
                 found.append([(y, back(g[:16])[0][:16]) for y, back in results])

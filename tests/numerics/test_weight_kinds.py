@@ -9,10 +9,12 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.model.quantize import QUANTIZATIONS, quantized
 from eqx_decoders.numerics.clipped_weight import ClippedWeight
 from eqx_decoders.numerics.einsum import as_weight, einsum, grouped_products
+from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.rounded_weight import Rounded
 from tests.compare import assert_close
+from tests.numerics.test_grouped_matmul import RAGGED_DOT
 
 
 def draw(seed: int, *shape: int) -> jax.Array:
@@ -55,10 +57,10 @@ def test_a_kind_says_what_it_stands_for():
     assert half.dtype == half.array().dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("block", [None, 8])
-def test_several_kinds_in_one_product_keep_their_order(block):
+@pytest.mark.parametrize("form", [RAGGED_DOT, GroupedForm("blocks", 8)], ids=str)
+def test_several_kinds_in_one_product_keep_their_order(form):
     counts, x, weights = jnp.asarray((9, 0, 7)), draw(0, 24, 16), kinds(3)
-    run = jax.jit(lambda x, weights: grouped_products(x, weights, counts, block=block))
+    run = jax.jit(lambda x, weights: grouped_products(x, weights, counts, form=form))
     together = run(x, tuple(weights.values()))
     for (name, weight), out in zip(weights.items(), together, strict=True):
         (alone,) = run(x, (weight,))
@@ -70,6 +72,6 @@ def test_what_a_clipped_weight_cannot_do():
     zero = jnp.zeros(())
     weight = ClippedWeight(draw(1, 2, 16, 6), input_min=zero, input_max=zero, output_min=zero, output_max=zero)
     with pytest.raises(ConfigError, match="ClippedWeight has no product by groups"):
-        grouped_products(draw(0, 8, 16), (weight,), jnp.asarray((4, 4)), block=None)
+        grouped_products(draw(0, 8, 16), (weight,), jnp.asarray((4, 4)), form=RAGGED_DOT)
     with pytest.raises(ConfigError, match="no array stands for it"):
         weight.array()

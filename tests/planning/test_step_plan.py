@@ -14,7 +14,7 @@ from eqx_decoders.core.chips import CHIPS, chip_of
 from eqx_decoders.layers.attention.kernels.registry import attend
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.config_json import with_fields
-from eqx_decoders.numerics.grouped_matmul import grouped_arrays
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.megablox import kernel_product
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
@@ -144,11 +144,12 @@ def test_products_of_loops_branches_and_devices(monkeypatch):
     assert products(looped) == MatmulFlops(0, False, loose=True)
     kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
     assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
-    blocked = jax.grad(lambda x, w, n: grouped_arrays(x, (w,), n, 8)[0].sum(), (0, 1))
     arrays = jnp.zeros((64, 8)), jnp.zeros((2, 8, 8)), jnp.array([40, 24])
-    assert products(jax.make_jaxpr(blocked)(*arrays)) == MatmulFlops(0, False, loose=True)
-    turned = jax.make_jaxpr(lambda *inputs: jax.checkpoint(jax.jit(blocked))(*inputs))(*arrays)
-    assert products(turned) == MatmulFlops(0, False, loose=True)
+    for form in (GroupedForm("blocks", 8), GroupedForm("triton")):
+        product = lambda x, w, n, form=form: grouped_arrays(x, (w,), n, form)[0].sum()  # noqa: E731
+        gradient = jax.grad(product, (0, 1))
+        for run in (gradient, jax.checkpoint(jax.jit(gradient))):
+            assert products(jax.make_jaxpr(run)(*arrays)) == MatmulFlops(0, False, loose=True)
     places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
     own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
     q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)

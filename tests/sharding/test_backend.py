@@ -45,7 +45,7 @@ def test_a_mesh_of_several_devices_leaves_out_what_is_for_one():
 def test_an_unknown_platform_is_any_accelerator():
     assert differing(backend_of("new"), Backend(platform="new")) == set()
     assert backend_of("new").describe() == "new: as any accelerator"
-    words = "attention_kernels=('cudnn', 'triton'), pallas_gpu=True, paged_kernel=triton"
+    words = "unrolled_layers=True, attention_kernels=('cudnn', 'triton'), pallas_gpu=True, paged_kernel=triton"
     assert backend_of("gpu").describe() == f"gpu: {words}"
 
 

@@ -5,6 +5,7 @@ places as a capacity allows, where tokens without a place are dropped.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
 from eqx_decoders.layers.moe.sorted_rows import assign_places, combine, dispatch, scale_rows, sort_by_expert
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import as_weight, grouped_products
-from eqx_decoders.numerics.grouped_matmul import block_rows
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, choose_form
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.numerics.quantized_weight import is_quantized
 from eqx_decoders.remat import save
@@ -328,13 +329,16 @@ class Experts(eqx.Module):
         There may be rows for all choices, but usually there are as many as this device's share of the experts: rows are
         worked on in pieces of a quarter more, as many as it takes.
         """
-        experts = len(jax.tree.leaves(self.down)[0])
-        padded = ctx.execution.layout.backend.expert_blocks
-        spare = block_rows(chosen.size, self.config.num_experts) if padded else 0
+        experts, *features = as_weight(self.down).shape
+        layout, room = ctx.execution.layout, len(chosen) * min(chosen.shape[1], experts)
+        largest = max(room * max(features), experts * math.prod(features))
+        sizes = dict(rows=chosen.size, groups=self.config.num_experts, largest=largest)
+        form = choose_form(layout.backend, layout.device, x.dtype, **sizes)
+        spare = form.block
         piece = -(-5 * chosen.size * experts // (4 * self.config.num_experts * 8)) * 8
-        if weights is None or 2 * piece > len(chosen) * min(chosen.shape[1], experts):
+        if weights is None or 2 * piece > room:
             destinations, sources = sort_by_expert(chosen, experts, spare)
-            return self._sorted_experts(x, chosen, weights, destinations, sources, spare or None, ctx)
+            return self._sorted_experts(x, chosen, weights, destinations, sources, form, ctx)
         destinations, sources = sort_by_expert(chosen, experts)
         count = jnp.sum(sources < chosen.size, dtype=jnp.int32)
         sources = jnp.pad(sources, (0, -len(sources) % piece), constant_values=chosen.size)
@@ -350,7 +354,7 @@ class Experts(eqx.Module):
             sources = jax.lax.dynamic_slice_in_dim(sources, index * piece, piece)
             sources = jnp.pad(sources, (0, spare), constant_values=chosen.size)
             experts_of_piece = eqx.combine(arrays, frozen, static)
-            return experts_of_piece._sorted_experts(x, chosen, weights, destinations, sources, spare or None, ctx)
+            return experts_of_piece._sorted_experts(x, chosen, weights, destinations, sources, form, ctx)
 
         # nothing that is traced may be in a function's closure if it has a gradient of its own
         return sum_of_pieces(
@@ -364,7 +368,7 @@ class Experts(eqx.Module):
         weights: Float[Array, "tokens slots"] | None,
         destinations: Int32[Array, "tokens slots"],
         sources: Int32[Array, "places"],
-        block: int | None,
+        form: GroupedForm,
         ctx: Context,
     ) -> Float[Array, "tokens embed"]:
         """Run `_local_experts` for the choices that have a place."""
@@ -375,16 +379,16 @@ class Experts(eqx.Module):
         # the number after the last expert marks an empty row
         owners = chosen.reshape(-1).at[sources].get(mode="fill", fill_value=experts)
         mine = owners[:, None] == jnp.arange(experts, dtype=owners.dtype)[None]
-        out = self._grouped_mlp(save(rows, "moe_x_sorted"), mine, block, ctx)
+        out = self._grouped_mlp(save(rows, "moe_x_sorted"), mine, form, ctx)
         if weights is None:
             return dispatch(out, sources[:, None], destinations[:, 0])
         return combine(out, weights, destinations, sources).astype(x.dtype)
 
     def _grouped_mlp(
-        self, rows: Float[Array, "rows embed"], mine: Bool[Array, "rows experts"], block: int | None, ctx: Context
+        self, rows: Float[Array, "rows embed"], mine: Bool[Array, "rows experts"], form: GroupedForm, ctx: Context
     ) -> Float[Array, "rows embed"]:
         """Send each row through its expert; rows are sorted by expert."""
-        product = partial(grouped_products, counts=jnp.sum(mine, axis=0, dtype=jnp.int32), block=block)
+        product = partial(grouped_products, counts=jnp.sum(mine, axis=0, dtype=jnp.int32), form=form)
 
         def plus(y, bias):
             # as a product: its gradient adds rows up without a scatter

@@ -17,6 +17,7 @@ import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe import experts as module
 from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -27,6 +28,7 @@ from eqx_decoders.numerics.grouped_matmul import block_rows
 from eqx_decoders.numerics.low_rank import LowRank
 from tests.compare import assert_close
 from tests.models import VOCAB, filled, packed
+from tests.numerics.test_grouped_matmul import TRITON
 from tests.programs import drop_compiled_programs
 
 
@@ -255,6 +257,17 @@ def test_rows_travel_as_they_are_on_tpu(monkeypatch):
     x, positions = tokens(8, 6)
     check_equal(program(ed.Execution(layout=layout, experts="dropless")), layer(config), x, positions, layout)
     assert exchange.called
+
+
+@pytest.mark.parametrize("name", ["pieces", pytest.param("travel", marks=pytest.mark.slow)])
+def test_rows_are_multiplied_by_kernels_on_gpus(name, monkeypatch):
+    """Interpreted on CPU, on a mesh: rows without an expert stay out of results, gradients and biases."""
+    chosen = Mock(return_value=TRITON)
+    monkeypatch.setattr(module, "choose_form", chosen)
+    config, pairs, mesh, *_ = CASES[name]
+    x, positions = tokens(8, 6)
+    check_equal(program(execution(name)), layer(config, pairs), x, positions, ed.Layout.create(**mesh))
+    assert chosen.called
 
 
 # --- pieces ---

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from eqx_decoders.core.chips import KERNEL_GENERATIONS
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
@@ -31,7 +32,6 @@ from eqx_decoders.layers.tpu import BlockSizes
 pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import
 
 
-GENERATIONS = 9, 10  # major compute capabilities, of Hopper and Blackwell: others have less shared memory
 _SMALLEST = 16  # rows and columns of a product
 _WARPS, _STAGES = 8, 2
 # Of queries and of keys, by the bytes of a row of a tile. Registers of Hopper hold them by ptxas; they are not timed.
@@ -43,8 +43,8 @@ _BLOCKS: dict[int, tuple[BlockSizes, BlockSizes]] = {
 
 def refusal(call: AttentionCall) -> str | None:
     """Return what the kernels cannot do in this call, in words, or None."""
-    if call.compute_capability is None or call.compute_capability[0] not in GENERATIONS:
-        return f"devices of compute capability {call.compute_capability}, not {GENERATIONS}"
+    if call.compute_capability is None or call.compute_capability[0] not in KERNEL_GENERATIONS:
+        return f"devices of compute capability {call.compute_capability}, not {KERNEL_GENERATIONS}"
     if len(set(map(jnp.dtype, call.dtypes))) > 1:
         return "arrays of several dtypes"
     size = _row_bytes(call)

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.core.chips import compute_capability
+from eqx_decoders.core.chips import KERNEL_GENERATIONS, compute_capability
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
-from eqx_decoders.layers.attention.kernels.pallas_flash_gpu import GENERATIONS
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Softmax, tile_product
 from eqx_decoders.layers.cache.page_layout import Pages
 from eqx_decoders.sharding.backend import backend_of
@@ -51,7 +50,7 @@ class _PagedGpuPlan:
 def fits(past: Pages, dtype: Any, heads: int, device: Any) -> bool:
     """Return whether a GPU can read these pages in place: numbers that it can widen, and widths that registers hold."""
     capability = compute_capability(device)
-    known = capability is not None and capability[0] in GENERATIONS
+    known = capability is not None and capability[0] in KERNEL_GENERATIONS
     return known and past.suits_kernels(heads) and past.key.shape[4] <= _WIDEST
 
 
