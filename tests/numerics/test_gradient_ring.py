@@ -50,10 +50,12 @@ def gradients(product, *argnums):
 
 
 @pytest.mark.parametrize("pattern, sizes", [(IN, sizes) for sizes in MESHES] + [(OUT, MESHES[1]), (HEADS, MESHES[1])])
-def test_a_ring_gives_the_gradients_of_one_device(pattern, sizes):
+def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes):
+    """Eight devices are two rings of four, whose terms are products, and four of two, or the other way round."""
+    monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 8)
     layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
     plan, ring = product_plan(pattern), ring_of(pattern, layout)
-    assert ring is not None
+    assert ring is not None and (sizes != MESHES[0] or ring.levels == (4, 2))
 
     def product(x, weight):
         return ring_product(plan, np.dtype("float32"), layout, ring, x, weight)
@@ -64,11 +66,11 @@ def test_a_ring_gives_the_gradients_of_one_device(pattern, sizes):
     got = step(*placed)
     assert_close(got, gradients(lambda *both: einsum(pattern, *both), 0, 1)(x, weight))
     assert got[0][1].sharding.is_equivalent_to(stored, weight.ndim)
-    rings = [
+    found = [
         pairs.count("{")
         for pairs in re.findall(r"collective-permute.*source_target_pairs=\{(.*?)\}\}", str(step.as_text()))
     ]
-    assert rings and all(each == layout.mesh.size for each in rings)
+    assert found and all(each == layout.mesh.size for each in found)
 
 
 def test_sums_travel_in_the_dtype_of_the_weight():
@@ -127,6 +129,7 @@ def test_a_model_learns_the_same_by_rings(monkeypatch):
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
     monkeypatch.setattr(rings, "LANES", 1)
+    monkeypatch.setattr(rings, "TERM_WIDTH", 1)
     got, program = gradients(layout)
     assert program.count("ppermute") >= 2 * 5  # both directions; programs of equal matrices are printed once
     assert_close(jax.device_get(got), jax.device_get(want), units=512)
@@ -141,7 +144,8 @@ def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
     ring = gradient_ring(plan, layout, *shapes[:2])
     assert ring is not None and ring.axes == ("fsdp",)
     assert gradient_ring(plan, layout, *shapes[2:]) is None
-    monkeypatch.setattr(rings, "MOST_DEVICES", 7)
+    assert ring.levels == (2, 4)  # terms of 512 columns
+    monkeypatch.setattr(rings, "MOST_ADDITIONS", 3)
     assert gradient_ring(plan, layout, *shapes[:2]) is None
 
 
