@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.core.chips import LANES
+from eqx_decoders.numerics.grouped_matmul import columns_times_rows, grouped_arrays, in_groups
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import AXES, names_of
 from eqx_decoders.sharding.layout import Layout
@@ -71,6 +72,27 @@ def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) ->
     whole, stored = (place.spec for place in places)
     ring = find_ring(plan, layout, whole, stored, x.shape, weight.shape)
     return None if ring is None or not suits_ring(ring.levels, weight.shape[ring.dimension]) else ring
+
+
+class GroupRing(NamedTuple):
+    """The ring of a grouped product `rows inner, groups inner outer -> rows outer`, inside of a `shard_map`.
+
+    - `axes`, `levels`: as in `GradientRing`.
+    - `dimension`: 1 or 2, the dimension of the weight of which each device has a part.
+    """
+
+    axes: tuple[str, ...]
+    levels: tuple[int, int]
+    dimension: int
+
+
+def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dimension: int) -> GroupRing | None:
+    """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
+    size = math.prod(layout.sizes[name] for name in axes)
+    width, across = part[dimension] * size, part[3 - dimension]
+    levels = ring_levels(size, width // TERM_WIDTH)
+    good = layout.backend.gradient_rings and "data" not in axes and suits_ring(levels, width) and across % 2 == 0
+    return GroupRing(axes, levels, dimension) if good else None
 
 
 def ring_levels(size: int, most: int) -> tuple[int, int]:
@@ -185,6 +207,54 @@ def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, 
 
     piece = jnp.concatenate(ring_scatter(term, ring.axes, ring.levels, dtype, ring.dimension), ring.halved)
     return lax.psum(piece, ring.others) if ring.others else piece
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def ring_groups(
+    rings: tuple[GroupRing, ...], block: int | None, x: Array, parts: tuple[Array, ...], counts: Int[Array, "groups"]
+) -> tuple[Array, ...]:
+    """Multiply sorted rows by several weights of which each device has a part (`grouped_products`)."""
+    return _groups_forward(rings, block, x, parts, counts)[0]
+
+
+def _groups_forward(rings, block, x, parts, counts):
+    whole = tuple(
+        lax.all_gather(part, ring.axes, axis=ring.dimension, tiled=True)
+        for ring, part in zip(rings, parts, strict=True)
+    )
+    return grouped_arrays(x, whole, counts, block), (x, whole, counts)
+
+
+def _groups_backward(rings, block, saved, gradients):
+    x, whole, counts = saved
+    _, pull = jax.vjp(lambda x: grouped_arrays(x, whole, counts, block), x)
+    inside = in_groups(x, counts)
+    x, *masked = (jnp.where(inside, each, jnp.zeros((), each.dtype)) for each in (x, *gradients))
+    to_parts = (
+        _scattered_groups(ring, block, weight.dtype, x, gradient, counts)
+        for ring, weight, gradient in zip(rings, whole, masked, strict=True)
+    )
+    return *pull(gradients), tuple(to_parts), None
+
+
+ring_groups.defvjp(_groups_forward, _groups_backward)
+
+
+def _scattered_groups(
+    ring: GroupRing, block: int | None, dtype: np.dtype, x: Array, gradient: Array, counts: Array
+) -> Array:
+    """Return this device's part of the gradient of a weight, from its rows and those of all others."""
+    outer = ring.dimension == 2  # the results' columns are split, not those of x
+    split, other = (gradient, x) if outer else (x, gradient)
+    piece = _cutter((split, split), ring.levels[0], 1)
+    halves = jnp.split(other, 2, 1)
+
+    def term(index: Array, half: int) -> Array:
+        one, two = piece(index, half), halves[half]
+        one, two = (two, one) if outer else (one, two)
+        return separate(columns_times_rows(block, one, two, counts, x.dtype))
+
+    return jnp.concatenate(ring_scatter(term, ring.axes, ring.levels, dtype, ring.dimension), 3 - ring.dimension)
 
 
 def separate(product: Array) -> Array:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from eqx_decoders.numerics.matmul import cast_in_loop, cast_weight, matmul, row_major_transpose
-from eqx_decoders.numerics.megablox import has_kernel, kernel_product
+from eqx_decoders.numerics.megablox import has_kernel, kernel_columns, kernel_product
 
 
 BLOCKS = "grouped_blocks"  # name in programs of the loop over blocks: its trips are as many as the rows need
@@ -185,7 +185,7 @@ def _frozen_forward(block, x, weight, counts):
 grouped_frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
-# --- parts of products in 8 bits ---
+# --- parts of products in 8 bits, and of gradients ---
 
 
 def of_rows(table: Float[Array, "groups outer"], x: Array, counts: Array) -> Float[Array, "rows outer"]:
@@ -212,6 +212,8 @@ def rows_times_groups(block: int | None, x: Array, weight: Array, counts: Array,
 
 def columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dtype: DTypeLike) -> Array:
     """Compute `x^T g` over the rows of each group, in f32; beyond the groups rows are zero."""
+    if block is None and has_kernel(x.dtype):
+        return kernel_columns(False, x, g, counts.astype(jnp.int32), jnp.float32)
     if block is None:
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]

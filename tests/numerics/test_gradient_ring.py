@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -15,7 +16,8 @@ import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.numerics import gradient_ring as rings
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_product, ring_sum
+from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_groups, ring_product, ring_sum
+from eqx_decoders.numerics.grouped_matmul import grouped_arrays
 from eqx_decoders.numerics.product_plan import product_plan
 from tests.compare import assert_close
 
@@ -163,3 +165,28 @@ def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
     want, got = jax.jit(layout.shard_map(both, P("fsdp"), spec))(x)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(want, x.sum(0))
+
+
+def test_rings_of_grouped_products_give_the_gradients_of_one_device(monkeypatch):
+    """Rows of experts as on a TPU, of which the last ones belong to none and hold anything."""
+    monkeypatch.setattr(rings, "TERM_WIDTH", 2)
+    layout, counts = ed.Layout.create(fsdp=8), jnp.asarray(np.random.default_rng(0).integers(0, 4, (8, 3), np.int32))
+    kinds = tuple(rings.GroupRing(("fsdp",), (4, 2), dimension) for dimension in (1, 2))
+    x, weights = draw(1, (8, 12, 8)), (draw(2, (3, 8, 6)), draw(3, (3, 8, 16)))
+    filled = jnp.arange(12)[None, :, None] < counts.sum(1)[:, None, None]
+
+    def loss(product, x, weights, counts):
+        outs = product(x, weights, counts)
+        return sum(jnp.sum(jnp.sin(out)) for out in outs)
+
+    def on_devices(x, weights, counts):
+        return jax.grad(partial(loss, partial(ring_groups, kinds, None)), (0, 1))(x[0], weights, counts[0])
+
+    parts = P(None, "fsdp"), P(None, None, "fsdp")
+    mapped = layout.shard_map(on_devices, (P("fsdp"), parts, P("fsdp")), (P("fsdp"), parts))
+    to_x, got = jax.jit(mapped)(jnp.where(filled, x, jnp.nan), weights, counts)
+    one = jax.grad(
+        lambda w: sum(loss(partial(grouped_arrays, block=None), *each) for each in zip(x, [w] * 8, counts, strict=True))
+    )
+    assert_close(got, jax.jit(one)(weights), units=64)
+    assert bool(jnp.all(jnp.isfinite(to_x)))
