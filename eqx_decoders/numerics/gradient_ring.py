@@ -30,6 +30,9 @@ from eqx_decoders.sharding.axes import AXES, names_of
 from eqx_decoders.sharding.layout import Layout
 
 
+# Rows of a TPU's registers for numbers of 16 bits.
+ROWS = 16
+
 # Columns of a term: a product of fewer would wait for its other operand (v6e: 560 operations for each byte read).
 TERM_WIDTH = 512
 
@@ -62,16 +65,13 @@ class GradientRing(NamedTuple):
 
 
 def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) -> GradientRing | None:
-    """Return the ring of a product's gradient; None where its devices have none, or a plain sum serves as well.
-
-    Pieces have at least the width of a TPU's registers.
-    """
+    """Return the ring of a product's gradient; None where its devices have none, or a plain sum serves as well."""
     places = layout.gather_places(plan.right, weight.shape) if layout.backend.gradient_rings else None
     if places is None:
         return None
     whole, stored = (place.spec for place in places)
     ring = find_ring(plan, layout, whole, stored, x.shape, weight.shape)
-    return None if ring is None or not suits_ring(ring.levels, weight.shape[ring.dimension]) else ring
+    return None if ring is None or not suits_ring(ring.levels, weight.shape, ring.dimension) else ring
 
 
 class GroupRing(NamedTuple):
@@ -89,10 +89,10 @@ class GroupRing(NamedTuple):
 def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dimension: int) -> GroupRing | None:
     """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
     size = math.prod(layout.sizes[name] for name in axes)
-    width, across = part[dimension] * size, part[3 - dimension]
-    levels = ring_levels(size, width // TERM_WIDTH)
-    good = layout.backend.gradient_rings and "data" not in axes and suits_ring(levels, width) and across % 2 == 0
-    return GroupRing(axes, levels, dimension) if good else None
+    shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
+    levels = ring_levels(size, shape[dimension] // TERM_WIDTH)
+    good = layout.backend.gradient_rings and "data" not in axes and suits_ring(levels, shape, dimension)
+    return GroupRing(axes, levels, dimension) if good and part[3 - dimension] % 2 == 0 else None
 
 
 def ring_levels(size: int, most: int) -> tuple[int, int]:
@@ -101,9 +101,10 @@ def ring_levels(size: int, most: int) -> tuple[int, int]:
     return first, size // first
 
 
-def suits_ring(levels: tuple[int, int], width: int) -> bool:
-    """Return whether a weight's gradient may be added up in rings: by its width, of which each device keeps a piece."""
-    return sum(levels) - 2 <= MOST_ADDITIONS and width >= LANES * math.prod(levels)
+def suits_ring(levels: tuple[int, int], shape: tuple[int, ...], dimension: int) -> bool:
+    """Return whether a weight's gradient is added up in rings: its pieces fill a TPU's registers, and are not many."""
+    least = LANES if dimension == len(shape) - 1 else ROWS
+    return sum(levels) - 2 <= MOST_ADDITIONS and shape[dimension] >= least * math.prod(levels)
 
 
 def find_ring(

@@ -130,16 +130,17 @@ def test_a_model_learns_the_same_by_rings(monkeypatch):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
-    monkeypatch.setattr(rings, "LANES", 1)
-    monkeypatch.setattr(rings, "TERM_WIDTH", 1)
+    for name in ("LANES", "ROWS", "TERM_WIDTH"):
+        monkeypatch.setattr(rings, name, 1)
     got, program = gradients(layout)
     assert program.count("ppermute") >= 2 * 5  # both directions; programs of equal matrices are printed once
     assert_close(jax.device_get(got), jax.device_get(want), units=512)
 
 
 def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
-    layout, plan = ed.Layout.create(fsdp=8), product_plan(IN)
-    shapes = [jnp.zeros(shape) for shape in ((8, 6, 1024), (1024, 12), (8, 6, 1016), (1016, 12))]
+    """Columns of the last dimension, rows of another one."""
+    layout, plan = ed.Layout.create(fsdp=8), product_plan(OUT)
+    shapes = [jnp.zeros(shape) for shape in ((8, 6, 12), (12, 1024), (8, 6, 12), (12, 1016))]
     assert gradient_ring(plan, layout, *shapes[:2]) is None  # on a CPU
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
@@ -147,6 +148,10 @@ def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
     assert ring is not None and ring.axes == ("fsdp",)
     assert gradient_ring(plan, layout, *shapes[2:]) is None
     assert ring.levels == (2, 4)  # terms of 512 columns
+    few = [jnp.zeros(shape) for shape in ((8, 6, 128), (128, 12), (8, 6, 120), (120, 12))]
+    ring = gradient_ring(product_plan(IN), layout, *few[:2])
+    assert ring is not None and ring.levels == (1, 8)
+    assert gradient_ring(product_plan(IN), layout, *few[2:]) is None
     monkeypatch.setattr(rings, "MOST_ADDITIONS", 3)
     assert gradient_ring(plan, layout, *shapes[:2]) is None
 

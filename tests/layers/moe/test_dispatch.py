@@ -159,6 +159,7 @@ def rings(monkeypatch):
     backend = dataclasses.replace(ed.Layout.create(fsdp=8).backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
     monkeypatch.setattr(gradient_ring, "LANES", 1)
+    monkeypatch.setattr(gradient_ring, "ROWS", 1)
     monkeypatch.setattr(gradient_ring, "TERM_WIDTH", 8)
     products = Mock(wraps=gradient_ring.ring_groups)
     monkeypatch.setattr(einsum, "ring_groups", products)
