@@ -29,10 +29,10 @@ PIPELINE = dict(stage=2, fsdp=2)
 # GB that a device sends in a step of four layers of Llama 3.2 1B (0.24 billion weights and a table of 0.26), 8 x 2048
 MOST: dict[str, tuple[dict[str, int], dict[str, object], float]] = {
     "data": (dict(data=4), {}, 2.588),
-    "fsdp": (dict(fsdp=4), {}, 2.685),
-    "data and fsdp": (dict(data=2, fsdp=2), {}, 3.069),
+    "fsdp": (dict(fsdp=4), {}, 2.291),
+    "data and fsdp": (dict(data=2, fsdp=2), {}, 2.807),
     "tensor": (dict(tensor=4), {}, 1.544),
-    "fsdp and tensor": (dict(fsdp=2, tensor=2), {}, 1.973),
+    "fsdp and tensor": (dict(fsdp=2, tensor=2), {}, 1.841),
     "context": (dict(context=4), {}, 3.088),
     "context, exchanged heads": (dict(fsdp=2, context=2), dict(context_form="all_to_all"), 3.188),
     "pipeline": (PIPELINE, dict(pipeline=ed.Pipeline(microbatches=4)), 6.421),
