@@ -35,7 +35,7 @@ class RunOptions(TypedDict, total=False):
     layer_stats: bool
     attention_maxima: bool
     lookup: LookupName
-    head_bytes: int
+    head_bytes: int | None
     exchange_bytes: int
     context_order: ContextOrder
     context_form: ContextForm
@@ -83,7 +83,7 @@ class ExecutionConfig(CheckedFields):
         are added, no table is gathered. It costs as many operations as the head.
     - `head_bytes`: bytes that a device of a mesh may use for the head's gathered kernel and its gradient in the fused
         loss. If both need more, the vocabulary is processed in parts, which costs four products of the size of the head
-        instead of three.
+        instead of three, and another gather. None: a tenth of the device's memory, 2 GB where that is not known.
     - `exchange_bytes`: bytes that a device of a mesh may use for the tokens of its experts. If they need more, they are
         sent in several rounds.
     - `context_order`: order of the tokens of rows that a mesh splits, in losses: `"plain"`, or `"zigzag"`, where each
@@ -109,7 +109,7 @@ class ExecutionConfig(CheckedFields):
     scan: bool = True
     layer_stats: bool = False
     lookup: LookupName = "gather"
-    head_bytes: PositiveInt = 2 * 10**9
+    head_bytes: PositiveInt | None = None
     exchange_bytes: PositiveInt = 10**9
     context_order: ContextOrder = "plain"
     context_form: ContextForm = "gather"

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from eqx_decoders.cli import program, require
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.cli.xla_flags import options
 from eqx_decoders.context import Execution, ExecutionConfig
+from eqx_decoders.core.chips import CHIPS
 from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeInt, PositiveInt, check, check_word, need_extra
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
@@ -121,6 +123,11 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
     jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
     os.environ.pop("XLA_FLAGS", None)
     more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    name, _, extents = topology.partition(":")
+    chip = next((chip for chip in CHIPS if chip.name == name), None)
+    if chip is not None and re.fullmatch(r"\d+(x\d+){1,2}", extents):
+        closed = chip.closed([int(extent) for extent in extents.split("x")])  # libtpu joins no ends by itself
+        more["wrap"] = (*closed, False, False)[:3]
     if topology.startswith("v4"):  # whose chips are two cores each, which JAX takes as one device
         more["chip_config_name"] = "megacore"
     try:

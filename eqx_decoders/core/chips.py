@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ class Chip:
     - `formats`: 8-bit dtypes of `eight_bit`: `int8`, `fp8`. Others are no faster than bf16.
     - `memory`, `memory_bandwidth`: bytes, and bytes a second.
     - `links`, `link_bandwidth`: connections to neighbors, and the bytes a second that each carries in one direction.
-    - `ring`: along which multiples of chips a torus is closed, so that an axis sends both ways; 0: a switch, no torus.
+    - `ring`: along which multiples of chips a torus is closed, so that an axis sends both ways (see `closed`); 0: a
+        switch, no torus.
     - `node`: chips that the fast network joins; 0: all of a slice.
     - `network_bandwidth`: bytes a second of a chip, in one direction, between slices or nodes.
     - `source`: where the figures are from.
@@ -46,6 +48,14 @@ class Chip:
     node: int = 0
     network_bandwidth: float
     source: str
+
+    def closed(self, extents: Sequence[int]) -> tuple[bool, ...]:
+        """Return along which coordinates of a slice with so many chips the last chip is joined to the first.
+
+        Cubes of optical switches close all three axes of a torus or none of them.
+        """
+        rings = tuple(self.ring > 0 and extent % self.ring == 0 for extent in extents)
+        return rings if self.links < 6 or all(rings) else (False,) * len(rings)
 
 
 _CLOUD = "cloud.google.com/tpu/docs"

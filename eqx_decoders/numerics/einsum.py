@@ -12,11 +12,12 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.numerics.gradient_ring import gradient_ring, ring_product
+from eqx_decoders.numerics.gradient_ring import GroupRing, gradient_ring, ring_groups, ring_product
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.matmul import cast_in_loop, product
 from eqx_decoders.numerics.product_plan import ProductPlan, product_plan
@@ -130,6 +131,31 @@ class ArrayWeight(AbstractArrayWeight):
     ) -> tuple[Array, ...]:
         """Multiply sorted rows by several arrays at once."""
         return grouped_arrays(x, tuple(weight.values for weight in weights), counts, form)
+
+
+class RingWeight(AbstractArrayWeight):
+    """Part of experts on a device of a `shard_map`: gathered for products, and its gradient added up in a ring."""
+
+    ring: GroupRing = eqx.field(static=True)
+
+    def part_axes(self, words: Axes) -> dict[str, Axes]:
+        """Return the axes of the part."""
+        return {"values": words}
+
+    def array(self, *contracted: int) -> Float[Array, "..."]:
+        """Gather the array."""
+        return lax.all_gather(self.values, self.ring.axes, axis=self.ring.dimension, tiled=True)
+
+    def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
+        """Multiply an activation by the array."""
+        return ArrayWeight(self.array()).contract(plan, x, options)
+
+    @classmethod
+    def contract_groups(
+        cls, x: Array, weights: "Sequence[RingWeight]", counts: Array, form: GroupedForm
+    ) -> tuple[Array, ...]:
+        """Multiply sorted rows by several arrays at once."""
+        return ring_groups(tuple(w.ring for w in weights), form, x, tuple(w.values for w in weights), counts)
 
 
 def as_weight(weight: Float[AnyArray, "..."] | AbstractWeight) -> AbstractWeight:

@@ -6,10 +6,13 @@ such operation for these arrays: it sums all of them everywhere, or sends them r
 as many bytes. Here a device adds its term of a piece to the sum that has arrived and sends it on; after n - 1 steps
 each device holds its piece. Two rings, one in each direction, have one half of every piece each (Wang et al., "Overlap
 communication with dependent computation via decomposition", ASPLOS 2023).
+
+Many devices are rings of rings: rows of devices add up terms that are wide enough to be multiplied at full speed, and
+then columns of devices the pieces of their sums. It is as many bytes, in fewer steps.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,20 +24,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.core.chips import LANES
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, columns_times_rows, grouped_arrays, in_groups
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import AXES, names_of
 from eqx_decoders.sharding.layout import Layout
 
 
-# Devices of a ring. In 16 bits a sum is rounded at each of them: an error of 0.3 % for 8 and 0.7 % for 64 (RMS, terms
-# drawn independently), where XLA's own sums on a CPU have 0.2 %.
-MOST_DEVICES = 32
+# Rows of a TPU's registers for numbers of 16 bits.
+ROWS = 16
+
+# Columns of a term: a product of fewer would wait for its other operand (v6e: 560 operations for each byte read).
+TERM_WIDTH = 512
+
+# Additions to a sum. In 16 bits each rounds it: an error of 0.3 % for 7 of them and 0.7 % for 63 (RMS, terms drawn
+# independently), where XLA's own sums on a CPU have 0.2 %.
+MOST_ADDITIONS = 31
 
 
 class GradientRing(NamedTuple):
     """The ring of a product: how operands and gradient are split.
 
     - `axes`: the mesh axes of the ring.
+    - `levels`: devices of a ring whose terms are products, and of one of their sums.
     - `dimension`: the dimension of the weight of which each device keeps a piece.
     - `halved`: the dimension of the weight of which each direction has a half.
     - `others`: mesh axes that split the tokens, too.
@@ -43,6 +54,7 @@ class GradientRing(NamedTuple):
     """
 
     axes: tuple[str, ...]
+    levels: tuple[int, int]
     dimension: int
     halved: int
     others: tuple[str, ...]
@@ -53,17 +65,46 @@ class GradientRing(NamedTuple):
 
 
 def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) -> GradientRing | None:
-    """Return the ring of a product's gradient; None where its devices have none, or a plain sum serves as well.
-
-    Pieces have at least the width of a TPU's registers.
-    """
+    """Return the ring of a product's gradient; None where its devices have none, or a plain sum serves as well."""
     places = layout.gather_places(plan.right, weight.shape) if layout.backend.gradient_rings else None
     if places is None:
         return None
     whole, stored = (place.spec for place in places)
     ring = find_ring(plan, layout, whole, stored, x.shape, weight.shape)
-    count = 1 if ring is None else math.prod(layout.sizes[name] for name in ring.axes)
-    return None if ring is None or count > MOST_DEVICES or weight.shape[ring.dimension] < LANES * count else ring
+    return None if ring is None or not suits_ring(ring.levels, weight.shape, ring.dimension) else ring
+
+
+class GroupRing(NamedTuple):
+    """The ring of a grouped product `rows inner, groups inner outer -> rows outer`, inside of a `shard_map`.
+
+    - `axes`, `levels`: as in `GradientRing`.
+    - `dimension`: 1 or 2, the dimension of the weight of which each device has a part.
+    """
+
+    axes: tuple[str, ...]
+    levels: tuple[int, int]
+    dimension: int
+
+
+def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dimension: int) -> GroupRing | None:
+    """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
+    size = math.prod(layout.sizes[name] for name in axes)
+    shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
+    levels = ring_levels(size, shape[dimension] // TERM_WIDTH)
+    good = layout.backend.gradient_rings and "data" not in axes and suits_ring(levels, shape, dimension)
+    return GroupRing(axes, levels, dimension) if good and part[3 - dimension] % 2 == 0 else None
+
+
+def ring_levels(size: int, most: int) -> tuple[int, int]:
+    """Return devices of two levels of rings for so many devices: the first one has `most` at most."""
+    first = max(count for count in range(1, max(1, most) + 1) if size % count == 0)
+    return first, size // first
+
+
+def suits_ring(levels: tuple[int, int], shape: tuple[int, ...], dimension: int) -> bool:
+    """Return whether a weight's gradient is added up in rings: its pieces fill a TPU's registers, and are not many."""
+    least = LANES if dimension == len(shape) - 1 else ROWS
+    return sum(levels) - 2 <= MOST_ADDITIONS and shape[dimension] >= least * math.prod(levels)
 
 
 def find_ring(
@@ -108,7 +149,8 @@ def find_ring(
         return PartitionSpec(*(split.get(word, shared.get(word)) or None for word in words))
 
     others = tuple(name for name in rows if name not in axes)
-    return GradientRing(axes, changed[0], halves[0], others, spec(left), spec(out), whole, stored)
+    levels = ring_levels(math.prod(layout.sizes[name] for name in axes), weight[changed[0]] // TERM_WIDTH)
+    return GradientRing(axes, levels, changed[0], halves[0], others, spec(left), spec(out), whole, stored)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -136,16 +178,14 @@ def _forward(plan, dtype, layout, ring, x, weight):
 def _backward(plan, dtype, layout, ring, saved, gradient):
     x, weight = saved
     pull = jax.linear_transpose(lambda x: jnp.einsum(plan.letters, x, weight, preferred_element_type=dtype), x)
-    terms = partial(_scattered_gradient, plan, ring, math.prod(layout.sizes[name] for name in ring.axes), weight.dtype)
+    terms = partial(_scattered_gradient, plan, ring, weight.dtype)
     return *pull(gradient), layout.shard_map(terms, (ring.x, ring.out), ring.weight)(x, gradient)
 
 
 ring_product.defvjp(_forward, _backward)
 
 
-def _scattered_gradient(
-    plan: ProductPlan, ring: GradientRing, size: int, dtype: np.dtype, x: Array, gradient: Array
-) -> Array:
+def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, x: Array, gradient: Array) -> Array:
     """Return this device's piece of the weight's gradient, from its tokens and those of all others."""
     letters, result = plan.letters.split("->")
     left, right = letters.split(",")
@@ -160,27 +200,107 @@ def _scattered_gradient(
 
     def term(index: Array, half: int) -> Array:
         one, other = (
-            cut(cut(array, words, half_word, 2, half), words, word, size, index)
+            cut(cut(array, words, half_word, 2, half), words, word, ring.levels[0], index)
             for array, words in ((x.astype(gradient.dtype), plan.left), (gradient, plan.out))
         )
         product = jnp.einsum(f"{left},{result}->{right}", one, other, preferred_element_type=jnp.float32)
-        # XLA would add the sum that arrives in the product itself, which then waits for it
-        return lax.optimization_barrier(product)
+        return separate(product)
 
-    piece = jnp.concatenate(ring_scatter(term, ring.axes, size, dtype), ring.halved)
+    piece = jnp.concatenate(ring_scatter(term, ring.axes, ring.levels, dtype, ring.dimension), ring.halved)
     return lax.psum(piece, ring.others) if ring.others else piece
 
 
-def ring_scatter(
-    term: Callable[[Int[Array, ""], int], Array], axes: tuple[str, ...], size: int, dtype: np.dtype
-) -> tuple[Array, Array]:
-    """Sum over devices; return this device's piece, in two halves, inside of a `shard_map` over `axes`.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def ring_groups(
+    rings: tuple[GroupRing, ...], form: GroupedForm, x: Array, parts: tuple[Array, ...], counts: Int[Array, "groups"]
+) -> tuple[Array, ...]:
+    """Multiply sorted rows by several weights of which each device has a part (`grouped_products`)."""
+    return _groups_forward(rings, form, x, parts, counts)[0]
 
-    `term(index, half)` makes this device's term of half 0 or 1 of the piece of a device. Sums travel in `dtype`, and
-    are rounded to it after each addition.
+
+def _groups_forward(rings, form, x, parts, counts):
+    whole = tuple(
+        lax.all_gather(part, ring.axes, axis=ring.dimension, tiled=True)
+        for ring, part in zip(rings, parts, strict=True)
+    )
+    return grouped_arrays(x, whole, counts, form), (x, whole, counts)
+
+
+def _groups_backward(rings, form, saved, gradients):
+    x, whole, counts = saved
+    _, pull = jax.vjp(lambda x: grouped_arrays(x, whole, counts, form), x)
+    inside = in_groups(x, counts)
+    x, *masked = (jnp.where(inside, each, jnp.zeros((), each.dtype)) for each in (x, *gradients))
+    to_parts = (
+        _scattered_groups(ring, form, weight.dtype, x, gradient, counts)
+        for ring, weight, gradient in zip(rings, whole, masked, strict=True)
+    )
+    return *pull(gradients), tuple(to_parts), None
+
+
+ring_groups.defvjp(_groups_forward, _groups_backward)
+
+
+def _scattered_groups(
+    ring: GroupRing, form: GroupedForm, dtype: np.dtype, x: Array, gradient: Array, counts: Array
+) -> Array:
+    """Return this device's part of the gradient of a weight, from its rows and those of all others."""
+    outer = ring.dimension == 2  # the results' columns are split, not those of x
+    split, other = (gradient, x) if outer else (x, gradient)
+    piece = _cutter((split, split), ring.levels[0], 1)
+    halves = jnp.split(other, 2, 1)
+
+    def term(index: Array, half: int) -> Array:
+        one, two = piece(index, half), halves[half]
+        one, two = (two, one) if outer else (one, two)
+        return separate(columns_times_rows(form, one, two, counts, x.dtype))
+
+    return jnp.concatenate(ring_scatter(term, ring.axes, ring.levels, dtype, ring.dimension), 3 - ring.dimension)
+
+
+def separate(product: Array) -> Array:
+    """Keep XLA from adding the sum that arrives in the product itself, which would then wait for it."""
+    return lax.optimization_barrier(product)
+
+
+def ring_scatter(
+    term: Callable[[Int[Array, ""], int], Array],
+    axes: tuple[str, ...],
+    levels: Sequence[int],
+    dtype: np.dtype,
+    dimension: int,
+) -> tuple[Array, Array]:
+    """Sum over devices; return this device's piece along a dimension, in two halves, inside of a `shard_map`.
+
+    `term(index, half)` makes this device's term of half 0 or 1 of a piece, of which there are as many as devices of the
+    first level. The pieces are cut further on each level after it. Sums travel in `dtype`, and are rounded to it after
+    each addition.
     """
-    here = lax.axis_index(axes)
-    rings = [[(each, (each + step) % size) for each in range(size)] for step in (1, -1)]
+    distance, halves = math.prod(levels), None
+    for size in levels:
+        distance //= size
+        halves = _ring(term if halves is None else _cutter(halves, size, dimension), axes, size, distance, dtype)
+    assert halves is not None
+    return halves
+
+
+def _cutter(halves: tuple[Array, Array], parts: int, dimension: int) -> Callable[[Int[Array, ""], int], Array]:
+    """Return the function from index and half to a piece of two halves."""
+    width = halves[0].shape[dimension] // parts
+    return lambda index, half: lax.dynamic_slice_in_dim(halves[half], index * width, width, dimension)
+
+
+def _ring(
+    term: Callable[[Int[Array, ""], int], Array], axes: tuple[str, ...], size: int, distance: int, dtype: np.dtype
+) -> tuple[Array, Array]:
+    """Run `ring_scatter` on one level: rings of `size` devices, each so far from the next one."""
+    devices, here = range(lax.axis_size(axes)), lax.axis_index(axes) // distance % size
+
+    def next_to(device: int, step: int) -> int:
+        place = device // distance % size
+        return device + ((place + step) % size - place) * distance
+
+    rings = [[(device, next_to(device, step)) for device in devices] for step in (1, -1)]
 
     def terms(count: Array | int) -> tuple[Array, Array]:
         return term((here - 1 - count) % size, 0), term((here + 1 + count) % size, 1)
@@ -193,16 +313,12 @@ def ring_scatter(
         return one, other
 
     one, other = (each.astype(dtype) for each in terms(0))
-    return lax.fori_loop(1, size, add, (one, other))
+    return (one, other) if size == 1 else lax.fori_loop(1, size, add, (one, other))
 
 
 def ring_sum(x: Array, axes: tuple[str, ...], size: int, dimension: int) -> Array:
     """Sum an array over devices; return this device's piece along a dimension, as `lax.psum_scatter` does."""
-    across = (dimension + 1) % x.ndim
-    halves = jnp.split(x, [x.shape[across] // 2], across)
-    width = x.shape[dimension] // size
-
-    def term(index: Array, half: int) -> Array:
-        return lax.dynamic_slice_in_dim(halves[half], index * width, width, dimension)
-
-    return jnp.concatenate(ring_scatter(term, axes, size, x.dtype), across)
+    across, levels = (dimension + 1) % x.ndim, ring_levels(size, math.isqrt(size))
+    one, other = jnp.split(x, [x.shape[across] // 2], across)
+    term = _cutter((one, other), levels[0], dimension)
+    return jnp.concatenate(ring_scatter(term, axes, levels, x.dtype, dimension), across)

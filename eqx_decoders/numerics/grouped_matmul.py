@@ -283,7 +283,7 @@ def _scaled_backward(form, saved, g):
 grouped_scaled.defvjp(_scaled_forward, _scaled_backward)
 
 
-# --- parts of products in 8 bits ---
+# --- parts of products in 8 bits, and of gradients ---
 
 
 def of_rows(table: Float[Array, "groups outer"], x: Array, counts: Array) -> Float[Array, "rows outer"]:
@@ -320,6 +320,8 @@ def columns_times_rows(form: GroupedForm, x: Array, g: Array, counts: Array, dty
     """Compute `x^T g` over the rows of each group, in f32; beyond the groups rows are zero."""
     if form.kind == "triton":
         return _triton_columns(form, x, g, counts, dtype, jnp.float32)
+    if form.kind == "megablox" and megablox.multiplies(x.dtype):
+        return megablox.kernel_columns(form.interpret, x, g, counts.astype(jnp.int32), jnp.float32)
     if form.kind != "blocks":
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]

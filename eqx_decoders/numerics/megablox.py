@@ -28,7 +28,12 @@ DENSE_BY_XLA = ("TPU v5 lite", "TPU v6 lite", "TPU7x")
 
 def fits(kind: str, dtype: DTypeLike) -> bool:
     """Return whether devices of a kind want this kernel, and it can multiply numbers of this dtype."""
-    return kind in DENSE_BY_XLA and dtype in (jnp.bfloat16, jnp.float32)
+    return kind in DENSE_BY_XLA and multiplies(dtype)
+
+
+def multiplies(dtype: DTypeLike) -> bool:
+    """Return whether this kernel multiplies numbers of a dtype."""
+    return dtype in (jnp.bfloat16, jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -49,17 +54,24 @@ def _forward(interpret, x, weight, counts):
 def _backward(interpret, residuals, out_bar):
     x, weight, counts = residuals
     to_x = _product(out_bar, weight, counts, interpret, transposed=True)
-    tiling, pad = _tiling(x, weight, transposed=False)
-    with _settings(x):
-        to_weight = megablox.tgmm(pad(x).T, pad(out_bar), counts, weight.dtype, tiling, interpret=interpret)
-    return to_x, to_weight, None
+    return to_x, kernel_columns(interpret, x, out_bar, counts, weight.dtype), None
 
 
 kernel_product.defvjp(_forward, _backward)
 
 
+def kernel_columns(
+    interpret: bool, x: Float[Array, "rows inner"], g: Float[Array, "rows outer"], counts: Int[Array, "groups"], dtype
+) -> Float[Array, "groups inner outer"]:
+    """Compute `x^T g` over the rows of each group."""
+    tiling, pad = _tiling(x, (len(counts), x.shape[1], g.shape[1]), jnp.dtype(dtype).itemsize)
+    with _settings(x):
+        return megablox.tgmm(pad(x).T, pad(g), counts, dtype, tiling, interpret=interpret)
+
+
 def _product(x: Array, weight: Array, counts: Array, interpret: bool, transposed: bool = False) -> Array:
-    tiling, pad = _tiling(x, weight, transposed)
+    groups, inner, outer = (weight.shape[0], *weight.shape[:0:-1]) if transposed else weight.shape
+    tiling, pad = _tiling(x, (groups, inner, outer), x.dtype.itemsize)
     options: dict = dict(transpose_rhs=transposed, interpret=interpret)
     with _settings(x):
         return megablox.gmm(pad(x), weight, counts, x.dtype, tiling, **options)[: x.shape[0]]
@@ -76,11 +88,10 @@ def _settings(x: Array):
         yield
 
 
-def _tiling(x: Array, weight: Array, transposed: bool):
+def _tiling(x: Array, sizes: tuple[int, int, int], bytes_out: int):
     """Return rows, inner and outer features of a tile, within v5e's 16 MiB of vector memory; and padding of rows."""
-    rows, groups = x.shape[0], weight.shape[0]
-    inner, outer = weight.shape[1:] if not transposed else weight.shape[:0:-1]
-    most = 2048 // x.dtype.itemsize
+    rows, (groups, inner, outer) = x.shape[0], sizes
+    most = 2048 // max(x.dtype.itemsize, bytes_out)
     mean = rows // groups
     tile = 512 if mean >= 1024 else 256 if mean >= 256 else LANES
 

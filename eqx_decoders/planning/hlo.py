@@ -27,6 +27,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([0-9,<= ]*)\]")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_END = re.compile(r'^\}(?:, \w+="[^"]*")*\s*$')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"\b(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -227,14 +228,13 @@ def parse(text: str) -> Program:
     computations: dict[str, list[Op]] = {}
     entry, current = "", None
     for line in text.splitlines():
-        if line.startswith("}"):
+        head = _HEAD.match(line) if line[:1] not in ("", " ") else None
+        if head is not None:
+            current = head[2]
+            computations[current] = []
+            entry = current if head[1] else entry
+        elif _END.match(line):  # attributes of a kernel may be text of several lines
             current = None
-        elif line[:1] not in ("", " "):
-            head = _HEAD.match(line)
-            current = None if head is None else head[2]
-            if head is not None:
-                computations[head[2]] = []
-                entry = head[2] if head[1] else entry
         elif current is not None:
             match = _LINE.match(line)
             if match:

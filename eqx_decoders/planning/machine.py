@@ -100,9 +100,9 @@ class Machine:
         columns = zip(*(position[1] for position in inside), strict=True)
         spans = [len(set(column)) for column in columns]
         bandwidth, hops = 0.0, 0.0
-        for span, extent in zip(spans, self.extents, strict=True):
+        for span, extent, closed in zip(spans, self.extents, self.chip.closed(self.extents), strict=True):
             if span > 1:
-                ring = self.chip.ring > 0 and span == extent and span % self.chip.ring == 0
+                ring = closed and span == extent
                 bandwidth += self.chip.link_bandwidth * (2 if ring else 1)
                 hops = max(hops, 1.0 if self.chip.node else span / 2 if ring else span - 1.0)  # a switch is one hop
         if bandwidth == 0 and len(inside) > 1:  # on one chip

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import sys
 import types
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import eqx_decoders as ed
@@ -50,6 +53,20 @@ def here(monkeypatch):
         return asked
 
     return ask
+
+
+@pytest.mark.parametrize(
+    "topology, wrap",
+    [("v5p:4x4x8", (True, True, True)), ("v5p:2x2x4", (False, False, False)), ("v6e:8x16", (False, True, False))],
+)
+def test_slices_are_closed_as_real_ones_are(monkeypatch, topology, wrap):
+    """XLA gathers along an open row of 64 chips by sums of whole arrays."""
+    asked = Mock()
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setitem(sys.modules, "libtpu", types.ModuleType("libtpu"))
+    monkeypatch.setattr(topologies, "get_topology_desc", asked)
+    program.tpu_devices(topology)
+    assert asked.call_args.kwargs["wrap"] == wrap
 
 
 def test_flags_become_a_plan(here):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -15,7 +16,8 @@ import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.numerics import gradient_ring as rings
 from eqx_decoders.numerics.einsum import einsum
-from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_product, ring_sum
+from eqx_decoders.numerics.gradient_ring import find_ring, gradient_ring, ring_groups, ring_product, ring_sum
+from eqx_decoders.numerics.grouped_matmul import GroupedForm, grouped_arrays
 from eqx_decoders.numerics.product_plan import product_plan
 from tests.compare import assert_close
 
@@ -27,6 +29,7 @@ PRODUCTS = {
 }
 IN, OUT, HEADS = PRODUCTS
 MESHES = (dict(fsdp=8), dict(fsdp=2, tensor=4), dict(data=2, fsdp=4), dict(fsdp=2, context=2, expert=2))
+FORM = GroupedForm("ragged_dot")
 
 
 def draw(seed, shape, dtype=jnp.float32):
@@ -50,10 +53,12 @@ def gradients(product, *argnums):
 
 
 @pytest.mark.parametrize("pattern, sizes", [(IN, sizes) for sizes in MESHES] + [(OUT, MESHES[1]), (HEADS, MESHES[1])])
-def test_a_ring_gives_the_gradients_of_one_device(pattern, sizes):
+def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes):
+    """Eight devices are two rings of four, whose terms are products, and four of two, or the other way round."""
+    monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 8)
     layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
     plan, ring = product_plan(pattern), ring_of(pattern, layout)
-    assert ring is not None
+    assert ring is not None and (sizes != MESHES[0] or ring.levels == (4, 2))
 
     def product(x, weight):
         return ring_product(plan, np.dtype("float32"), layout, ring, x, weight)
@@ -64,11 +69,11 @@ def test_a_ring_gives_the_gradients_of_one_device(pattern, sizes):
     got = step(*placed)
     assert_close(got, gradients(lambda *both: einsum(pattern, *both), 0, 1)(x, weight))
     assert got[0][1].sharding.is_equivalent_to(stored, weight.ndim)
-    rings = [
+    found = [
         pairs.count("{")
         for pairs in re.findall(r"collective-permute.*source_target_pairs=\{(.*?)\}\}", str(step.as_text()))
     ]
-    assert rings and all(each == layout.mesh.size for each in rings)
+    assert found and all(each == layout.mesh.size for each in found)
 
 
 def test_sums_travel_in_the_dtype_of_the_weight():
@@ -126,22 +131,29 @@ def test_a_model_learns_the_same_by_rings(monkeypatch):
     layout = ed.Layout.create(fsdp=4, tensor=2)
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
-    monkeypatch.setattr(rings, "LANES", 1)
+    for name in ("LANES", "ROWS", "TERM_WIDTH"):
+        monkeypatch.setattr(rings, name, 1)
     got, program = gradients(layout)
     assert program.count("ppermute") >= 2 * 5  # both directions; programs of equal matrices are printed once
     assert_close(jax.device_get(got), jax.device_get(want), units=512)
 
 
 def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
-    layout, plan = ed.Layout.create(fsdp=8), product_plan(IN)
-    shapes = [jnp.zeros(shape) for shape in ((8, 6, 1024), (1024, 12), (8, 6, 1016), (1016, 12))]
+    """Columns of the last dimension, rows of another one."""
+    layout, plan = ed.Layout.create(fsdp=8), product_plan(OUT)
+    shapes = [jnp.zeros(shape) for shape in ((8, 6, 12), (12, 1024), (8, 6, 12), (12, 1016))]
     assert gradient_ring(plan, layout, *shapes[:2]) is None  # on a CPU
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
     ring = gradient_ring(plan, layout, *shapes[:2])
     assert ring is not None and ring.axes == ("fsdp",)
     assert gradient_ring(plan, layout, *shapes[2:]) is None
-    monkeypatch.setattr(rings, "MOST_DEVICES", 7)
+    assert ring.levels == (2, 4)  # terms of 512 columns
+    few = [jnp.zeros(shape) for shape in ((8, 6, 128), (128, 12), (8, 6, 120), (120, 12))]
+    ring = gradient_ring(product_plan(IN), layout, *few[:2])
+    assert ring is not None and ring.levels == (1, 8)
+    assert gradient_ring(product_plan(IN), layout, *few[2:]) is None
+    monkeypatch.setattr(rings, "MOST_ADDITIONS", 3)
     assert gradient_ring(plan, layout, *shapes[:2]) is None
 
 
@@ -159,3 +171,28 @@ def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
     want, got = jax.jit(layout.shard_map(both, P("fsdp"), spec))(x)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(want, x.sum(0))
+
+
+def test_rings_of_grouped_products_give_the_gradients_of_one_device(monkeypatch):
+    """Rows of experts as on a TPU, of which the last ones belong to none and hold anything."""
+    monkeypatch.setattr(rings, "TERM_WIDTH", 2)
+    layout, counts = ed.Layout.create(fsdp=8), jnp.asarray(np.random.default_rng(0).integers(0, 4, (8, 3), np.int32))
+    kinds = tuple(rings.GroupRing(("fsdp",), (4, 2), dimension) for dimension in (1, 2))
+    x, weights = draw(1, (8, 12, 8)), (draw(2, (3, 8, 6)), draw(3, (3, 8, 16)))
+    filled = jnp.arange(12)[None, :, None] < counts.sum(1)[:, None, None]
+
+    def loss(product, x, weights, counts):
+        outs = product(x, weights, counts)
+        return sum(jnp.sum(jnp.sin(out)) for out in outs)
+
+    def on_devices(x, weights, counts):
+        return jax.grad(partial(loss, partial(ring_groups, kinds, FORM)), (0, 1))(x[0], weights, counts[0])
+
+    parts = P(None, "fsdp"), P(None, None, "fsdp")
+    mapped = layout.shard_map(on_devices, (P("fsdp"), parts, P("fsdp")), (P("fsdp"), parts))
+    to_x, got = jax.jit(mapped)(jnp.where(filled, x, jnp.nan), weights, counts)
+    one = jax.grad(
+        lambda w: sum(loss(partial(grouped_arrays, form=FORM), *each) for each in zip(x, [w] * 8, counts, strict=True))
+    )
+    assert_close(got, jax.jit(one)(weights), units=64)
+    assert bool(jnp.all(jnp.isfinite(to_x)))

@@ -162,6 +162,20 @@ def test_of_ragged_exchanges_the_smaller_side_counts():
     assert (found.kind, found.bytes, found.times, found.axes) == ("ragged-all-to-all", 64, 2, ("tensor",))
 
 
+def test_text_of_a_kernel_may_have_lines_of_its_own():
+    """Splash attention describes its blocks so; what follows belongs to the same computation."""
+    text = """ENTRY %main (x: bf16[4]) -> bf16[8] {
+  %x = bf16[4] parameter(0)
+  %kernel = bf16[4] custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"blocks":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(step)/splash"}
+  ROOT %gathered = bf16[8] all-gather(%kernel), replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+"""
+    (found,) = collectives(parse(text), MESH)
+    assert (found.kind, found.bytes) == ("all-gather", 16)
+
+
 # Each collective as it is, and as XLA:GPU starts it; the last one as XLA:TPU does. One is in a fusion.
 ASYNCHRONOUS = """%reduced (p: bf16[64]) -> bf16[64] {
   %p = bf16[64]{0} parameter(0)

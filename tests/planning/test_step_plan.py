@@ -30,7 +30,7 @@ from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 
 
-V5P = {chip.name: chip for chip in CHIPS}["v5p"]
+V5P = dataclasses.replace({chip.name: chip for chip in CHIPS}["v5p"], links=4)  # a torus of two axes
 
 
 def torus(x: int, y: int, slices: int = 1, chip=V5P) -> Machine:
@@ -64,6 +64,21 @@ def test_links_of_a_group_are_those_of_the_axes_along_which_it_goes():
     assert machine.route((0, 2)).bandwidth == 100e9  # half of the ring is a line
     assert torus(6, 1).route(tuple(range(6))).bandwidth == 100e9
     assert machine.route((0, 2, 4, 6)).hops == 2 and torus(6, 1).route(tuple(range(6))).hops == 5
+
+
+@pytest.mark.parametrize(
+    "name, extents, closed",
+    [
+        ("v5p", (4, 4, 8), (True, True, True)),
+        ("v5p", (2, 4, 4), (False, False, False)),
+        ("v6e", (8, 16), (False, True)),
+        ("v6e", (8, 8), (False, False)),
+    ],
+)
+def test_a_slice_is_closed_along_whole_rings(name, extents, closed):
+    """v5p: cubes of 4 x 4 x 4 and multiples of them; v6e: an axis of sixteen, whatever the other one is."""
+    (chip,) = (chip for chip in CHIPS if chip.name == name)
+    assert chip.closed(extents) == closed
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,13 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.moe.sorted_rows import combine, dispatch, rows_at, scale_rows, sort_by_expert
+from eqx_decoders.numerics.einsum import RingWeight
+from eqx_decoders.numerics.gradient_ring import GroupRing, group_ring
 from eqx_decoders.numerics.matmul import cast_in_loop
 from eqx_decoders.numerics.quantized_weight import is_quantized
 from eqx_decoders.remat import get_remat
 from eqx_decoders.sharding.axes import axes, names_of, path_name
+from eqx_decoders.sharding.layout import Layout
 
 
 # What a device makes of tokens with some experts, `sum of gate * expert(x)`, and one expert for each row without gates.
@@ -65,21 +68,25 @@ def run_on_mesh(
             return leaf.specs(layout.weight_spec(words[f"{name}.values"], leaf.shape, f"{name} of experts"))
         return layout.weight_spec(words[name], leaf.shape, f"{name} of experts")
 
-    def ready(path: Any, leaf: Any) -> Any:
+    def ready(once: bool, path: Any, leaf: Any) -> Any:
         name = path_name(path)
         if is_quantized(leaf):
             gather = partial(_gather_weight, split_axes=plan.split_axes)
             return leaf.gathered(layout.weight_spec(words[f"{name}.values"]), gather)
+        ring = plan.ring(layout, layout.weight_spec(words[name]), leaf.shape) if once and len(path) == 1 else None
+        if ring is not None:
+            return RingWeight(cast_in_loop(leaf, x.dtype), ring)
         leaf = _gather_weight(leaf, layout.weight_spec(words[name]), plan.split_axes, x.dtype)
         # a bias of results counts once among those who add up their parts of a result
         return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] in RESULTS else leaf
 
     def run(weights, parts):
-        mine = partial(experts, jax.tree_util.tree_map_with_path(ready, weights, is_leaf=is_quantized))
-        exchange = (_AllToAll if plan.all_to_all else _Gathered)(mine, plan, scale_inputs)
         flat = [tuple(each.reshape(-1, each.shape[-1]) for each in part) for part in parts]
         (rows, slots, _), *_ = flat
         count = plan.rounds(len(rows), slots.shape[1], rows.shape[1] * rows.dtype.itemsize, execution.exchange_bytes)
+        whole = partial(ready, count * len(parts) == 1)
+        mine = partial(experts, jax.tree_util.tree_map_with_path(whole, weights, is_leaf=is_quantized))
+        exchange = (_AllToAll if plan.all_to_all else _Gathered)(mine, plan, scale_inputs)
         if count == 1:
             return [out.reshape(part[0].shape) for out, part in zip(_run_in_turn(exchange, flat), parts, strict=True)]
         remat = get_remat(execution.remat)
@@ -156,6 +163,17 @@ class _ExchangePlan:
         wanted = min(tokens, -(-tokens * sharing * row // most))
         return next(count for count in range(max(1, wanted), tokens + 1) if tokens % count == 0) if tokens else 1
 
+    def ring(self, layout: Layout, spec: PartitionSpec, part: tuple[int, ...]) -> GroupRing | None:
+        """Return the ring for the gradient of a weight that is multiplied once, given its parts; None if it has none.
+
+        Its devices have all experts, so that they multiply equally often, and tokens of their own.
+        """
+        missing, tokens = _missing(spec, self.split_axes), sum(map(names_of, self.tokens), ())
+        if self.owners or len(part) != 3 or len(missing) != 1:
+            return None
+        ((dimension, names),) = missing.items()
+        return group_ring(layout, names, part, dimension) if dimension and set(names) <= set(tokens) else None
+
     def adds_bias(self) -> Array:
         """Return whether this device is the one that adds the output bias, among those that share its experts."""
         return lax.axis_index(self.hidden) == 0
@@ -200,12 +218,16 @@ def _gather_weight(
     leaf: Array, spec: PartitionSpec, split_axes: tuple[str, ...], dtype: np.dtype | None = None
 ) -> Array:
     """Gather a weight along all of its dimensions but the axes in `split_axes`; it is cast first, unless to None."""
-    for dimension, names in enumerate(map(names_of, spec)):
-        missing = tuple(name for name in names if name not in split_axes)
-        if missing:
-            leaf = leaf if dtype is None else cast_in_loop(leaf, dtype)
-            leaf = lax.all_gather(leaf, missing, axis=dimension, tiled=True)
+    for dimension, names in _missing(spec, split_axes).items():
+        leaf = leaf if dtype is None else cast_in_loop(leaf, dtype)
+        leaf = lax.all_gather(leaf, names, axis=dimension, tiled=True)
     return leaf
+
+
+def _missing(spec: PartitionSpec, split_axes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """Return the dimensions of a weight along which a device lacks parts, and the mesh axes that have them."""
+    missing = [tuple(name for name in names if name not in split_axes) for names in map(names_of, spec)]
+    return {dimension: names for dimension, names in enumerate(missing) if names}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

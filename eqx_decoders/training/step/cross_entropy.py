@@ -80,8 +80,9 @@ def linear_cross_entropy(
 
     On the mesh of a `layout` tokens and vocabulary are split by it. A device gathers the features of its part of the
     vocabulary once, and adds the gradient of that part up in f32 over all its tiles; then devices share the sums once
-    (reduce-scatter). Where that would take more than `tiles.head_bytes`, it goes through its part of the vocabulary in
-    several pieces, twice: for the normalizers, then for the gradients. That is four products.
+    (reduce-scatter, in the dtype of `hidden`, as those of all other weights). Where that would take more than
+    `tiles.head_bytes`, it goes through its part of the vocabulary in several pieces, twice: for the normalizers, then
+    for the gradients. That is four products.
 
     Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
     vocabulary gives NaN. Options out of range raise ConfigError.
@@ -371,7 +372,7 @@ def _gradients(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> t
     total, (losses, to_hidden) = lax.scan(
         over_tile, jnp.zeros(whole.kernel.shape, jnp.float32), (tiles, tiles.known(split, kernel)), unroll=unroll
     )
-    return losses, to_hidden, split.summed(split.scattered(total))
+    return losses, to_hidden, split.summed(split.scattered(total, tiles.hidden.dtype))
 
 
 def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
@@ -393,7 +394,7 @@ def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Ar
         begin, (to_hidden, to_kernel) = jnp.zeros(part.kernel.shape, jnp.float32), carry
         total, to_hidden = lax.scan(over_tile, begin, (tiles, normalizers, to_hidden))
         before = lax.dynamic_slice_in_dim(to_kernel, part.begin, width, 1 - split.inside)
-        total = before + split.scattered(total)
+        total = before + split.scattered(total, dtype)
         to_kernel = lax.dynamic_update_slice_in_dim(to_kernel, total, part.begin, 1 - split.inside)
         return (to_hidden, to_kernel), None
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, Int, PRNGKeyArray
 from eqx_decoders.blocks.stats import join_layer_stats
 from eqx_decoders.context import Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
+from eqx_decoders.core.chips import chip_of
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.merge import without_placeholders
@@ -152,8 +153,13 @@ def _head_array(model: Decoder) -> Array:
 
 
 def _head_options(model: Decoder) -> dict[str, Any]:
-    layout, tiles = model.execution.layout, HeadTiles(head_bytes=model.execution.head_bytes)
-    return dict(tied=model.head is None, tiles=tiles, flatten=layout.backend.flat_products, layout=layout)
+    layout, most = model.execution.layout, model.execution.head_bytes
+    if most is None:
+        chip = chip_of(layout.device.device_kind)
+        most = 2 * 10**9 if chip is None else int(chip.memory / chip.devices / 10)
+    return dict(
+        tied=model.head is None, tiles=HeadTiles(head_bytes=most), flatten=layout.backend.flat_products, layout=layout
+    )
 
 
 def _mtp_loss_sum(

@@ -118,13 +118,15 @@ class HeadSplit:
         kernel = lax.all_gather(kernel, self.features, axis=self.inside, tiled=True) if self.features else kernel
         return VocabPart(kernel, begin, begin + (lax.axis_index(self.ids) * ids if self.ids else 0), repeated)
 
-    def scattered(self, gradient: Array) -> Array:
-        """Sum over the devices that share the kernel's features; return this device's features."""
+    def scattered(self, gradient: Array, dtype: Any) -> Array:
+        """Sum over the devices that share the kernel's features, in `dtype`; return this device's features."""
         for name in self.features:
             if name in self.rows and self.layout.backend.gradient_rings:
-                gradient = ring_sum(gradient, (name,), self.layout.sizes[name], self.inside)
+                sums = ring_sum(gradient.astype(dtype), (name,), self.layout.sizes[name], self.inside)
+                gradient = sums.astype(gradient.dtype)
             elif name in self.rows:
-                gradient = lax.psum_scatter(gradient, name, scatter_dimension=self.inside, tiled=True)
+                sums = lax.psum_scatter(gradient.astype(dtype), name, scatter_dimension=self.inside, tiled=True)
+                gradient = sums.astype(gradient.dtype)
             else:  # its devices have the same tokens
                 size = gradient.shape[self.inside] // self.layout.sizes[name]
                 gradient = lax.dynamic_slice_in_dim(gradient, lax.axis_index(name) * size, size, self.inside)

@@ -24,6 +24,7 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.moe.sorted_rows import sort_by_expert
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.numerics import einsum, gradient_ring
 from eqx_decoders.numerics.grouped_matmul import block_rows
 from eqx_decoders.numerics.low_rank import LowRank
 from tests.compare import assert_close
@@ -152,6 +153,38 @@ def test_a_mesh_equals_one_device(name):
     config, pairs, *_ = CASES[name]
     layout, run = compiled(name)
     check_equal(run, layer(config, pairs), *tokens(8, 6), layout)
+
+
+@pytest.fixture
+def rings(monkeypatch):
+    """Rings of two levels for small weights on CPUs, too; counts the products that have them."""
+    backend = dataclasses.replace(ed.Layout.create(fsdp=8).backend, gradient_rings=True)
+    monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
+    monkeypatch.setattr(gradient_ring, "LANES", 1)
+    monkeypatch.setattr(gradient_ring, "ROWS", 1)
+    monkeypatch.setattr(gradient_ring, "TERM_WIDTH", 8)
+    products = Mock(wraps=gradient_ring.ring_groups)
+    monkeypatch.setattr(einsum, "ring_groups", products)
+    return products
+
+
+def test_gradients_added_up_in_rings_are_those_of_one_device(rings):
+    layout, (x, positions) = ed.Layout.create(fsdp=4, tensor=2), tokens(8, 6)
+    check_equal(program(ed.Execution(layout=layout)), layer(RICH), x, positions, layout)
+    chosen = [ring for (of_each, *_), _ in rings.call_args_list for ring in of_each]
+    assert chosen[:3] == [
+        gradient_ring.GroupRing(("fsdp",), (2, 2), dimension) for dimension in (1, 1, 2)
+    ]  # gate, up, down
+
+
+@pytest.mark.parametrize("mesh, some", [(dict(fsdp=4, expert=2), {}), (dict(fsdp=8), dict(exchange_bytes=192))])
+def test_devices_that_multiply_unequally_often_have_no_ring(rings, mesh, some):
+    """Split experts take as many pieces as they have rows; rounds would each send a gradient. Nothing is compiled."""
+    layout, diff = ed.Layout.create(**mesh), (layer(RICH), tokens(8, 6)[0])
+    eqx.filter_eval_shape(program(ed.Execution(layout=layout, **some)), diff, tokens(8, 6)[1])
+    assert rings.call_count == 0
+    eqx.filter_eval_shape(program(ed.Execution(layout=ed.Layout.create(fsdp=8))), diff, tokens(8, 6)[1])
+    assert rings.call_count == 2
 
 
 @pytest.mark.slow
