@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Float, Num
 
 from eqx_decoders.layers.attention.kernels.common import Scales
+from eqx_decoders.layers.attention.kernels.selection import Selected, Selection
 from eqx_decoders.layers.mask import AttentionPositions, Mask
 from eqx_decoders.sharding.backend import Backend, backend_of
 
@@ -26,7 +27,7 @@ class AttentionInputs(NamedTuple):
     key: Num[Array, "batch kv_length kv_heads head_dim"]
     value: Num[Array, "batch kv_length kv_heads value_dim"]
     positions: AttentionPositions
-    selected: Bool[Array, "batch selected_heads length kv_length"] | None = None
+    selected: Selected | None = None
     scales: Scales | None = None
 
 
@@ -72,6 +73,7 @@ class AttentionCall(AttentionOptions):
     - `dtypes`: of queries, keys and values.
     - `segments`, `spans`: whether there are any.
     - `selected_heads`: number of heads for which keys are selected; 0: all keys count.
+    - `group_words`: words of 32 bits in which a query's choice of groups of keys is given; 0: a mask of keys.
     """
 
     batch: int
@@ -83,6 +85,7 @@ class AttentionCall(AttentionOptions):
     segments: bool = False
     spans: bool = False
     selected_heads: int = 0
+    group_words: int = 0
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "AttentionCall":
@@ -99,6 +102,7 @@ class AttentionCall(AttentionOptions):
             segments=positions.query_segments is not None,
             spans=positions.query_spans is not None,
             selected_heads=0 if selected is None else selected.shape[1],
+            group_words=selected.words.shape[3] if isinstance(selected, Selection) else 0,
         )
 
     @property

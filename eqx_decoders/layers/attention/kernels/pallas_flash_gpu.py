@@ -260,14 +260,14 @@ def _call(
 
 @functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
 def _forward(
-    plan: FlashPlan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
+    plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     kinds, dims = ("queries", "keys", "keys", "intervals", "positions"), (*query.shape[:3], value.shape[3])
     rows = query.shape[0], query.shape[2], 1, query.shape[1]
     out, lse = _call(
         plan,
         _forward_kernel,
-        list(zip(kinds, (query, key, value, intervals, positions), strict=True)),
+        list(zip(kinds, (query, key, value, *places), strict=True)),
         [("queries", dims, query.dtype), ("rows", rows, jnp.float32)],
     )
     return out, lse
@@ -278,14 +278,13 @@ def _backward(
     query: Array,
     key: Array,
     value: Array,
-    intervals: Array,
-    positions: Array,
+    places: tuple[Array, ...],
     out_bar: Array,
     lse_delta: Array,
     dtype: Any,
 ) -> tuple[Array, Array, Array]:
     kinds = ("queries", "keys", "keys", "intervals", "positions", "queries", "rows")
-    operands = list(zip(kinds, (query, key, value, intervals, positions, out_bar, lse_delta), strict=True))
+    operands = list(zip(kinds, (query, key, value, *places, out_bar, lse_delta), strict=True))
     like_query, like_key, like_value = (
         (place, x.shape, dtype or x.dtype) for place, x in zip(kinds[:3], (query, key, value), strict=True)
     )

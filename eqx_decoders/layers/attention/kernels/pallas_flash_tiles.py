@@ -3,7 +3,8 @@
 A tile is a block of queries against a block of keys. The extremes of its queries' intervals and of its keys' positions
 and segments decide: either no query sees a key of it, and it is skipped; or all see all, and no mask is applied; or
 segments and positions are compared. This holds for any order of positions. Only the blocks from the first to the last
-that a held block sees are read at all.
+that a held block sees are read at all; under a selection, only those of which one of its queries chose a key, or one of
+whose queries chose one of its keys.
 
     forward:  S = Q K',  out = softmax(S) V,  lse = logsumexp S
     backward: P = exp(S - lse),  D = sum(out * dO) - dlse,  dS = P * (dO V' - D)
@@ -12,12 +13,13 @@ that a held block sees are read at all.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Int32
 
+from eqx_decoders.core.chips import LANES
 from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_scores, cap_slopes
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.tpu import BlockSizes
@@ -33,6 +35,13 @@ class FlashPlan:
     interpret: bool
     query_blocks: BlockSizes
     key_blocks: BlockSizes
+    selected_heads: int = 0
+    group_words: int = 0
+
+    @property
+    def by_lanes(self) -> bool:
+        """True if the bits of a selection are those of single keys, packed by lanes."""
+        return self.selected_heads > 0 and self.group_words == 0
 
     def scores(self, left: Array, right: Array) -> Float32[Array, "rows columns"]:
         return cap_scores(tile_product(left, right, 1, 1), self.soft_cap)
@@ -60,11 +69,11 @@ class FlashKernels(NamedTuple):
     **Arguments:**
 
     - `make_plan`: `(call: AttentionCall) -> FlashPlan`.
-    - `forward`: `(plan, query, key, value, intervals, positions) -> (out, lse)`, lse being a row of each head:
-        `[batch, heads, 1, length]`.
-    - `backward`: `(plan, query, key, value, intervals, positions, out_bar, lse_delta, dtype)`, with the rows lse and
-        delta of `Cotangents`, `[batch, heads, 2, length]`: the gradients of query, key and value, in a dtype or, for
-        None, in theirs.
+    - `forward`: `(plan, query, key, value, places) -> (out, lse)`, lse being a row of each head:
+        `[batch, heads, 1, length]`. Places are arrays of the mask: intervals, positions, and the bits of a selection.
+    - `backward`: `(plan, query, key, value, places, out_bar, lse_delta, dtype)`, with the rows lse and delta of
+        `Cotangents`, `[batch, heads, 2, length]`: the gradients of query, key and value, in a dtype or, for None, in
+        theirs.
     - `heads_first`: whether arrays are `[batch, heads, length, dim]`; else they are `[batch, length, heads, dim]`.
     """
 
@@ -152,7 +161,8 @@ def _code(segments: bool, position: Array, segment: Array) -> Array:
 class Schedule(NamedTuple):
     """Extremes of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
 
-    - `reach`: for each held block the first block that it sees, and the number of blocks up to the last.
+    - `reach`: for each held block the first block that it sees, and the number of blocks up to the last; under a
+        selection see `list_tiles`.
     - `queries`: the least code of a first position and the largest of a last one; the least last position and the
         largest first one; the least and the largest segment; whether all queries see anything.
     - `keys`: the least and the largest code, position and segment; whether all are tokens.
@@ -232,3 +242,69 @@ def _reach(seen: Bool[Array, "batch held streamed"]) -> list[Array]:
     index = jnp.arange(seen.shape[2], dtype=jnp.int32)[None, None]
     start, end = jnp.where(seen, index, seen.shape[2]).min(2), jnp.where(seen, index + 1, 0).max(2)
     return [jnp.where(end > 0, start, 0), jnp.maximum(end - start, 0)]
+
+
+# --- tiles of a selection ---
+
+
+def chosen_tiles(
+    plan: FlashPlan, bits: Int32[Array, "batch selected_heads _ _"], groups: Array, query_block: int, key_block: int
+) -> Bool[Array, "batch selected_heads query_blocks key_blocks"]:
+    """Return whether any query of a block chose any key of a block.
+
+    Bits are `length words` by lanes, else `words length`; `groups` are those of keys, which lanes don't need.
+    """
+    batch, heads, *_ = bits.shape
+    if plan.by_lanes:  # all lanes of a bit are one group of keys
+        chosen = _any_bit(bits.reshape(batch, heads, -1, query_block, bits.shape[3] // LANES, LANES), (3, 5))
+        groups = jnp.arange(groups.shape[1] // LANES, dtype=jnp.int32)[None]
+        key_block //= LANES
+    else:
+        chosen = _any_bit(bits.reshape(batch, heads, bits.shape[2], -1, query_block), (4,)).swapaxes(2, 3)
+    word, bit = groups[:, :, None] >> 5, jnp.left_shift(1, groups & 31)[:, :, None]
+    there = jnp.where(word == jnp.arange(chosen.shape[3], dtype=jnp.int32), bit, 0)
+    there = _any_bit(there.reshape(groups.shape[0], -1, key_block, chosen.shape[3]), (2,))
+    return ((chosen[:, :, :, None] & there[:, None, None]) != 0).any(-1)
+
+
+def _any_bit(words: Int32[Array, "..."], axes: tuple[int, ...]) -> Array:
+    return jax.lax.reduce(words, jnp.int32(0), jax.lax.bitwise_or, axes)
+
+
+def list_tiles(schedule: Schedule, chosen: Bool[Array, "batch heads queries keys"], keys_held: bool) -> list[Array]:
+    """List, for each selected head and held block, the blocks that it sees and that were chosen; and count them.
+
+    They are numbers of 16 bits, two of which are a word: `[batch, heads, held, words]` and `[batch, heads, held]`.
+    """
+    chosen = chosen.swapaxes(2, 3) if keys_held else chosen
+    chosen &= _of_tiles(may_see, schedule.queries, schedule.keys, keys_held)[:, None]
+    index = jnp.arange(chosen.shape[3], dtype=jnp.int32)
+    first = jnp.sort(jnp.where(chosen, index, chosen.shape[3]), axis=3)
+    first = jnp.pad(first, [(0, 0)] * 3 + [(0, first.shape[3] % 2)])
+    return [first[..., 0::2] | (first[..., 1::2] << 16), chosen.sum(3, dtype=jnp.int32)]
+
+
+def word_range(groups: Int32[Array, "batch kv_length"], key_block: int) -> list[Array]:
+    """Return the first word of each block of keys that has a bit of one of them, and the end of the last."""
+    words = (groups >> 5).reshape(groups.shape[0], -1, key_block)
+    low = jnp.where(words < 0, MOST, words).min(2)
+    return [jnp.where(low == MOST, 0, low), words.max(2, initial=-1) + 1]
+
+
+def spread_lanes(words: Int32[Array, "..."], first: Any, keys: int, axis: int) -> Int32[Array, "..."]:
+    """Return the bits of so many keys of a tile, along the axis on which their lanes lie; `first` is their first bit."""
+    parts = [jax.lax.shift_right_logical(words, first + i) & 1 for i in range(keys // LANES)]
+    return jnp.concatenate(parts, axis)
+
+
+def spread_groups(word: Callable[[Any], Array], groups: Array, low: Any, high: Any, shape: tuple[int, int]) -> Array:
+    """Return the bits of the keys of a tile, whose groups have bits in the words from `low` to `high`.
+
+    `word(n)` is the n-th word of each query, on the other axis than the keys.
+    """
+
+    def add(n: Any, found: Array) -> Array:
+        bits = jax.lax.shift_right_logical(*jnp.broadcast_arrays(word(n), groups & 31)) & 1
+        return found | jnp.where((groups >> 5) == n, bits, 0)
+
+    return jax.lax.fori_loop(low, high, add, jnp.zeros(shape, jnp.int32))
