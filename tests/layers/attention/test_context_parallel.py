@@ -11,6 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.attention.context_parallel import zigzag
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend
+from eqx_decoders.layers.attention.kernels.selection import Selection
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.sharding.rules import ACTIVATIONS
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
@@ -51,7 +52,12 @@ def check(
 
 
 def selection(heads, length, kv_length):
-    return jnp.asarray(np.random.default_rng(3).random((2, heads, length, kv_length)) < 0.2)
+    """A mask for all heads alike; for each, a choice of groups of keys."""
+    random = np.random.default_rng(3)
+    if heads == 1:
+        return jnp.asarray(random.random((2, heads, length, kv_length)) < 0.2)
+    groups = random.integers(-1, 40, (2, kv_length)).astype(np.int32)
+    return Selection.create(jnp.asarray(random.random((2, heads, length, 40)) < 0.2), jnp.asarray(groups))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _places(plan: FlashPlan, shown: _Shown) -> tuple[Array, ...]:
 
 
 def intervals_and_positions(
-    plan: FlashPlan, positions: AttentionPositions, groups: Int[Array, "batch kv_length"] | None = None
+    plan: FlashPlan, positions: AttentionPositions, groups: Int[Array, "batch keys"] | None = None
 ) -> tuple[Int[Array, "batch 3 length"], Int[Array, "batch _ kv_length"]]:
     """Stack each query's first and last visible position and segment, and each key's position, segment and group."""
 

@@ -259,9 +259,7 @@ def _call(
 
 
 @functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
-def _forward(
-    plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]
-) -> tuple[Array, Array]:
+def _forward(plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]) -> tuple[Array, Array]:
     kinds, dims = ("queries", "keys", "keys", "intervals", "positions"), (*query.shape[:3], value.shape[3])
     rows = query.shape[0], query.shape[2], 1, query.shape[1]
     out, lse = _call(

@@ -100,10 +100,15 @@ class FlashKernels(NamedTuple):
         return rows[:, :, 0] if self.heads_first else rows[:, :, 0].swapaxes(1, 2)
 
 
+def fill_length(blocks: BlockSizes, length: int) -> int:
+    """Return a length in whole blocks, at least one."""
+    return blocks.held * max(1, -(-length // blocks.held))
+
+
 def fill(x: Array, blocks: BlockSizes, axis: int, value: int = 0) -> Array:
     """Pad to whole blocks, at least one."""
     more = [(0, 0)] * x.ndim
-    more[axis] = (0, blocks.held * max(1, -(-x.shape[axis] // blocks.held)) - x.shape[axis])
+    more[axis] = (0, fill_length(blocks, x.shape[axis]) - x.shape[axis])
     return jnp.pad(x, more, constant_values=value)
 
 
@@ -262,7 +267,7 @@ def chosen_tiles(
     else:
         chosen = _any_bit(bits.reshape(batch, heads, bits.shape[2], -1, query_block), (4,)).swapaxes(2, 3)
     word, bit = groups[:, :, None] >> 5, jnp.left_shift(1, groups & 31)[:, :, None]
-    there = jnp.where(word == jnp.arange(chosen.shape[3], dtype=jnp.int32), bit, 0)
+    there = jnp.where(word == jnp.arange(chosen.shape[3], dtype=jnp.int32).reshape(1, 1, -1), bit, 0)
     there = _any_bit(there.reshape(groups.shape[0], -1, key_block, chosen.shape[3]), (2,))
     return ((chosen[:, :, :, None] & there[:, None, None]) != 0).any(-1)
 
@@ -274,14 +279,15 @@ def _any_bit(words: Int32[Array, "..."], axes: tuple[int, ...]) -> Array:
 def list_tiles(schedule: Schedule, chosen: Bool[Array, "batch heads queries keys"], keys_held: bool) -> list[Array]:
     """List, for each selected head and held block, the blocks that it sees and that were chosen; and count them.
 
-    They are numbers of 16 bits, two of which are a word: `[batch, heads, held, words]` and `[batch, heads, held]`.
+    They are numbers of 16 bits, two of which are a word: `[batch, heads, held, words]` and `[batch, heads, held]`. A
+    list ends in zeros: a held block without any reads the first.
     """
     chosen = chosen.swapaxes(2, 3) if keys_held else chosen
     chosen &= _of_tiles(may_see, schedule.queries, schedule.keys, keys_held)[:, None]
-    index = jnp.arange(chosen.shape[3], dtype=jnp.int32)
-    first = jnp.sort(jnp.where(chosen, index, chosen.shape[3]), axis=3)
-    first = jnp.pad(first, [(0, 0)] * 3 + [(0, first.shape[3] % 2)])
-    return [first[..., 0::2] | (first[..., 1::2] << 16), chosen.sum(3, dtype=jnp.int32)]
+    index = jnp.arange(chosen.shape[3], dtype=jnp.int32).reshape(1, 1, 1, -1)
+    blocks = jnp.sort(jnp.where(chosen, index, MOST), axis=3)
+    blocks = jnp.pad(jnp.where(blocks == MOST, 0, blocks), [(0, 0)] * 3 + [(0, blocks.shape[3] % 2)])
+    return [blocks[..., 0::2] | (blocks[..., 1::2] << 16), chosen.sum(3, dtype=jnp.int32)]
 
 
 def word_range(groups: Int32[Array, "batch kv_length"], key_block: int) -> list[Array]:
@@ -292,7 +298,7 @@ def word_range(groups: Int32[Array, "batch kv_length"], key_block: int) -> list[
 
 
 def spread_lanes(words: Int32[Array, "..."], first: Any, keys: int, axis: int) -> Int32[Array, "..."]:
-    """Return the bits of so many keys of a tile, along the axis on which their lanes lie; `first` is their first bit."""
+    """Return the bits of so many keys of a tile, whose lanes lie along an axis; `first` is the first of their bits."""
     parts = [jax.lax.shift_right_logical(words, first + i) & 1 for i in range(keys // LANES)]
     return jnp.concatenate(parts, axis)
 

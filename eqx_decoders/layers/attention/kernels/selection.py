@@ -4,12 +4,13 @@ A mask says of each query and key whether it counts. A `Selection` says it of ea
 block, say): a bit for each. Kernels read bits only: those of a mask are packed by lanes.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from eqx_decoders.core.chips import LANES
 
@@ -53,12 +54,19 @@ def pack_groups(chosen: Bool[Array, "*rows groups"]) -> UInt32[Array, "*rows wor
 
 
 def pack_lanes(mask: Bool[Array, "*rows keys"]) -> UInt32[Array, "*rows words"]:
-    """Pack bits into words that stand as kernels for TPU spread them: lane by lane, see PACKED."""
+    """Pack bits into words that stand as kernels for TPU spread them: lane by lane, see PACKED.
+
+    By slices: a reshaped mask would be copied as integers, in 32 times the room of its bits.
+    """
     mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % PACKED)])
-    bits = mask.reshape(*mask.shape[:-1], -1, WORD, LANES).astype(jnp.uint32)
-    shifts = jnp.arange(WORD, dtype=jnp.uint32).reshape((1,) * (bits.ndim - 2) + (WORD, 1))
-    words = jnp.sum(bits << shifts, axis=-2, dtype=jnp.uint32)
-    return words.reshape(*words.shape[:-2], -1)
+
+    def row(start: Array) -> Array:
+        bits = jax.lax.dynamic_slice_in_dim(mask, start, PACKED, mask.ndim - 1)
+        parts = (bits[..., n * LANES : (n + 1) * LANES].astype(jnp.uint32) << n for n in range(WORD))
+        return functools.reduce(jnp.bitwise_or, parts)
+
+    rows = jax.lax.map(row, jnp.arange(0, mask.shape[-1], PACKED))
+    return jnp.moveaxis(rows, 0, -2).reshape(*mask.shape[:-1], -1)
 
 
 def as_mask(selected: Selected) -> Bool[Array, "batch selected_heads length kv_length"]:
