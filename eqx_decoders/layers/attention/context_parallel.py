@@ -135,11 +135,11 @@ class _ContextPlan:
         of_query: Any = PartitionSpec(rows, () if self.exchanges else length)
         of_key: Any = PartitionSpec(rows, slots)
         selected, scales = inputs.selected, inputs.scales
-        by_head = selected is not None and selected.shape[1] > 1
-        chosen: Any = PartitionSpec(rows, heads if by_head else (), length, slots)
+        bits = selected.words if isinstance(selected, Selection) else selected
+        chosen: Any = PartitionSpec(rows, heads if bits is not None and bits.shape[1] > 1 else (), length, slots)
         if isinstance(selected, Selection):
-            words, group = PartitionSpec(*chosen[:3]), PartitionSpec(rows, slots)
-            chosen: Any = selected._replace(words=words, group=group)
+            of_group: Any = None if selected.group is None else of_key
+            chosen = selected._replace(words=PartitionSpec(rows, *chosen[1:3]), group=of_group)
         by_head = scales is not None and scales.key.shape[2] == inputs.key.shape[2]
         of_scales: Any = PartitionSpec(rows, self.shared, self.kv_heads if by_head else ())
         positions = AttentionPositions(of_query, of_key, of_query, of_key, of_query)
@@ -154,7 +154,9 @@ class _ContextPlan:
         key, value = (self.in_order(x) for x in (key, value))
         if selected is not None:
             selected = map_queries_and_heads(self.needed_selection, selected)
-            selected = map_keys(lambda x, axis: self.in_order(x, axis, self.pieces), selected)
+            if self.zigzag_order or self.uses_ring:
+                size = positions.key_positions.shape[1]
+                selected = map_keys(lambda x, axis: self.in_order(x, axis, self.pieces), selected, size)
         of_keys = positions.key_positions, positions.key_segments
         key_positions, key_segments = jax.tree.map(lambda x: self.in_order(x, 1, self.pieces), of_keys)
         of_queries: Any = positions.query_positions, positions.query_segments, positions.query_spans

@@ -157,10 +157,9 @@ def _of_piece(
     def cut(x: Array | None, axis: int) -> Any:
         return None if x is None else lax.dynamic_slice_in_dim(x, piece * size, size, axis)
 
-    row_positions = row_positions._replace(
-        key_positions=cut(row_positions.key_positions, 1), key_segments=cut(row_positions.key_segments, 1)
-    )
-    return row_positions, None if selected is None else map_keys(cut, selected)
+    row = row_positions.key_positions
+    positions = row_positions._replace(key_positions=cut(row, 1), key_segments=cut(row_positions.key_segments, 1))
+    return positions, None if selected is None else map_keys(cut, selected, row.shape[1])
 
 
 def _if_seen(ring: Ring, before: Any, key: Array, row_positions: AttentionPositions, more: Any, found: Any) -> Any:

@@ -91,6 +91,7 @@ class AttentionCall(AttentionOptions):
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "AttentionCall":
         """Describe a call with these arrays and options."""
         query, key, value, positions, selected, _ = inputs
+        bits, groups = selected if isinstance(selected, Selection) else (selected, None)
         return cls(
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
             batch=query.shape[0],
@@ -101,8 +102,8 @@ class AttentionCall(AttentionOptions):
             dtypes=(query.dtype, key.dtype, value.dtype),
             segments=positions.query_segments is not None,
             spans=positions.query_spans is not None,
-            selected_heads=0 if selected is None else selected.shape[1],
-            group_words=selected.words.shape[3] if isinstance(selected, Selection) else 0,
+            selected_heads=0 if bits is None else bits.shape[1],
+            group_words=bits.shape[3] if bits is not None and groups is not None else 0,
         )
 
     @property

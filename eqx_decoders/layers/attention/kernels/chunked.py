@@ -335,7 +335,7 @@ def _seen(plan: _ChunkPlan, inputs: AttentionInputs) -> _Seen:
     first, last = interval(plan.mask, positions.query_positions, positions.query_spans)
     if selected is not None:
         heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
-        selected = as_mask(selected)
+        selected = as_mask(selected, inputs.key.shape[1])
         split = (1, 1) if selected.shape[1] == 1 else (kv_heads, heads // kv_heads)
         selected = selected.reshape(selected.shape[0], *split, *selected.shape[2:])
         selected = plan.fill_keys(plan.fill_queries(selected, axis=3), axis=4)

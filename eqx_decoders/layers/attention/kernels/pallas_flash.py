@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int, Int32
 
+from eqx_decoders.core.chips import LANES
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Cotangents, Gradients, Result, make_cotangents
-from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, fill
-from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
+from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, fill, fill_length
+from eqx_decoders.layers.attention.kernels.selection import PACKED, Selection, pack_lanes
 from eqx_decoders.layers.mask import AttentionPositions, interval
 from eqx_decoders.layers.tpu import BlockSizes
 
@@ -90,12 +91,14 @@ def _shown(plan: FlashPlan, inputs: AttentionInputs) -> _Shown:
     selected = inputs.selected
     if selected is None:
         return _Shown(inputs.positions)
-    if isinstance(selected, Selection):
-        words, groups = selected.words.swapaxes(2, 3), selected.group
-        words = fill(words, plan.query_blocks, 3)
-    else:
-        words, groups = fill(pack_lanes(fill(selected, plan.key_blocks, 3)), plan.query_blocks, 2), None
-    return _Shown(inputs.positions, jax.lax.bitcast_convert_type(words, jnp.int32), groups)
+    if not isinstance(selected, Selection):
+        selected = Selection(pack_lanes(selected))
+    words, groups = jax.lax.bitcast_convert_type(selected.words, jnp.int32), selected.group
+    if groups is not None:
+        return _Shown(inputs.positions, fill(words.swapaxes(2, 3), plan.query_blocks, 3), groups)
+    lanes = -(-fill_length(plan.key_blocks, inputs.positions.key_positions.shape[1]) // PACKED) * LANES
+    words = jnp.pad(words, [(0, 0)] * 3 + [(0, lanes - words.shape[3])])
+    return _Shown(inputs.positions, fill(words, plan.query_blocks, 2))
 
 
 def _places(plan: FlashPlan, shown: _Shown) -> tuple[Array, ...]:

@@ -1,7 +1,7 @@
 """Selections of keys that depend on data, and their bits in the tiles of kernels.
 
-A mask says of each query and key whether it counts. A `Selection` says it of each query and of a group of keys (a
-block, say): a bit for each. Kernels read bits only: those of a mask are packed by lanes.
+A mask says of each query and key whether it counts. A `Selection` has a bit for it, or one for each query and group of
+keys (a block, say). Kernels read bits only.
 """
 
 import functools
@@ -25,21 +25,23 @@ class Selection(NamedTuple):
     **Arguments:**
 
     - `words`: bits of groups; group n is bit n % 32 of word n // 32.
-    - `group`: the group of each key; a key with a number below 0 is in none.
+    - `group`: the group of each key; a key with a number below 0 is in none. None: each key is a group of its own, and
+        bits are packed by lanes, as `pack_lanes` does.
     """
 
     words: UInt32[Array, "batch selected_heads length words"]
-    group: Int[Array, "batch kv_length"]
+    group: Int[Array, "batch kv_length"] | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the mask that it stands for."""
-        return (*self.words.shape[:3], self.group.shape[1])
-
-    @classmethod
-    def create(cls, chosen: Bool[Array, "batch selected_heads length groups"], group: Array) -> "Selection":
-        """Pack a choice of groups."""
-        return cls(pack_groups(chosen), group)
+    def mask(self, kv_length: int) -> Bool[Array, "batch selected_heads length kv_length"]:
+        """Return the mask of so many keys that it stands for."""
+        if self.group is None:
+            words = self.words.reshape(*self.words.shape[:3], -1, 1, LANES)
+            bits = words >> jnp.arange(WORD, dtype=jnp.uint32).reshape(1, 1, 1, 1, WORD, 1) & 1
+            return bits.reshape(*bits.shape[:3], -1)[..., :kv_length] == 1
+        place = jnp.maximum(self.group, 0).astype(jnp.uint32)
+        taken = jax.vmap(lambda words, place: jnp.take(words, place // WORD, axis=-1))(self.words, place)
+        bits = (taken >> (place % WORD)[:, None, None]) & 1
+        return (bits == 1) & (self.group >= 0)[:, None, None]
 
 
 Selected = Bool[Array, "batch selected_heads length kv_length"] | Selection
@@ -69,22 +71,16 @@ def pack_lanes(mask: Bool[Array, "*rows keys"]) -> UInt32[Array, "*rows words"]:
     return jnp.moveaxis(rows, 0, -2).reshape(*mask.shape[:-1], -1)
 
 
-def as_mask(selected: Selected) -> Bool[Array, "batch selected_heads length kv_length"]:
-    """Return the mask that a selection stands for."""
-    if not isinstance(selected, Selection):
-        return selected
-    words, group = selected
-    place = jnp.maximum(group, 0).astype(jnp.uint32)
-    taken = jax.vmap(lambda words, place: jnp.take(words, place // WORD, axis=-1))(words, place)
-    bits = (taken >> (place % WORD)[:, None, None]) & 1
-    return (bits == 1) & (group >= 0)[:, None, None]
+def as_mask(selected: Selected, kv_length: int) -> Bool[Array, "batch selected_heads length kv_length"]:
+    """Return a selection of so many keys as a mask."""
+    return selected.mask(kv_length) if isinstance(selected, Selection) else selected
 
 
-def map_keys(function: Callable[[Array, int], Array], selected: Selected) -> Selected:
-    """Apply `function(x, axis)`, which cuts or reorders keys along an axis."""
-    if isinstance(selected, Selection):
+def map_keys(function: Callable[[Array, int], Array], selected: Selected, kv_length: int) -> Selected:
+    """Apply `function(x, axis)`, which cuts or reorders keys along an axis; bits of single keys become a mask."""
+    if isinstance(selected, Selection) and selected.group is not None:
         return selected._replace(group=function(selected.group, 1))
-    return function(selected, 3)
+    return function(as_mask(selected, kv_length), 3)
 
 
 def map_queries_and_heads(function: Callable[[Array], Array], selected: Selected) -> Selected:

@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.kernels import pallas_flash, pallas_flash_gpu, pallas_flash_tiles, pallas_flash_tpu
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend
-from eqx_decoders.layers.attention.kernels.selection import Selection, as_mask
+from eqx_decoders.layers.attention.kernels.selection import Selection, as_mask, pack_groups
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
 from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
@@ -131,7 +131,7 @@ def near_selection(kind, length, heads):
     chosen[:, ::2] &= np.arange(40)[None] == np.arange(length)[:, None] // 64
     chosen[0, :, 130:260] = False  # a whole block of queries chooses nothing
     groups = np.where(np.arange(length) < 256, groups_of(length, 40), -1)
-    return Selection.create(jnp.asarray(chosen), jnp.asarray(groups, jnp.int32))
+    return Selection(pack_groups(jnp.asarray(chosen)), jnp.asarray(groups, jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_selections(kind, heads, fits, monkeypatch):
 
 @functools.partial(jax.jit, static_argnames=("keys_held",))
 def listed(places, chosen, *, keys_held):
-    """The tiles that are listed, [batch, heads, queries, keys], those that are seen; whether all numbers are blocks'."""
+    """Tiles that are listed, [batch, heads, queries, keys], and that are seen; whether lists have numbers of blocks."""
     sizes = BlockSizes(held=256, streamed=128)
     plan = pallas_flash_tiles.FlashPlan(
         mask=Causal(),
@@ -170,8 +170,8 @@ def listed(places, chosen, *, keys_held):
         interpret=True,
         query_blocks=sizes.fit(640),
         key_blocks=sizes.fit(640, whole_words=True),
-        selected_heads=chosen.shape[1],
-        group_words=chosen.words.shape[3] if isinstance(chosen, Selection) else 0,
+        selected_heads=(bits := jax.tree.leaves(chosen)[0]).shape[1],
+        group_words=bits.shape[3] if isinstance(chosen, Selection) else 0,
     )
     shown = pallas_flash._shown(plan, AttentionInputs(*[None] * 3, AttentionPositions(**places), chosen))
     rows = pallas_flash._places(plan, shown)
@@ -194,7 +194,7 @@ def test_tiles_that_nobody_chose_are_not_listed(kind, heads, keys_held):
     chosen, places = near_selection(kind, 640, heads), packed_places(640)
     found, seen, inside = map(np.asarray, listed(places, chosen, keys_held=keys_held))
     queries, keys = (128, 256) if keys_held else (256, 128)
-    mask = np.pad(as_mask(chosen), [(0, 0)] * 2 + [(0, -640 % 256)] * 2)
+    mask = np.pad(as_mask(chosen, 640), [(0, 0)] * 2 + [(0, -640 % 256)] * 2)
     some = mask.reshape(2, heads, 768 // queries, queries, 768 // keys, keys).any((3, 5))
     np.testing.assert_array_equal(found, some & seen[:, None])
     assert inside and found.sum() < 0.95 * heads * seen.sum() and found.sum((2, 3)).min() > 0
