@@ -182,8 +182,8 @@ def _by_head(plan, document, state, query, key, value, log_decay, beta) -> tuple
 def _by_channel(plan, document, state, query, key, value, log_decay, beta) -> tuple[Array, Array, Array]:
     row, column = _rows_and_columns(plan.chunk)
     standing = _upright(document)
-    sizes = [1 << power for power in range(plan.chunk.bit_length() - 1)]
-    masks = [row >= column, row < column, *(_way(row, column, size) for size in sizes)]
+    powers = range(plan.chunk.bit_length() - 1)
+    masks = [row >= column, row < column, *(_way(row, column, power) for power in powers)]
     stacked = jnp.concatenate([jnp.where(mask, 1.0, 0.0) for mask in masks])
     sums = _product(stacked, log_decay, precision=_EXACT).reshape(len(masks), *log_decay.shape)
     enter = jnp.exp(jnp.where(standing == 0, sums[0], -jnp.inf))
@@ -195,9 +195,9 @@ def _by_channel(plan, document, state, query, key, value, log_decay, beta) -> tu
 
     pairs = jnp.where(row == column, (query * key).sum(1, keepdims=True), 0.0)
     pairs = pairs if beta is None else jnp.concatenate([pairs, jnp.zeros_like(pairs)])
-    for size, total in zip(sizes, sums[2:], strict=True):
-        fade = jnp.exp(total)
-        met = (row // (2 * size) == column // (2 * size)) & (row // size > column // size) & (standing == document)
+    for power in powers:
+        fade, (one, other) = jnp.exp(sums[2 + power]), (row >> power, column >> power)
+        met = (one >> 1 == other >> 1) & (one > other) & (standing == document)
         met = met if beta is None else jnp.concatenate([met, met])
         pairs += jnp.where(met, _product(decayed(fade), key * fade, (1, 1)), 0.0)
     readout, written = _product(decayed(enter), state), value
@@ -208,9 +208,13 @@ def _by_channel(plan, document, state, query, key, value, log_decay, beta) -> tu
     return state * _upright(enter[-1:]) + _product(key * leave, written, (0, 0)), out, written
 
 
-def _way(row: Array, column: Array, size: int) -> Bool[Array, "chunk chunk"]:
-    """Return which log decays lie between each token and the first one of the second block of its pair of blocks."""
-    block, together = row // size, row // size == column // size
-    second = together & (column <= row) & (column % size != 0)
-    first = (together & (column > row)) | (column == (block + 1) * size)
-    return jnp.where(block % 2 == 1, second, first)
+def _way(row: Array, column: Array, power: int) -> Bool[Array, "chunk chunk"]:
+    """Return which log decays lie between each token and the first one of the second block of its pair of blocks.
+
+    Blocks have `2^power` tokens.
+    """
+    block, together = row >> power, (row >> power) == (column >> power)
+    second = together & (column <= row) & (column != block << power)
+    first = (together & (column > row)) | (column == (block + 1) << power)
+    in_second = (block & 1) == 1
+    return (in_second & second) | (~in_second & first)
