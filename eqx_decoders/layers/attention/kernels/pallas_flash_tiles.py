@@ -261,7 +261,8 @@ def chosen_tiles(
     """
     batch, heads, *_ = bits.shape
     if plan.by_lanes:  # all lanes of a bit are one group of keys
-        chosen = _any_bit(bits.reshape(batch, heads, -1, query_block, bits.shape[3] // LANES, LANES), (3, 5))
+        chosen = _any_bit(bits.reshape(batch, heads, -1, query_block, bits.shape[3]), (3,))
+        chosen = _any_bit(chosen.reshape(*chosen.shape[:3], -1, LANES), (4,))
         groups = jnp.arange(groups.shape[1] // LANES, dtype=jnp.int32)[None]
         key_block //= LANES
     else:

@@ -32,19 +32,31 @@ class Selection(NamedTuple):
     words: UInt32[Array, "batch selected_heads length words"]
     group: Int[Array, "batch kv_length"] | None = None
 
+    def places(self, kv_length: int) -> Int[Array, "batch kv_length"]:
+        """Return the number of each key's bit, as that of a group."""
+        if self.group is not None:
+            return self.group
+        key = jnp.arange(kv_length, dtype=jnp.int32)
+        place = (key // PACKED * LANES + key % LANES) * WORD + key % PACKED // LANES
+        return jnp.broadcast_to(place, (self.words.shape[0], kv_length))
+
     def mask(self, kv_length: int) -> Bool[Array, "batch selected_heads length kv_length"]:
         """Return the mask of so many keys that it stands for."""
-        if self.group is None:
-            words = self.words.reshape(*self.words.shape[:3], -1, 1, LANES)
-            bits = words >> jnp.arange(WORD, dtype=jnp.uint32).reshape(1, 1, 1, 1, WORD, 1) & 1
-            return bits.reshape(*bits.shape[:3], -1)[..., :kv_length] == 1
-        place = jnp.maximum(self.group, 0).astype(jnp.uint32)
-        taken = jax.vmap(lambda words, place: jnp.take(words, place // WORD, axis=-1))(self.words, place)
-        bits = (taken >> (place % WORD)[:, None, None]) & 1
-        return (bits == 1) & (self.group >= 0)[:, None, None]
+        return spread(self.words, self.places(kv_length))
 
 
 Selected = Bool[Array, "batch selected_heads length kv_length"] | Selection
+
+
+def spread(words: UInt32[Array, "batch *rows words"], places: Int[Array, "batch keys"]) -> Bool[Array, "..."]:
+    """Return the bits at some places, `batch *rows keys`; False at places below 0."""
+
+    def row(words: Array, places: Array) -> Array:
+        place = jnp.maximum(places, 0).astype(jnp.uint32)
+        shifts, real = (x.reshape((1,) * (words.ndim - 1) + (-1,)) for x in (place % WORD, places >= 0))
+        return ((jnp.take(words, place // WORD, axis=-1) >> shifts) & 1 == 1) & real
+
+    return jax.vmap(row)(words, places)
 
 
 def pack_groups(chosen: Bool[Array, "*rows groups"]) -> UInt32[Array, "*rows words"]:

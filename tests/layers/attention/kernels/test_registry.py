@@ -518,7 +518,7 @@ def reach_of(mask, block, kv_block, places):
 
     first, last = interval(mask, places["query_positions"], places.get("query_spans"))
     segments = places.get("query_segments"), places.get("key_segments")
-    starts, ends = _reach(_Seen(first, last, places["key_positions"], *segments, None, None), block, kv_block)
+    starts, ends = _reach(_Seen(first, last, places["key_positions"], *segments), block, kv_block)
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
