@@ -546,7 +546,7 @@ DATA = {
     "Check", "Rule", "Group", "Table", "RopesByLayer",
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
-    "Estimate", "FlashPlan", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
+    "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring", "StateLayout", "ExternalCall",
     "CachedBlock", "Echo", "EngineStats",
     "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",

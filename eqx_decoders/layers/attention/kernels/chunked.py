@@ -113,8 +113,10 @@ class _Seen(NamedTuple):
             seen &= of_query(self.query_segments) == of_key(self.key_segments)
         if self.selected is not None:
             chosen = _cut(self.selected, at, queries, 3)
-            of_bits = self.places is not None
-            seen &= spread(chosen, _cut(self.places, at_key, keys, 1)) if of_bits else _cut(chosen, at_key, keys, 4)
+            if self.places is None:
+                seen &= _cut(chosen, at_key, keys, 4)
+            else:
+                seen &= spread(chosen, _cut(self.places, at_key, keys, 1))
         return seen
 
 

@@ -16,14 +16,12 @@ from jaxtyping import Array, Int
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import make_schedule, may_see, whole_run
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashKernels,
     FlashPlan,
     Softmax,
-    make_schedule,
-    may_see,
     tile_product,
-    whole_run,
 )
 from eqx_decoders.layers.tpu import BlockSizes
 

@@ -14,12 +14,13 @@ from jaxtyping import Array, Bool
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
-from eqx_decoders.layers.attention.kernels.pallas_flash_grid import (
+from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import (
     SCALAR_BYTES,
     Tiles,
-    make_table,
-    mask_places,
-    tiles_of,
+    chosen_tiles,
+    list_tiles,
+    make_schedule,
+    word_range,
 )
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashKernels,
@@ -170,6 +171,44 @@ def _key_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
 # --- their calls ---
 
 
+def _tiles(plan: FlashPlan, query: tuple[int, ...], key: tuple[int, ...], keys_held: bool) -> Tiles:
+    """Return the tiles for arrays of these shapes."""
+    if keys_held:
+        query_block, key_block = plan.query_blocks.streamed, plan.key_blocks.held
+    else:
+        query_block, key_block = plan.query_blocks.held, plan.key_blocks.streamed
+    return Tiles(
+        batch=query[0],
+        groups=query[1] // key[1],
+        query_block=query_block,
+        key_block=key_block,
+        rows=query[2] // query_block,
+        columns=key[2] // key_block,
+        keys_held=keys_held,
+        selected_heads=plan.selected_heads,
+        group_words=plan.group_words,
+    )
+
+
+def _mask_places(plan: FlashPlan) -> tuple[str, ...]:
+    """Return the places of the arrays of the mask."""
+    bits = () if plan.selected_heads == 0 else ("lanes",) if plan.by_lanes else ("words",)
+    return ("intervals", "positions", *bits)
+
+
+def _make_table(
+    plan: FlashPlan, named: dict[str, Array], query_block: int, key_block: int, keys_held: bool
+) -> list[Array]:
+    """Compute the fields of the table."""
+    blocks, positions = (query_block, key_block), named["positions"]
+    schedule = make_schedule(plan.segments, named["intervals"], positions, *blocks, keys_held)
+    if plan.selected_heads == 0:
+        return jax.tree.leaves(schedule)
+    chosen = chosen_tiles(plan.by_lanes, named[_mask_places(plan)[-1]], positions[:, -1], *blocks)
+    words = word_range(positions[:, -1], key_block) if plan.group_words > 0 else []
+    return [*list_tiles(schedule, chosen, keys_held), *words]
+
+
 def _keys_seen(plan: FlashPlan, kv_length: int) -> int:
     """Estimate the number of keys that a query sees, for the compiler's cost model."""
     before = kv_length if isinstance(plan.mask, Bidirectional) else kv_length // 2
@@ -196,18 +235,12 @@ def _call(
     - `keys_held`: whether blocks of keys are held and blocks of queries stream.
     """
     arrays, named = [array for _, array in operands], dict(operands)
-    tiles = tiles_of(plan, arrays[0].shape, arrays[1].shape, keys_held)
-    if tiles.batch > 1 and tiles.table_bytes > SCALAR_BYTES:  # one row after another
-        cut = [(place, (1, *shape[1:]), dtype) for place, shape, dtype in results]
-
-        def of_row(row: Sequence[Array]) -> Sequence[Array]:
-            single = [(place, x[None]) for (place, _), x in zip(operands, row, strict=True)]
-            found = _call(plan, kernel, single, cut, scratch, features=features, keys_held=keys_held)
-            return [x[0] for x in found]
-
-        return jax.lax.map(of_row, arrays)
+    tiles = _tiles(plan, arrays[0].shape, arrays[1].shape, keys_held)
+    if tiles.batch > 1 and tiles.table_bytes > SCALAR_BYTES:
+        options: dict = dict(scratch=scratch, features=features, keys_held=keys_held)
+        return _row_by_row(functools.partial(_call, plan, kernel, **options), operands, results)
     blocks = tiles.query_block, tiles.key_block
-    schedule = make_table(plan, named, *blocks, keys_held)
+    schedule = _make_table(plan, named, *blocks, keys_held)
     # compiled, the grid ends with the longest row of tiles; the interpreter's grids are static
     longest = tiles.rows if keys_held else tiles.columns
     steps = longest if plan.interpret else jnp.maximum(schedule[1].max(), 1)
@@ -240,9 +273,22 @@ def _call(
     )(jnp.concatenate([x.reshape(-1) for x in schedule]), *arrays)
 
 
+def _row_by_row(
+    call: Callable, operands: Sequence[tuple[str, Array]], results: Sequence[tuple[str, tuple[int, ...], Any]]
+) -> Sequence[Array]:
+    """Run a call for one row of the batch after another."""
+    of_row = [(place, (1, *shape[1:]), dtype) for place, shape, dtype in results]
+
+    def run(row: Sequence[Array]) -> Sequence[Array]:
+        found = call([(place, x[None]) for (place, _), x in zip(operands, row, strict=True)], of_row)
+        return [x[0] for x in found]
+
+    return jax.lax.map(run, [array for _, array in operands])
+
+
 @functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
 def _forward(plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]) -> tuple[Array, Array]:
-    dim, kinds = value.shape[3], ("queries", "keys", "keys", *mask_places(plan))
+    dim, kinds = value.shape[3], ("queries", "keys", "keys", *_mask_places(plan))
     out, lse = _call(
         plan,
         _forward_kernel,
@@ -269,7 +315,7 @@ def _backward(
 ) -> tuple[Array, Array, Array]:
     dim, value_dim = query.shape[3], value.shape[3]
     arrays = query, key, value, *places, out_bar, lse_delta
-    kinds = ("queries", "keys", "keys", *mask_places(plan), "queries", "rows")
+    kinds = ("queries", "keys", "keys", *_mask_places(plan), "queries", "rows")
     operands = list(zip(kinds, arrays, strict=True))
     (query_bar,) = _call(
         plan,
@@ -298,7 +344,7 @@ def refusal(call: AttentionCall) -> str | None:
     plan = _plan(call)
     lengths = (fill_length(x, n) for x, n in ((plan.query_blocks, call.length), (plan.key_blocks, call.kv_length)))
     query, key = ((1, max(1, call.selected_heads), length) for length in lengths)
-    most = max(tiles_of(plan, query, key, keys_held).table_bytes for keys_held in (False, True))
+    most = max(_tiles(plan, query, key, keys_held).table_bytes for keys_held in (False, True))
     fits = most <= SCALAR_BYTES
     return None if fits else f"a selection whose lists of tiles take {most} > {SCALAR_BYTES} bytes of a row"
 

@@ -6,7 +6,7 @@ keys (a block, say). Kernels read bits only.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,14 +88,14 @@ def as_mask(selected: Selected, kv_length: int) -> Bool[Array, "batch selected_h
     return selected.mask(kv_length) if isinstance(selected, Selection) else selected
 
 
-def map_keys(function: Callable[[Array, int], Array], selected: Selected, kv_length: int) -> Selected:
+def map_keys(function: Callable[[Array, int], Array], selected: Selected, kv_length: int) -> Any:
     """Apply `function(x, axis)`, which cuts or reorders keys along an axis; bits of single keys become a mask."""
     if isinstance(selected, Selection) and selected.group is not None:
         return selected._replace(group=function(selected.group, 1))
     return function(as_mask(selected, kv_length), 3)
 
 
-def map_queries_and_heads(function: Callable[[Array], Array], selected: Selected) -> Selected:
+def map_queries_and_heads(function: Callable[[Array], Array], selected: Selected) -> Any:
     """Apply a function that exchanges queries (axis 2) and heads (axis 1)."""
     if isinstance(selected, Selection):
         return selected._replace(words=function(selected.words))

@@ -11,7 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention.kernels import pallas_flash, pallas_flash_gpu, pallas_flash_tiles, pallas_flash_tpu
+from eqx_decoders.layers.attention.kernels import (
+    pallas_flash,
+    pallas_flash_gpu,
+    pallas_flash_schedule,
+    pallas_flash_tiles,
+    pallas_flash_tpu,
+)
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend
 from eqx_decoders.layers.attention.kernels.selection import Selection, as_mask, pack_groups
@@ -125,7 +131,7 @@ def near_selection(kind, length, heads):
     random = np.random.default_rng(3)
     if kind == "keys":
         here, there = np.arange(length)[:, None], np.arange(length)[None]
-        near = np.abs(there - here // 2) < 30 + 5 * np.arange(heads)[:, None, None]
+        near = np.abs(there - here // 2) < 30 + 2 * np.arange(heads)[:, None, None]
         return jnp.asarray((near | (there < 3)) & (random.random((2, heads, length, length)) < 0.5))
     chosen = random.random((2, heads, length, 40)) < 0.3
     chosen[:, ::2] &= np.arange(40)[None] == np.arange(length)[:, None] // 64
@@ -176,14 +182,14 @@ def listed(places, chosen, *, keys_held):
     shown = pallas_flash._shown(plan, AttentionInputs(*[None] * 3, AttentionPositions(**places), chosen))
     rows = pallas_flash._places(plan, shown)
     blocks = (128, 256) if keys_held else (256, 128)
-    schedule = pallas_flash_tiles.make_schedule(plan.segments, *rows[:2], *blocks, keys_held)
-    tiles = pallas_flash_tiles.chosen_tiles(plan, rows[2], rows[1][:, -1], *blocks)
-    lists, counts = pallas_flash_tiles.list_tiles(schedule, tiles, keys_held)
+    schedule = pallas_flash_schedule.make_schedule(plan.segments, *rows[:2], *blocks, keys_held)
+    tiles = pallas_flash_schedule.chosen_tiles(plan.by_lanes, rows[2], rows[1][:, -1], *blocks)
+    lists, counts = pallas_flash_schedule.list_tiles(schedule, tiles, keys_held)
     numbers = jnp.stack([lists & 0xFFFF, lists >> 16], -1).reshape(*lists.shape[:3], -1)
     streamed = tiles.shape[2 if keys_held else 3]
     there = jnp.arange(numbers.shape[3])[None, None, None] < counts[..., None]
     found = jnp.where(there[..., None], jax.nn.one_hot(numbers, streamed, dtype=jnp.int32), 0).sum(3)
-    seen = pallas_flash_tiles.may_see([x[:, :, None] for x in schedule.queries], [x[:, None] for x in schedule.keys])
+    seen = pallas_flash_schedule.may_see([x[:, :, None] for x in schedule.queries], [x[:, None] for x in schedule.keys])
     return found.swapaxes(2, 3) if keys_held else found, seen, jnp.max(numbers) < streamed
 
 
@@ -232,6 +238,7 @@ def test_widths_of_triton(dims):
 def test_half_precision_stays_near(kernel, dtype):
     """Of one document, whose keys are filled up to whole blocks: what is filled in is not seen."""
     qkv, places = make(270), dict.fromkeys(NAMES[:2], plain(270))
+    places |= {"selected": near_selection("groups", 270, 4)} if kernel == "interval" else {}
     low, options = tuple(x.astype(dtype) for x in qkv), dict(mask=Causal(), soft_cap=5.0)
     near = all_of(low, weights_for(qkv), places, kernel=kernel, **options)
     exact = all_of(tuple(x.astype(jnp.float32) for x in low), weights_for(qkv), places, kernel="dot", **options)
@@ -284,11 +291,11 @@ def schedule(places, *, mask, keys_held):
     )
     sizes = (16, 32) if keys_held else (32, 16)
     rows = pallas_flash.intervals_and_positions(plan, AttentionPositions(**places))
-    tables = pallas_flash_tiles.make_schedule(plan.segments, *rows, *sizes, keys_held)
+    tables = pallas_flash_schedule.make_schedule(plan.segments, *rows, *sizes, keys_held)
     (start, count), queries, keys = tables
-    first, stop = pallas_flash_tiles.whole_run(tables, keys_held)
+    first, stop = pallas_flash_schedule.whole_run(tables, keys_held)
     tiles = [x[:, :, None] for x in queries], [x[:, None, :] for x in keys]
-    sees, sees_all = pallas_flash_tiles.may_see(*tiles), pallas_flash_tiles.all_see(*tiles)
+    sees, sees_all = pallas_flash_schedule.may_see(*tiles), pallas_flash_schedule.all_see(*tiles)
 
     def between(start, end):
         index = jnp.arange(sees.shape[1 if keys_held else 2])[None, None]
