@@ -6,6 +6,7 @@ There are no weights, and the choice has no gradient.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,9 @@ class BlockSelection(CheckedFields):
         owners = jax.vmap(lambda ids, into: jnp.full_like(ids, -1).at[into].max(ids))(segments, blocks)
 
         def words(candidates: int) -> UInt32[Array, "batch heads length words"]:
+            @functools.partial(
+                jax.checkpoint, prevent_cse=False
+            )  # else what is compared would be kept, without any gradient
             def some(queries):
                 query, own_block, segment, first = queries
                 index = jnp.arange(candidates, dtype=jnp.int32)[None, None]

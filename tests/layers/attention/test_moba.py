@@ -66,7 +66,7 @@ def test_blocks_are_those_of_the_loop(tile, monkeypatch):
     assert BlockSelection(size=3, top_k=17).choose(*arrays) is None
 
 
-@pytest.mark.parametrize("documents", [0, 4])
+@pytest.mark.parametrize("documents", [-10, 4])
 def test_blocks_of_contiguous_documents_are_numbered_within_each(documents, monkeypatch):
     """The same choice in fewer words; more documents than are expected are compared as ever."""
     monkeypatch.setattr(moba, "DOCUMENTS", documents)
