@@ -60,9 +60,8 @@ class BlockSelection(CheckedFields):
         owners = jax.vmap(lambda ids, into: jnp.full_like(ids, -1).at[into].max(ids))(segments, blocks)
 
         def words(candidates: int) -> UInt32[Array, "batch heads length words"]:
-            @functools.partial(
-                jax.checkpoint, prevent_cse=False
-            )  # else what is compared would be kept, without any gradient
+            # without a checkpoint what is compared would be kept, though it has no gradient
+            @functools.partial(jax.checkpoint, prevent_cse=False)
             def some(queries):
                 query, own_block, segment, first = queries
                 index = jnp.arange(candidates, dtype=jnp.int32)[None, None]
