@@ -151,7 +151,7 @@ def _each_piece(ring: Ring, step: Any, carry: Any, first: int = 1) -> Any:
 
 def _of_piece(
     piece: Int[Array, ""], size: int, row_positions: AttentionPositions, selected: Selected | None
-) -> tuple[AttentionPositions, Selected | None]:
+) -> tuple[AttentionPositions, Any]:
     """Return the positions of queries and of the keys of a piece, and the selection among these keys."""
 
     def cut(x: Array | None, axis: int) -> Any:
