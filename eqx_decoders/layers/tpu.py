@@ -21,11 +21,15 @@ class BlockSizes:
     streamed: int
     vmem_bytes: int | None = None
 
-    def fit(self, length: int) -> "BlockSizes":
-        """Return the smallest block sizes that divide `length` into as few blocks as these do."""
+    def fit(self, length: int, whole_words: bool = False) -> "BlockSizes":
+        """Return the smallest block sizes that divide `length` into as few blocks as these do.
+
+        With `whole_words` they are powers of two, which divide the bits of a word.
+        """
         ratio, count = self.held // self.streamed, max(1, -(-length // self.held))
         streamed = -(-length // (count * ratio * LANES)) * LANES
-        return dataclasses.replace(self, held=max(LANES, streamed) * ratio, streamed=max(LANES, streamed))
+        streamed = max(LANES, 1 << (streamed - 1).bit_length() if whole_words and streamed > 0 else streamed)
+        return dataclasses.replace(self, held=streamed * ratio, streamed=streamed)
 
 
 MIB = 2**20

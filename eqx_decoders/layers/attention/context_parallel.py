@@ -28,6 +28,7 @@ from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import run_kernel
+from eqx_decoders.layers.attention.kernels.selection import Selection, map_keys, map_queries_and_heads
 from eqx_decoders.layers.attention.ring import Ring, attend_in_ring
 from eqx_decoders.layers.mask import AttentionPositions, Mask, lookback
 from eqx_decoders.sharding.axes import names_of
@@ -134,7 +135,11 @@ class _ContextPlan:
         of_query: Any = PartitionSpec(rows, () if self.exchanges else length)
         of_key: Any = PartitionSpec(rows, slots)
         selected, scales = inputs.selected, inputs.scales
-        chosen: Any = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length, slots)
+        bits = selected.words if isinstance(selected, Selection) else selected
+        chosen: Any = PartitionSpec(rows, heads if bits is not None and bits.shape[1] > 1 else (), length, slots)
+        if isinstance(selected, Selection):
+            of_group: Any = None if selected.group is None else of_key
+            chosen = selected._replace(words=PartitionSpec(rows, *chosen[1:3]), group=of_group)
         by_head = scales is not None and scales.key.shape[2] == inputs.key.shape[2]
         of_scales: Any = PartitionSpec(rows, self.shared, self.kv_heads if by_head else ())
         positions = AttentionPositions(of_query, of_key, of_query, of_key, of_query)
@@ -147,7 +152,11 @@ class _ContextPlan:
         scales = jax.tree.map(lambda x: self.needed_keys(x) if x.shape[2] == heads else x, scales)
         query, key, value = self.needed_queries(query), self.needed_keys(key), self.needed_keys(value)
         key, value = (self.in_order(x) for x in (key, value))
-        selected = None if selected is None else self.in_order(self.needed_selection(selected), 3, self.pieces)
+        if selected is not None:
+            selected = map_queries_and_heads(self.needed_selection, selected)
+            if self.zigzag_order or self.uses_ring:
+                size = positions.key_positions.shape[1]
+                selected = map_keys(lambda x, axis: self.in_order(x, axis, self.pieces), selected, size)
         of_keys = positions.key_positions, positions.key_segments
         key_positions, key_segments = jax.tree.map(lambda x: self.in_order(x, 1, self.pieces), of_keys)
         of_queries: Any = positions.query_positions, positions.query_segments, positions.query_spans

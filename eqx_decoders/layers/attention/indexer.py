@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Num, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt
 from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 from eqx_decoders.layers.mask import Mask, visible
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
@@ -136,7 +137,7 @@ class Indexer(eqx.Module):
 
     def choose(
         self, index: Index, mask: Mask, ctx: Context, teacher: Teacher | None = None
-    ) -> tuple[Bool[Array, "batch 1 length length"] | None, IndexerStats | None]:
+    ) -> tuple[Selection | None, IndexerStats | None]:
         """Select the tokens of a call that each of them attends to (None: all visible), and compute a teacher's loss.
 
         It takes some queries at a time, and once more in the backward pass: the scores of single heads never exist at
@@ -160,12 +161,13 @@ class Indexer(eqx.Module):
             loss = None
             if teaching is not None:
                 loss = jnp.sum(_divergence(jax.lax.stop_gradient((teaching, taught)), scores, chosen))
-            return (chosen if selects else None), loss
+            return (pack_lanes(chosen) if selects else None), loss
 
         heads = max(config.num_heads, 0 if teacher is None else teacher.query.shape[2])
         chosen, losses = map_queries(lambda queries: block(queries, of_keys), of_queries, length, heads)
         if chosen is not None:
-            chosen = jnp.moveaxis(chosen, 0, 1).reshape(chosen.shape[1], 1, -1, length)[:, :, :length]
+            words = jnp.moveaxis(chosen, 0, 1)
+            chosen = Selection(words.reshape(words.shape[0], 1, -1, words.shape[3])[:, :, :length])
         if losses is None:
             return chosen, None
         tokens = jnp.sum((ctx.positions >= 0).astype(jnp.float32))

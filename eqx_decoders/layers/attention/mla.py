@@ -13,7 +13,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check
@@ -22,6 +22,7 @@ from eqx_decoders.layers.attention.indexer import Index, Indexer, IndexerConfig,
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import run_max_scores
+from eqx_decoders.layers.attention.kernels.selection import Selected
 from eqx_decoders.layers.attention.topk import KeyChoice
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
@@ -302,7 +303,7 @@ class LatentAttention(eqx.Module):
         key: Array,
         value: Array,
         ctx: Context,
-        selected: Bool[Array, "..."] | None = None,
+        selected: Selected | None = None,
         needs_lse: bool = True,
     ) -> Result:
         """Attend to the tokens of this call."""
@@ -318,9 +319,7 @@ def _aligned(ctx: Context) -> bool:
     return ctx.execution.context_order == "plain"
 
 
-def _present_inputs(
-    query: Array, key: Array, value: Array, ctx: Context, selected: Bool[Array, "..."] | None
-) -> AttentionInputs:
+def _present_inputs(query: Array, key: Array, value: Array, ctx: Context, selected: Selected | None) -> AttentionInputs:
     """Return the inputs of attention among the tokens of a call."""
     positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids)
     return AttentionInputs(query, key, value, positions, selected)

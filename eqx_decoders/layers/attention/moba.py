@@ -6,13 +6,18 @@ There are no weights, and the choice has no gradient.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from eqx_decoders.errors import CheckedFields, PositiveInt
+from eqx_decoders.layers.attention.kernels.selection import WORD, Selection, pack_groups
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
+
+
+DOCUMENTS = 128  # of a row, for which a few more blocks are compared than one document has
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,30 +40,44 @@ class BlockSelection(CheckedFields):
         positions: Int[Array, "batch length"],
         segments: Int[Array, "batch length"] | None,
         contiguous: bool = False,
-    ) -> Bool[Array, "batch heads length length"] | None:
-        """Return which tokens of whole documents are in the blocks that each token chooses; None: all of them.
+    ) -> Selection | None:
+        """Return the blocks of whole documents that each token chooses; None: all of them.
 
-        Unless positions are `contiguous` each token may stand in a block of its own.
+        Unless positions are `contiguous` each token may stand in a block of its own. Blocks of contiguous documents are
+        numbered within each, so that few words hold them. A row of up to DOCUMENTS more blocks than a single document
+        has compares no more; any other compares as many as it has tokens.
         """
-        length = positions.shape[1]
+        length, heads = positions.shape[1], query.shape[2]
         most = -(-length // self.size) + 1 if contiguous else length  # one more where a row begins within a block
         if most <= self.top_k:
             return None
+        usual = min(length, most + DOCUMENTS * (segments is not None))
         query, key = jax.lax.stop_gradient((query, key))
         segments = jnp.zeros_like(positions) if segments is None else segments
-        blocks = _blocks_of(positions, segments, self.size)
+        blocks, begins = _blocks_of(positions, segments, self.size)
+        first = jax.lax.cummax(jnp.where(begins, blocks, 0), axis=1) if contiguous else jnp.zeros_like(blocks)
         means = _means(key, blocks, positions >= 0)
         owners = jax.vmap(lambda ids, into: jnp.full_like(ids, -1).at[into].max(ids))(segments, blocks)
 
-        def some(queries):
-            query, own_block, segment = queries
-            index = jnp.arange(length, dtype=jnp.int32)[None, None]
-            earlier = (index < own_block[:, :, None]) & (owners[:, None] == segment[:, :, None])
-            chosen = self._best(query, means, earlier, index == own_block[:, :, None])
-            return _of_tokens(chosen, blocks)
+        def words(candidates: int) -> UInt32[Array, "batch heads length words"]:
+            # without a checkpoint what is compared would be kept, though it has no gradient
+            @functools.partial(jax.checkpoint, prevent_cse=False)
+            def some(queries):
+                query, own_block, segment, first = queries
+                index = jnp.arange(candidates, dtype=jnp.int32)[None, None]
+                earlier = (index < own_block[:, :, None]) & (owners[:, None, :candidates] == segment[:, :, None])
+                chosen = self._best(query, means[:, :candidates], earlier, index == own_block[:, :, None])
+                return _shifted(pack_groups(chosen), first[:, None], -(-most // WORD))
 
-        chosen = jnp.moveaxis(map_queries(some, (query, blocks, segments), length, query.shape[2]), 0, 2)
-        return chosen.reshape(*chosen.shape[:2], -1, length)[:, :, :length]
+            queries = query, blocks, segments, first
+            found = jnp.moveaxis(map_queries(some, queries, length, heads, candidates), 0, 2)
+            return found.reshape(*found.shape[:2], -1, found.shape[4])[:, :, :length]
+
+        if usual == length or (contiguous and usual == most):
+            found = words(usual)
+        else:
+            found = jax.lax.cond(jnp.max(blocks) < usual, lambda: words(usual), lambda: words(length))
+        return Selection(found, jnp.where(positions >= 0, blocks - first, -1))
 
     def choose_cached(
         self,
@@ -103,14 +122,20 @@ class BlockSelection(CheckedFields):
         return top_k_mask(scores, self.top_k) & (scores > -jnp.inf)
 
 
-def _blocks_of(positions: Array, segments: Array, size: int) -> Int[Array, "batch length"]:
-    """Number the block of each token, counted along the row; padding belongs to the block before it."""
+def _blocks_of(
+    positions: Array, segments: Array, size: int
+) -> tuple[Int[Array, "batch length"], Bool[Array, "batch length"]]:
+    """Number the block of each token, counted along the row; padding belongs to the block before it.
+
+    Returns the first tokens of documents, too.
+    """
     index = jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape)
     latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
     before = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     place, segment = (jnp.take_along_axis(x, jnp.maximum(before, 0), axis=1) for x in (positions, segments))
-    begins = (before < 0) | (place // size != positions // size) | (segment != segments)
-    return jnp.maximum(jnp.cumsum(begins & (positions >= 0), axis=1) - 1, 0)
+    document = ((before < 0) | (segment != segments)) & (positions >= 0)
+    begins = document | ((place // size != positions // size) & (positions >= 0))
+    return jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0), document
 
 
 def _means(
@@ -124,6 +149,21 @@ def _means(
         return sums / jnp.maximum(jnp.zeros_like(weight).at[into].add(weight), 1.0)[:, None, None]
 
     return jax.vmap(row)(key, blocks, real)
+
+
+def _shifted(
+    words: UInt32[Array, "batch heads length words"], first: Int[Array, "batch 1 length"], count: int
+) -> UInt32[Array, "batch heads length count"]:
+    """Return so many words of bits from bit `first` on."""
+    index = jnp.arange(words.shape[3]).reshape(1, 1, 1, -1)
+    start, shift = jnp.maximum(first, 0)[..., None], (first & 31).astype(jnp.uint32)
+
+    def word(n: int) -> Array:
+        return jnp.sum(jnp.where(index == start // WORD + n, words, 0), axis=3, dtype=jnp.uint32)
+
+    parts = [word(n) for n in range(count + 1)]
+    above = [jnp.where(shift == 0, 0, part << ((WORD - shift) & 31)) for part in parts[1:]]
+    return jnp.stack([(low >> shift) | high for low, high in zip(parts[:-1], above, strict=True)], axis=3)
 
 
 def _of_tokens(

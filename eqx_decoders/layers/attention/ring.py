@@ -20,6 +20,7 @@ from eqx_decoders.layers.attention.kernels.call import AttentionInputs, Attentio
 from eqx_decoders.layers.attention.kernels.chunked import may_see
 from eqx_decoders.layers.attention.kernels.common import Result, make_cotangents
 from eqx_decoders.layers.attention.kernels.registry import attend_gradients, merge, run_kernel
+from eqx_decoders.layers.attention.kernels.selection import Selected, map_keys
 from eqx_decoders.layers.mask import AttentionPositions
 from eqx_decoders.remat import save
 
@@ -74,13 +75,13 @@ def attend_in_ring(ring: Ring, inputs: AttentionInputs) -> Result:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: Ring, query: Array, key: Array, value: Array, row_positions: AttentionPositions, selected: Array | None
+    ring: Ring, query: Array, key: Array, value: Array, row_positions: AttentionPositions, selected: Selected | None
 ):
     return _forward(ring, query, key, value, row_positions, selected)
 
 
 def _attend_fwd(
-    ring: Ring, query: Array, key: Array, value: Array, row_positions: AttentionPositions, selected: Array | None
+    ring: Ring, query: Array, key: Array, value: Array, row_positions: AttentionPositions, selected: Selected | None
 ):
     out, lse = (save(x, "context") for x in _forward(ring, query, key, value, row_positions, selected))
     return (out, lse), (query, key, value, row_positions, selected, out, lse)
@@ -149,17 +150,16 @@ def _each_piece(ring: Ring, step: Any, carry: Any, first: int = 1) -> Any:
 
 
 def _of_piece(
-    piece: Int[Array, ""], size: int, row_positions: AttentionPositions, selected: Array | None
-) -> tuple[AttentionPositions, Array | None]:
+    piece: Int[Array, ""], size: int, row_positions: AttentionPositions, selected: Selected | None
+) -> tuple[AttentionPositions, Any]:
     """Return the positions of queries and of the keys of a piece, and the selection among these keys."""
 
     def cut(x: Array | None, axis: int) -> Any:
         return None if x is None else lax.dynamic_slice_in_dim(x, piece * size, size, axis)
 
-    row_positions = row_positions._replace(
-        key_positions=cut(row_positions.key_positions, 1), key_segments=cut(row_positions.key_segments, 1)
-    )
-    return row_positions, cut(selected, 3)
+    row = row_positions.key_positions
+    positions = row_positions._replace(key_positions=cut(row, 1), key_segments=cut(row_positions.key_segments, 1))
+    return positions, None if selected is None else map_keys(cut, selected, row.shape[1])
 
 
 def _if_seen(ring: Ring, before: Any, key: Array, row_positions: AttentionPositions, more: Any, found: Any) -> Any:

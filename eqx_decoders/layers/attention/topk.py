@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
+from eqx_decoders.layers.attention.kernels.selection import Selected
+
 
 TILE = 2**24  # scores of one row that exist at a time
 
@@ -17,7 +19,7 @@ class KeyChoice(NamedTuple):
     Those of a past are chosen by a mask over its slots (`past`), or by their numbers (`slots`), as in `Queries`.
     """
 
-    present: Bool[Array, "batch selected_heads length length"] | None = None
+    present: Selected | None = None
     past: Bool[Array, "batch selected_heads length slots"] | None = None
     slots: Int[Array, "batch length chosen"] | None = None
 
@@ -48,13 +50,17 @@ def _ordered_bits(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def map_queries(function: Callable[[Any], Any], queries: Any, length: int, heads: int) -> Any:
+def map_queries(
+    function: Callable[[Any], Any], queries: Any, length: int, heads: int, candidates: int | None = None
+) -> Any:
     """Map `function` over some of the queries at a time, so that at most TILE scores of `heads` heads exist at once.
+
+    A query and head has as many scores as there are `candidates`; None: as there are queries.
 
     `queries` are arrays `batch length …`; the last group is padded with positions -1. Results have a leading axis of
     groups.
     """
-    count = max(1, min(length, -(-length * length * heads // TILE)))
+    count = max(1, min(length, -(-length * (candidates or length) * heads // TILE)))
     if count == 1:
         return jax.tree.map(lambda x: x[None], function(queries))
     size = -(-length // count)

@@ -1,11 +1,10 @@
 """Recurrences in Pallas kernels for TPUs: chunks follow one another while the state stays in vector memory.
 
-The equations are those of `chunked_scan`, for one decay a head. Pairs of a chunk's tokens, the inverse of the triangle
-too, are never written to memory; the state between chunks is, once, if gradients are wanted. The backward pass goes
-through the chunks from the last to the first, and differentiates one chunk where it is.
+The equations are those of `chunked_scan`, `pallas_chunk` has them for one chunk. Pairs of a chunk's tokens, the inverse
+of the triangle too, are never written to memory; the state between chunks is, once, if gradients are wanted. The
+backward pass goes through the chunks from the last to the first, and differentiates one chunk where it is.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,46 +16,14 @@ from jaxtyping import Array, Bool, Float, Float32
 from eqx_decoders.core.chips import LANES
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.recurrent.chunked_scan import FORGOTTEN
+from eqx_decoders.layers.recurrent.pallas_chunk import ScanPlan, run_chunk
 
 
 pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
 CHUNK = 128  # tokens: half as many states are stored as with 64, and products fill the units
 _WIDEST = 512  # columns of the values of a program: value heads that share a key head
 _MOST = 8, 1024  # heads of a program, each of which is code of its own, and columns where no fewer heads fill lanes
-_SMALLEST = 8  # rows of the blocks that are inverted as a short sum of powers
 _VMEM = 32 * 2**20
-_EXACT = jax.lax.Precision.HIGHEST
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ScanPlan:
-    """Static description of a call. A program has a key head, and `heads` of the value heads that share it."""
-
-    heads: int
-    parts: int  # programs that share a key head
-    key_dim: int
-    value_dim: int
-    chunk: int
-    delta: bool
-    interpret: bool
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """Places of the blocks of inputs: document, state, query, key, value, log decay; for the delta rule beta."""
-        return ("documents", "state", "keys", "keys", "values", "heads", *("heads",) * self.delta)
-
-    @property
-    def columns(self) -> int:
-        """Columns of the states and the values of a program."""
-        return self.heads * self.value_dim
-
-    @property
-    def operations(self) -> int:
-        """Operations of a program for one chunk."""
-        square, states = self.chunk**2, self.chunk * self.key_dim * self.columns
-        inverse = self.heads * self.chunk**3 * (2 * (self.chunk // _SMALLEST).bit_length() + 2)
-        products = square * (self.key_dim + self.columns) + 2 * states
-        return 2 * (products + self.delta * (products - states + inverse))
 
 
 def fits(
@@ -64,9 +31,10 @@ def fits(
     value: Float[Array, "batch length heads value_dim"],
     log_decay: Float[Array, "batch length heads decay_dim"],
 ) -> bool:
-    """Return whether the kernel can run this recurrence: one decay a head, a whole chunk, and blocks of whole lanes."""
-    whole = key.shape[3] % LANES == 0 and _heads_at_once(value.shape[2] // key.shape[2], value.shape[3]) is not None
-    return whole and log_decay.shape[3] == 1 and value.shape[1] >= CHUNK
+    """Return whether the kernel can run this recurrence: a whole chunk, and blocks of whole lanes."""
+    groups = 1 if log_decay.shape[3] > 1 else value.shape[2] // key.shape[2]
+    whole = key.shape[3] % LANES == 0 and _heads_at_once(groups, value.shape[3]) is not None
+    return whole and value.shape[1] >= CHUNK
 
 
 def _heads_at_once(groups: int, value_dim: int) -> int | None:
@@ -76,126 +44,10 @@ def _heads_at_once(groups: int, value_dim: int) -> int | None:
     return max((n for n in fitting if n == fitting[0] or n * value_dim <= _WIDEST), default=None)
 
 
-# --- one chunk: arrays of two dimensions, tokens as rows; numbers of a token and a head stand as rows of heads ---
-
-
-def _product(left: Array, right: Array, axes: tuple[int, int] = (1, 0), precision: Any = None) -> Array:
-    contracted = (axes[0],), (axes[1],)
-    return jax.lax.dot_general(
-        left, right, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def _rows_and_columns(size: int) -> tuple[Array, Array]:
-    """Return the row and the column of each element of a square."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    return row, column
-
-
-def _inverse(system: Array) -> Array:
-    """Compute (I + A)^-1 of a strictly lower triangle: small blocks on the diagonal, then joined in pairs.
-
-    The eighth power of a block of eight is zero, and (I - A)(I + A^2)(I + A^4) is the sum of all before.
-    """
-    row, column = _rows_and_columns(system.shape[0])
-
-    def multiply(left: Array, right: Array) -> Array:
-        return _product(left, right, precision=_EXACT)
-
-    def together(size: int) -> Array:
-        shift = size.bit_length() - 1
-        return (row >> shift) == (column >> shift)
-
-    power = jnp.where(together(_SMALLEST), -system, 0.0)
-    inverse = jnp.where(row == column, 1.0, power)
-    for _ in range(_SMALLEST.bit_length() - 2):
-        power = multiply(power, power)
-        inverse = inverse + multiply(inverse, power)
-    size = _SMALLEST
-    while size < system.shape[0]:
-        corner = jnp.where(together(2 * size) & ~together(size), system, 0.0)
-        inverse = inverse - multiply(multiply(inverse, corner), inverse)
-        size *= 2
-    return inverse
-
-
-@jax.custom_vjp
-def _solve(system: Array, right: Array) -> Array:
-    """Solve (I + A) U = R."""
-    return _solve_forward(system, right)[0]
-
-
-def _solve_forward(system: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
-    inverse = _inverse(system)
-    solution = _product(inverse, right)
-    return solution, (inverse, solution)
-
-
-def _solve_backward(residuals: tuple[Array, Array], solution_bar: Array) -> tuple[Array, Array]:
-    """Compute R' = (I + A)^-T U',  A' = -R' U^T."""
-    inverse, solution = residuals
-    right_bar = _product(inverse, solution_bar, (0, 0))
-    return -_product(right_bar, solution, (1, 1)), right_bar
-
-
-_solve.defvjp(_solve_forward, _solve_backward)
-
-
-def _chunk(
-    plan: _ScanPlan,
-    document: Float32[Array, "1 chunk"],
-    state: Float32[Array, "key_dim columns"],
-    query: Float32[Array, "chunk key_dim"],
-    key: Float32[Array, "chunk key_dim"],
-    value: Float32[Array, "chunk columns"],
-    log_decay: Float32[Array, "heads chunk"],
-    beta: Float32[Array, "heads chunk"] | None = None,
-) -> tuple[Array, Array, Array]:
-    """Return the state after a chunk, its outputs, and the values that it wrote."""
-    row, column = _rows_and_columns(plan.chunk)
-
-    def upright(x: Array) -> Array:
-        return jnp.where(row == column, x, 0.0).sum(1, keepdims=True)
-
-    def side_by_side(columns: list[Array]) -> Array:
-        return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], plan.value_dim)) for x in columns], 1)
-
-    standing = upright(document)
-    same = standing == document
-    before, beyond = same & (row >= column), same & (row <= column)
-    between = _product(query, key, (1, 1))
-    readout = _product(query if beta is None else jnp.concatenate([query, key]), state)
-    between_keys = None if beta is None else jnp.where(row > column, _product(key, key, (1, 1)), 0.0)
-    outs, writtens, leaves, keeps = [], [], [], []
-    for head in range(plan.heads):
-        decay, features = log_decay[head : head + 1], slice(head * plan.value_dim, (head + 1) * plan.value_dim)
-        # multiples of 2^-10 add up without rounding, so that differences of two sums have all their digits
-        coarse = jax.lax.stop_gradient(jnp.floor(decay * 1024 + 0.5) * 2.0**-10)
-        fade = total = jnp.zeros((), jnp.float32)
-        for part in (coarse, decay - coarse):
-            since = jnp.where(before, part, 0.0).sum(1, keepdims=True)
-            fade += since - jnp.where(beyond, upright(part), 0.0).sum(0, keepdims=True)
-            total += since
-        fade = jnp.exp(jnp.where(before, fade, -jnp.inf))
-        enter = jnp.exp(jnp.where(standing == 0, total, -jnp.inf))
-        written = value[:, features]
-        if between_keys is not None and beta is not None:
-            rate = upright(beta[head : head + 1])
-            right = (written - readout[plan.chunk :, features] * enter) * rate
-            written = _solve(between_keys * fade * rate, right)
-        outs.append(readout[: plan.chunk, features] * enter + _product(between * fade, written))
-        writtens.append(written)
-        leaves.append(upright(fade[-1:]))
-        keeps.append(enter[-1:])
-    out, written = (jnp.concatenate(x, 1) for x in (outs, writtens))
-    state = state * side_by_side(keeps) + _product(key, written * side_by_side(leaves), (0, 0))
-    return state, out, written
-
-
 # --- the kernels: a chunk of a program ---
 
 
-def _forward_kernel(plan: _ScanPlan, *refs: Any) -> None:
+def _forward_kernel(plan: ScanPlan, *refs: Any) -> None:
     inputs, (out, end, *others), state = _cut(refs, len(plan.places))
     document, start, *tokens = inputs
 
@@ -205,7 +57,7 @@ def _forward_kernel(plan: _ScanPlan, *refs: Any) -> None:
 
     if len(others) > plan.delta:
         others[-1][...] = state[...]
-    after, outs, written = _chunk(plan, document[...], state[...], *_read(tokens))
+    after, outs, written = run_chunk(plan, document[...], state[...], *_read(tokens))
     state[...] = after
     out[...] = outs.astype(out.dtype)
     if plan.delta:
@@ -216,7 +68,7 @@ def _forward_kernel(plan: _ScanPlan, *refs: Any) -> None:
         end[...] = after
 
 
-def _backward_kernel(plan: _ScanPlan, *refs: Any) -> None:
+def _backward_kernel(plan: ScanPlan, *refs: Any) -> None:
     inputs, (start_bar, *bars), state_bar = _cut(refs, len(plan.places) + 2 + plan.delta)
     document, *tokens = inputs[: len(plan.places) - 1]
     states, end_bar, out_bar, *written_bar = inputs[len(plan.places) - 1 :]
@@ -225,7 +77,7 @@ def _backward_kernel(plan: _ScanPlan, *refs: Any) -> None:
     def _():
         state_bar[...] = end_bar[...]
 
-    pull = jax.vjp(functools.partial(_chunk, plan, document[...]), states[...], *_read(tokens))[1]
+    pull = jax.vjp(functools.partial(run_chunk, plan, document[...]), states[...], *_read(tokens))[1]
     (out_bar,) = _read([out_bar])
     written_gradient = written_bar[0][...] if plan.delta else jnp.zeros_like(out_bar)
     before, *gradients = pull((state_bar[...], out_bar, written_gradient))
@@ -251,10 +103,11 @@ def _read(refs: Sequence[Any]) -> list[Array]:
 
 
 def _call(
-    plan: _ScanPlan, kernel: Any, operands: list[tuple[str, Array]], results: list[tuple[str, tuple[int, ...], Any]]
+    plan: ScanPlan, kernel: Any, operands: list[tuple[str, Array]], results: list[tuple[str, tuple[int, ...], Any]]
 ) -> Sequence[Array]:
     """Run one `pallas_call`; operands and results come with the places of their blocks."""
-    batch, programs, chunks = dict(operands)["heads"].shape[:3]
+    named = dict(operands)
+    (batch, chunks), programs = named["documents"].shape[:2], named["state"].shape[1]
     backward, size = kernel is _backward_kernel, plan.chunk
 
     def spec(place: str) -> Any:
@@ -294,26 +147,26 @@ def _call(
     )(*arrays)
 
 
-def _run(plan: _ScanPlan, arrays: tuple[Array, ...], keep: bool) -> Sequence[Array]:
+def _run(plan: ScanPlan, arrays: tuple[Array, ...], keep: bool) -> Sequence[Array]:
     """Return outputs, the last state, written values of the delta rule, and, to `keep`, the state before each chunk."""
-    state, values, rows = arrays[1].shape, arrays[4].shape, arrays[5].shape[:3]
+    chunks, state, values = arrays[0].shape[1], arrays[1].shape, arrays[4].shape
     results = [("values", values, arrays[4].dtype), ("state", state, jnp.float32)]
     results += [("values", values, jnp.float32)] * plan.delta
-    results += [("states", (*rows, *state[2:]), jnp.float32)] * keep
+    results += [("states", (*state[:2], chunks, *state[2:]), jnp.float32)] * keep
     return _call(plan, _forward_kernel, list(zip(plan.places, arrays, strict=True)), results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(plan: _ScanPlan, *arrays: Array) -> tuple[Array, ...]:
+def _recurrence(plan: ScanPlan, *arrays: Array) -> tuple[Array, ...]:
     return tuple(_run(plan, arrays, keep=False))
 
 
-def _recurrence_forward(plan: _ScanPlan, *arrays: Array) -> tuple[tuple[Array, ...], tuple]:
+def _recurrence_forward(plan: ScanPlan, *arrays: Array) -> tuple[tuple[Array, ...], tuple]:
     *results, states = _run(plan, arrays, keep=True)
     return tuple(results), (arrays, states)
 
 
-def _recurrence_backward(plan: _ScanPlan, residuals: tuple, bars: tuple[Array, ...]) -> tuple[Array | None, ...]:
+def _recurrence_backward(plan: ScanPlan, residuals: tuple, bars: tuple[Array, ...]) -> tuple[Array | None, ...]:
     arrays, states = residuals
     out_bar, end_bar, *written_bar = bars
     _, start, query, _, value, *rows = arrays
@@ -339,7 +192,7 @@ def run_kernel(
     query: Float[Array, "batch length key_heads key_dim"],
     key: Float[Array, "batch length key_heads key_dim"],
     value: Float[Array, "batch length heads value_dim"],
-    log_decay: Float[Array, "batch length heads 1"],
+    log_decay: Float[Array, "batch length heads decay_dim"],
     beta: Float[Array, "batch length heads"] | None,
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
@@ -354,22 +207,26 @@ def run_kernel(
 
     `chunk` is a power of two, at least 8. Interpreted, a kernel has any shape: all heads of a group at once.
     """
-    (batch, length, heads, value_dim), (key_heads, key_dim) = value.shape, key.shape[2:]
+    by_channel, heads = log_decay.shape[3] > 1, value.shape[2]
+    if by_channel and key.shape[2] < heads:  # each channel of each value head decays by itself
+        query, key = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (query, key))
+    (batch, length, _, value_dim), (key_heads, key_dim) = value.shape, key.shape[2:]
     at_once = _heads_at_once(heads // key_heads, value_dim) or heads // key_heads
     programs = heads // at_once
-    plan = _ScanPlan(
+    plan = ScanPlan(
         heads=at_once,
         parts=programs // key_heads,
         key_dim=key_dim,
         value_dim=value_dim,
         chunk=chunk,
         delta=beta is not None,
+        by_channel=by_channel,
         interpret=interpret,
     )
-    log_decay = jnp.maximum(log_decay[..., 0].astype(jnp.float32), FORGOTTEN)
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), FORGOTTEN)
     if resets is None:
         resets = jnp.zeros((batch, length), bool)
-    log_decay = jnp.where(resets[:, :, None], 0.0, log_decay)  # what it would fade is forgotten anyway
+    log_decay = jnp.where(resets[:, :, None, None], 0.0, log_decay)  # what it would fade is forgotten anyway
 
     def whole(x: Array) -> Array:
         """Pad to whole chunks by tokens that change nothing."""
@@ -381,9 +238,9 @@ def run_kernel(
     document = jnp.cumsum(whole(resets).reshape(batch, -1, 1, chunk).astype(jnp.float32), 3)
     start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
     start = start.reshape(batch, programs, at_once, key_dim, value_dim).swapaxes(2, 3)
-    flat = (whole(x.reshape(batch, length, -1)) for x in (query, key, value))
-    numbers = [rows(x) for x in (log_decay, beta) if x is not None]
-    results: Any = _recurrence(plan, document, start.reshape(*start.shape[:3], -1), *flat, *numbers)
+    query, key, flat_value, decays = (whole(x.reshape(batch, length, -1)) for x in (query, key, value, log_decay))
+    numbers = [decays if by_channel else rows(log_decay[..., 0]), *(rows(x) for x in (beta,) if x is not None)]
+    results: Any = _recurrence(plan, document, start.reshape(*start.shape[:3], -1), query, key, flat_value, *numbers)
     out, end, *written = results
     end = end.reshape(start.shape).swapaxes(2, 3).reshape(batch, heads, key_dim, value_dim)
     out, *written = (x[:, :length].reshape(value.shape) for x in (out, *written))

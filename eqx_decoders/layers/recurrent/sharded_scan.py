@@ -45,7 +45,7 @@ def recur_on_mesh(
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
     # a kernel sees a device's own arrays, and by their shapes it is chosen
-    may_have_kernel = layout.backend.pallas_tpu and log_decay.shape[3] == 1 and value.shape[1] >= CHUNK
+    may_have_kernel = layout.backend.pallas_tpu and value.shape[1] >= CHUNK
     if layout.single or not (length or may_have_kernel):
         return delta_rule(*arrays, platform=layout.platform)
     key_heads = names_of(layout.activation_spec("batch length key_heads key_dim", key.shape)[2])

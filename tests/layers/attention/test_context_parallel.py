@@ -11,6 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.attention.context_parallel import zigzag
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend
+from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.sharding.rules import ACTIVATIONS
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
@@ -51,7 +52,12 @@ def check(
 
 
 def selection(heads, length, kv_length):
-    return jnp.asarray(np.random.default_rng(3).random((2, heads, length, kv_length)) < 0.2)
+    """Bits for all heads alike; for each, a choice of groups of keys."""
+    random = np.random.default_rng(3)
+    if heads == 1:
+        return Selection(pack_lanes(jnp.asarray(random.random((2, heads, length, kv_length)) < 0.2)))
+    groups = random.integers(-1, 40, (2, kv_length)).astype(np.int32)
+    return Selection(pack_groups(jnp.asarray(random.random((2, heads, length, 40)) < 0.2)), jnp.asarray(groups))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,11 @@ def test_the_slots_of_a_cache(length, kv_heads, options):
         np.where((order % 7 == 3) | (np.arange(24) < 12)[::-1], -1, order)[None].repeat(2, 0), jnp.int32
     )
     slots = slots.at[1].set(-1).at[1, 3].set(13)
-    places = {"query_positions": plain(length, start=12), "key_positions": slots, "selected": selection(1, length, 24)}
+    places = {
+        "query_positions": plain(length, start=12),
+        "key_positions": slots,
+        "selected": selection(1, length, 24).mask(24),
+    }
     table = ACTIVATIONS | ({} if options.pop("split", True) else {"slots": ()})
     qkv = make(length, 24, kv_heads=kv_heads, value_dim=5)
     check(ALL | dict(activations=table), qkv, places, aligned=False, key_axis="slots", **options)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.attention import topk
+from eqx_decoders.layers.attention import moba, topk
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.mask import SlidingWindow
@@ -58,7 +58,7 @@ def test_blocks_are_those_of_the_loop(tile, monkeypatch):
     segments = np.stack([[1] * 9 + [2] * 7 + [0], [1] * 17, [1] * 9 + [4] * 8])
     for config in (BlockSelection(size=3, top_k=2), BlockSelection(size=2, top_k=3), BlockSelection(size=5, top_k=1)):
         arrays = [jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments.astype(np.int32))]
-        found = np.asarray(jax.jit(config.choose)(*arrays))
+        found = np.asarray(jax.jit(config.choose)(*arrays).mask(17))
         causal = (positions[:, :, None] >= positions[:, None]) & (positions >= 0)[:, None] & (positions >= 0)[..., None]
         seen = found & (causal & (segments[:, :, None] == segments[:, None]))[:, None]
         np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
@@ -66,12 +66,27 @@ def test_blocks_are_those_of_the_loop(tile, monkeypatch):
     assert BlockSelection(size=3, top_k=17).choose(*arrays) is None
 
 
+@pytest.mark.parametrize("documents", [-10, 4])
+def test_blocks_of_contiguous_documents_are_numbered_within_each(documents, monkeypatch):
+    """The same choice in fewer words; more documents than are expected are compared as ever."""
+    monkeypatch.setattr(moba, "DOCUMENTS", documents)
+    query, key = (jnp.asarray(x) for x in drawn(80, batch=2))
+    positions = np.stack([[*range(40), *range(40)], [*range(7, 47), *range(30), *[-1] * 10]]).astype(np.int32)
+    segments = np.stack([[1] * 40 + [2] * 40, [1] * 40 + [3] * 40])
+    config, seen = BlockSelection(size=2, top_k=3), (positions[:, :, None] >= positions[:, None])
+    seen &= (segments[:, :, None] == segments[:, None]) & (positions >= 0)[:, None]
+    arrays = query, key, jnp.asarray(positions), jnp.asarray(segments)
+    few, many = (jax.jit(config.choose, static_argnums=4)(*arrays, each) for each in (True, False))
+    assert few.words.shape[3] == 2 and many.words.shape[3] == 3
+    np.testing.assert_array_equal(*(np.asarray(each.mask(80)) & seen[:, None] for each in (few, many)))
+
+
 def test_positions_with_gaps_are_in_more_blocks():
     """As many as there are tokens: a row of six may have six blocks of three positions."""
     query, key = drawn(6)
     positions = np.stack([np.arange(6), [0, 1, 2, 15, 16, 30], [0, 3, 6, 9, 12, 15]])
     config, segments = BlockSelection(size=3, top_k=3), np.ones((3, 6), np.int32)
-    found = config.choose(*(jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments)))
+    found = config.choose(*(jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments))).mask(6)
     seen = np.asarray(found) & (positions[:, :, None] >= positions[:, None])[:, None]
     np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
     assert not seen[2, :, -1].all()

@@ -24,8 +24,9 @@ slow = pytest.mark.slow
 
 
 def inputs(length, kind, **options):
-    *args, state = make(length, kind, **options)
-    return (*args, *([None] if kind == "linear" else []), state)
+    """Of the linear recurrence, also with decays by channel, there is no beta."""
+    *args, state = make(length, kind.removeprefix("linear "), **options)
+    return (*args[:4], None if kind.startswith("linear") else args[4], state)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,9 @@ def inputs(length, kind, **options):
     [
         (33, "head", {}),
         (33, "linear", dict(key_heads=1)),
+        (33, "channel", {}),
+        pytest.param(97, "channel", dict(key_heads=4), marks=slow),
+        pytest.param(33, "linear channel", {}, marks=slow),
         pytest.param(16, "head", dict(key_heads=4), marks=slow),
         pytest.param(3, "linear", {}, marks=slow),
         pytest.param(97, "head", dict(key_heads=1, heads=3), marks=slow),
@@ -57,9 +61,10 @@ def test_several_programs_share_a_key_head(kind, monkeypatch):
 
 
 @slow
-def test_keys_that_are_alike_and_decays_down_to_nothing():
+@pytest.mark.parametrize("kind", ["head", "channel"])
+def test_keys_that_are_alike_and_decays_down_to_nothing(kind):
     """Where powers of a triangle are largest; and sums of decays that are long."""
-    query, key, value, decay, beta, state = inputs(64, "head")
+    query, key, value, decay, beta, state = inputs(64, kind)
     args = query, jnp.broadcast_to(key[:, :1], key.shape), value, decay * 0, beta * 0 + 0.99, state
     want = results(delta_rule, args, (None,), (("chunk", None),))
     same(results(run_kernel, args, (None,), (("chunk", 64), ("interpret", True))), want, tolerance=2e-5)
@@ -83,7 +88,7 @@ def test_half_precision_is_read_as_it_is():
 
 
 @slow
-@pytest.mark.parametrize("kind", ["head", "linear"])
+@pytest.mark.parametrize("kind", ["head", "linear", "channel"])
 def test_chunks_as_large_as_on_a_tpu(kind):
     """Documents that begin with a chunk or within one; no state before."""
     *args, _ = inputs(200, kind, batch=1)
@@ -93,7 +98,7 @@ def test_chunks_as_large_as_on_a_tpu(kind):
 
 
 @slow
-@pytest.mark.parametrize("kind", ["head", "linear"])
+@pytest.mark.parametrize("kind", ["head", "linear", "channel"])
 @pytest.mark.parametrize("sizes", [dict(data=4, tensor=2), dict(data=2, tensor=4), dict(context=4, tensor=2)], ids=str)
 def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
     """Behind `recur_on_mesh`, with value heads that share a key head on two devices, and with pieces of rows."""
@@ -121,7 +126,8 @@ def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
         (dict(length=127), False),
         (dict(key_dim=64), False),
         (dict(value_dim=64, key_heads=4), False),
-        (dict(kind="channel"), False),
+        (dict(kind="channel"), True),
+        (dict(kind="channel", value_dim=64, key_heads=1), False),
     ],
     ids=str,
 )
@@ -140,8 +146,12 @@ def test_heads_at_once():
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize(
     "shape",
-    [dict(key_heads=4, heads=8), dict(kind="linear", key_heads=2, heads=32, value_dim=64)],
-    ids=["Gated DeltaNet", "Mamba-2"],
+    [
+        dict(key_heads=4, heads=8),
+        dict(kind="linear", key_heads=2, heads=32, value_dim=64),
+        dict(kind="channel", key_heads=8, heads=8),
+    ],
+    ids=["Gated DeltaNet", "Mamba-2", "Kimi delta attention"],
 )
 def test_compiled(topology, shape):
     """Values and gradients on a mesh: kernels, no collective, and no more memory than states and tokens take."""

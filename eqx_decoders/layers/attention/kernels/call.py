@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Float, Num
 
 from eqx_decoders.layers.attention.kernels.common import Scales
+from eqx_decoders.layers.attention.kernels.selection import Selected, Selection
 from eqx_decoders.layers.mask import AttentionPositions, Mask
 from eqx_decoders.sharding.backend import Backend, backend_of
 
@@ -26,7 +27,7 @@ class AttentionInputs(NamedTuple):
     key: Num[Array, "batch kv_length kv_heads head_dim"]
     value: Num[Array, "batch kv_length kv_heads value_dim"]
     positions: AttentionPositions
-    selected: Bool[Array, "batch selected_heads length kv_length"] | None = None
+    selected: Selected | None = None
     scales: Scales | None = None
 
 
@@ -72,6 +73,7 @@ class AttentionCall(AttentionOptions):
     - `dtypes`: of queries, keys and values.
     - `segments`, `spans`: whether there are any.
     - `selected_heads`: number of heads for which keys are selected; 0: all keys count.
+    - `group_words`: words of 32 bits in which a query's choice of groups of keys is given; 0: a mask of keys.
     """
 
     batch: int
@@ -83,11 +85,13 @@ class AttentionCall(AttentionOptions):
     segments: bool = False
     spans: bool = False
     selected_heads: int = 0
+    group_words: int = 0
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "AttentionCall":
         """Describe a call with these arrays and options."""
         query, key, value, positions, selected, _ = inputs
+        bits, groups = selected if isinstance(selected, Selection) else (selected, None)
         return cls(
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
             batch=query.shape[0],
@@ -98,7 +102,8 @@ class AttentionCall(AttentionOptions):
             dtypes=(query.dtype, key.dtype, value.dtype),
             segments=positions.query_segments is not None,
             spans=positions.query_spans is not None,
-            selected_heads=0 if selected is None else selected.shape[1],
+            selected_heads=0 if bits is None else bits.shape[1],
+            group_words=bits.shape[3] if bits is not None and groups is not None else 0,
         )
 
     @property

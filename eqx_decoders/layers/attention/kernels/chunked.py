@@ -24,6 +24,7 @@ from eqx_decoders.layers.attention.kernels.common import (
     cap_slopes,
     make_cotangents,
 )
+from eqx_decoders.layers.attention.kernels.selection import Selection, spread
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval
 from eqx_decoders.sharding.backend import Backend
 
@@ -84,7 +85,8 @@ class _ChunkPlan:
 class _Seen(NamedTuple):
     """Visible keys of each query: at positions in [first, last], of its own segment, and selected.
 
-    `reach`: for each block of queries the first block of keys that one of them may see, and the end of the last.
+    - `selected`: a mask, or words that have bits at the `places` of keys.
+    - `reach`: for each block of queries the first block of keys that one of them may see, and the end of the last.
     """
 
     first: Array
@@ -92,8 +94,9 @@ class _Seen(NamedTuple):
     key_positions: Array
     query_segments: Array | None
     key_segments: Array | None
-    selected: Array | None
-    reach: tuple[Array, Array] | None
+    selected: Array | None = None
+    places: Array | None = None
+    reach: tuple[Array, Array] | None = None
 
     def tile(self, at: Any, queries: int, at_key: Any, keys: int) -> Array:
         """Return the mask of a tile: [batch, kv_heads or 1, groups or 1, queries, keys]."""
@@ -109,7 +112,11 @@ class _Seen(NamedTuple):
         if self.query_segments is not None and self.key_segments is not None:
             seen &= of_query(self.query_segments) == of_key(self.key_segments)
         if self.selected is not None:
-            seen &= _cut(_cut(self.selected, at, queries, 3), at_key, keys, 4)
+            chosen = _cut(self.selected, at, queries, 3)
+            if self.places is None:
+                seen &= _cut(chosen, at_key, keys, 4)
+            else:
+                seen &= spread(chosen, _cut(self.places, at_key, keys, 1))
         return seen
 
 
@@ -286,7 +293,7 @@ def blockwise_gradients(inputs: AttentionInputs, call: AttentionCall, cotangents
 def may_see(mask: Mask, positions: AttentionPositions) -> Bool[Array, ""]:
     """Return whether a query may see a key, from the extremes of visible intervals and of key positions."""
     first, last = interval(mask, positions.query_positions, positions.query_spans)
-    seen = _Seen(first, last, positions.key_positions, positions.query_segments, positions.key_segments, None, None)
+    seen = _Seen(first, last, positions.key_positions, positions.query_segments, positions.key_segments)
     starts, ends = _reach(seen, positions.query_positions.shape[1], positions.key_positions.shape[1])
     return jnp.any(starts < ends)
 
@@ -330,13 +337,15 @@ def _plan(call: AttentionCall) -> _ChunkPlan:
 
 def _seen(plan: _ChunkPlan, inputs: AttentionInputs) -> _Seen:
     """Return the visible keys of each query, padded like queries and keys."""
-    positions, selected = inputs.positions, inputs.selected
+    positions, selected, places = inputs.positions, inputs.selected, None
     first, last = interval(plan.mask, positions.query_positions, positions.query_spans)
     if selected is not None:
         heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
+        if isinstance(selected, Selection):
+            selected, places = selected.words, plan.fill_keys(selected.places(inputs.key.shape[1]), value=-1)
         split = (1, 1) if selected.shape[1] == 1 else (kv_heads, heads // kv_heads)
-        selected = selected.reshape(selected.shape[0], *split, *selected.shape[2:])
-        selected = plan.fill_keys(plan.fill_queries(selected, axis=3), axis=4)
+        selected = plan.fill_queries(selected.reshape(selected.shape[0], *split, *selected.shape[2:]), axis=3)
+        selected = plan.fill_keys(selected, axis=4) if places is None else selected
     segments = positions.query_segments, positions.key_segments
     seen = _Seen(
         first=plan.fill_queries(first),
@@ -345,7 +354,7 @@ def _seen(plan: _ChunkPlan, inputs: AttentionInputs) -> _Seen:
         query_segments=None if segments[0] is None else plan.fill_queries(segments[0]),
         key_segments=None if segments[1] is None else plan.fill_keys(segments[1]),
         selected=selected,
-        reach=None,
+        places=places,
     )
     return seen if plan.kv_block is None else seen._replace(reach=_reach(seen, plan.block, plan.kv_block))
 

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.attention.kernels.selection import as_mask
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow, visible
 
 
@@ -63,7 +64,7 @@ def cudnn_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
         out = jax.nn.dot_product_attention(query, key, value, local_window_size=window, **options)
         return checkpoint_name(out, "context"), lse
     seen = visible(call.mask, *positions)[:, None]
-    seen = seen if selected is None else seen & selected
+    seen = seen if selected is None else seen & as_mask(selected, key.shape[1])
     out = jax.nn.dot_product_attention(query, key, value, mask=seen, **options)
     some = seen.any(3).swapaxes(1, 2)[..., None]  # of nothing cuDNN would make a mean of all values
     return checkpoint_name(jnp.where(some, out, jnp.zeros((), out.dtype)), "context"), lse

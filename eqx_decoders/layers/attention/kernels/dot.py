@@ -17,6 +17,7 @@ from eqx_decoders.layers.attention.kernels.common import (
     cap_scores,
     cap_slopes,
 )
+from eqx_decoders.layers.attention.kernels.selection import as_mask
 from eqx_decoders.layers.mask import Mask, visible
 
 
@@ -91,5 +92,6 @@ def _seen(inputs: AttentionInputs, mask: Mask) -> Bool[Array, "batch kv_heads gr
     if selected is None:
         return seen
     heads, kv_heads = inputs.query.shape[2], inputs.key.shape[2]
+    selected = as_mask(selected, inputs.key.shape[1])
     split = (1, 1) if selected.shape[1] == 1 else (kv_heads, heads // kv_heads)
     return seen & selected.reshape(selected.shape[0], *split, *selected.shape[2:])

@@ -5,44 +5,51 @@ Tiles of scores exist on the chip alone (Dao et al., 2022). Here are a call, its
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int32
 
+from eqx_decoders.core.chips import LANES
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Cotangents, Gradients, Result, make_cotangents
-from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, fill
+from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, fill, fill_length
+from eqx_decoders.layers.attention.kernels.selection import PACKED, Selection, pack_lanes
 from eqx_decoders.layers.mask import AttentionPositions, interval
 from eqx_decoders.layers.tpu import BlockSizes
 
 
-# The backward pass gets positions, not what follows from them: that may then leave a loop over layers.
+class _Shown(NamedTuple):
+    """What the mask of a call is made of: positions, and of a selection its bits and the groups of keys.
+
+    The backward pass gets these, not what follows from them: that may then leave a loop over layers.
+    """
+
+    positions: AttentionPositions
+    bits: Int32[Array, "batch selected_heads _ _"] | None = None
+    groups: Int[Array, "batch kv_length"] | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _softmax(
-    kernels: FlashKernels, plan: FlashPlan, query: Array, key: Array, value: Array, positions: AttentionPositions
+    kernels: FlashKernels, plan: FlashPlan, query: Array, key: Array, value: Array, shown: _Shown
 ) -> tuple[Array, Array]:
-    return kernels.forward(plan, query, key, value, *intervals_and_positions(plan, positions))
+    return kernels.forward(plan, query, key, value, _places(plan, shown))
 
 
-def _softmax_fwd(
-    kernels: FlashKernels, plan: FlashPlan, query: Array, key: Array, value: Array, positions: AttentionPositions
-):
-    results = kernels.forward(plan, query, key, value, *intervals_and_positions(plan, positions))
+def _softmax_fwd(kernels: FlashKernels, plan: FlashPlan, query: Array, key: Array, value: Array, shown: _Shown):
+    results = kernels.forward(plan, query, key, value, _places(plan, shown))
     out, lse = (checkpoint_name(x, "context") for x in results)
-    return (out, lse), (query, key, value, positions, out, lse)
+    return (out, lse), (query, key, value, shown, out, lse)
 
 
 def _softmax_bwd(kernels: FlashKernels, plan: FlashPlan, residuals: tuple, bars: tuple):
-    query, key, value, positions, out, lse = residuals
+    query, key, value, shown, out, lse = residuals
     cotangents = make_cotangents((out, kernels.from_rows(lse)), (bars[0], kernels.from_rows(bars[1])))
     rows = jnp.concatenate([lse, kernels.rows(cotangents.delta)], 2)
-    places = intervals_and_positions(plan, positions)
-    return *kernels.backward(plan, query, key, value, *places, cotangents.out_bar, rows, None), None
+    return *kernels.backward(plan, query, key, value, _places(plan, shown), cotangents.out_bar, rows, None), None
 
 
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
@@ -54,7 +61,7 @@ def flash_attention(kernels: FlashKernels, inputs: AttentionInputs, call: Attent
     Under remat, saving "context" (out and lse) saves the whole forward pass.
     """
     length, plan = inputs.query.shape[1], kernels.make_plan(call)
-    results: Any = _softmax(kernels, plan, *_arrays(kernels, plan, inputs), inputs.positions)
+    results: Any = _softmax(kernels, plan, *_arrays(kernels, plan, inputs), _shown(plan, inputs))
     out, lse = results
     return kernels.restore(out, length), lse[:, :, 0, :length].swapaxes(1, 2)
 
@@ -66,8 +73,8 @@ def flash_gradients(
     length, kv_length, plan = inputs.query.shape[1], inputs.key.shape[1], kernels.make_plan(call)
     out_bar, *rows = (kernels.arrange(x, plan.query_blocks) for x in cotangents)
     rows = jnp.concatenate([kernels.rows(x) for x in rows], 2)
-    places = intervals_and_positions(plan, inputs.positions)
-    grads = kernels.backward(plan, *_arrays(kernels, plan, inputs), *places, out_bar, rows, jnp.float32)
+    places = _places(plan, _shown(plan, inputs))
+    grads = kernels.backward(plan, *_arrays(kernels, plan, inputs), places, out_bar, rows, jnp.float32)
     query_bar, key_bar, value_bar = (
         kernels.restore(x, size) for x, size in zip(grads, (length, kv_length, kv_length), strict=True)
     )
@@ -79,15 +86,37 @@ def _arrays(kernels: FlashKernels, plan: FlashPlan, inputs: AttentionInputs) -> 
     return kernels.arrange(inputs.query, plan.query_blocks), key, value
 
 
-def intervals_and_positions(
-    plan: FlashPlan, positions: AttentionPositions
-) -> tuple[Int[Array, "batch 3 length"], Int[Array, "batch 2 kv_length"]]:
-    """Stack each query's first and last visible position and segment, and each key's position and segment."""
+def _shown(plan: FlashPlan, inputs: AttentionInputs) -> _Shown:
+    """Return what the mask is made of; bits are in whole blocks, `words length` unless they are packed by lanes."""
+    selected = inputs.selected
+    if selected is None:
+        return _Shown(inputs.positions)
+    if not isinstance(selected, Selection):
+        selected = Selection(pack_lanes(selected))
+    words, groups = jax.lax.bitcast_convert_type(selected.words, jnp.int32), selected.group
+    if groups is not None:
+        return _Shown(inputs.positions, fill(words.swapaxes(2, 3), plan.query_blocks, 3), groups)
+    lanes = -(-fill_length(plan.key_blocks, inputs.positions.key_positions.shape[1]) // PACKED) * LANES
+    words = jnp.pad(words, [(0, 0)] * 3 + [(0, lanes - words.shape[3])])
+    return _Shown(inputs.positions, fill(words, plan.query_blocks, 2))
 
-    def stack(blocks: BlockSizes, segments: Array | None, *rows: tuple[Array, int]) -> Array:
+
+def _places(plan: FlashPlan, shown: _Shown) -> tuple[Array, ...]:
+    """Return the arrays of the mask that kernels read: intervals, positions, and the bits of a selection."""
+    places = intervals_and_positions(plan, shown.positions, shown.groups)
+    return places if shown.bits is None else (*places, shown.bits)
+
+
+def intervals_and_positions(
+    plan: FlashPlan, positions: AttentionPositions, groups: Int[Array, "batch keys"] | None = None
+) -> tuple[Int[Array, "batch 3 length"], Int[Array, "batch _ kv_length"]]:
+    """Stack each query's first and last visible position and segment, and each key's position, segment and group."""
+
+    def stack(blocks: BlockSizes, segments: Array | None, *rows: tuple[Array, int], last: Array | None = None) -> Array:
         rows = (*rows, (jnp.zeros_like(rows[0][0]) if segments is None else segments, 0))
+        rows = rows if last is None else (*rows, (last, -1))
         return jnp.stack([fill(x.astype(jnp.int32), blocks, 1, value) for x, value in rows], 1)
 
     first, last = interval(plan.mask, positions.query_positions, positions.query_spans)
     intervals = stack(plan.query_blocks, positions.query_segments, (first, 0), (last, -1))
-    return intervals, stack(plan.key_blocks, positions.key_segments, (positions.key_positions, -1))
+    return intervals, stack(plan.key_blocks, positions.key_segments, (positions.key_positions, -1), last=groups)

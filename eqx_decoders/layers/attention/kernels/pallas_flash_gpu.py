@@ -17,14 +17,12 @@ from eqx_decoders.core.chips import KERNEL_GENERATIONS
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import make_schedule, may_see, whole_run
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashKernels,
     FlashPlan,
     Softmax,
-    make_schedule,
-    may_see,
     tile_product,
-    whole_run,
 )
 from eqx_decoders.layers.tpu import BlockSizes
 
@@ -259,15 +257,13 @@ def _call(
 
 
 @functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
-def _forward(
-    plan: FlashPlan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
-) -> tuple[Array, Array]:
+def _forward(plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]) -> tuple[Array, Array]:
     kinds, dims = ("queries", "keys", "keys", "intervals", "positions"), (*query.shape[:3], value.shape[3])
     rows = query.shape[0], query.shape[2], 1, query.shape[1]
     out, lse = _call(
         plan,
         _forward_kernel,
-        list(zip(kinds, (query, key, value, intervals, positions), strict=True)),
+        list(zip(kinds, (query, key, value, *places), strict=True)),
         [("queries", dims, query.dtype), ("rows", rows, jnp.float32)],
     )
     return out, lse
@@ -278,14 +274,13 @@ def _backward(
     query: Array,
     key: Array,
     value: Array,
-    intervals: Array,
-    positions: Array,
+    places: tuple[Array, ...],
     out_bar: Array,
     lse_delta: Array,
     dtype: Any,
 ) -> tuple[Array, Array, Array]:
     kinds = ("queries", "keys", "keys", "intervals", "positions", "queries", "rows")
-    operands = list(zip(kinds, (query, key, value, intervals, positions, out_bar, lse_delta), strict=True))
+    operands = list(zip(kinds, (query, key, value, *places, out_bar, lse_delta), strict=True))
     like_query, like_key, like_value = (
         (place, x.shape, dtype or x.dtype) for place, x in zip(kinds[:3], (query, key, value), strict=True)
     )

@@ -1,9 +1,6 @@
-"""Tiles of scores of the flash kernels of all platforms: their equations, and the mask that each needs.
+"""Tiles of scores of the flash kernels of all platforms: their equations, and what a platform's kernels are.
 
-A tile is a block of queries against a block of keys. The extremes of its queries' intervals and of its keys' positions
-and segments decide: either no query sees a key of it, and it is skipped; or all see all, and no mask is applied; or
-segments and positions are compared. This holds for any order of positions. Only the blocks from the first to the last
-that a held block sees are read at all.
+A tile is a block of queries against a block of keys; `pallas_flash_schedule` says which are read.
 
     forward:  S = Q K',  out = softmax(S) V,  lse = logsumexp S
     backward: P = exp(S - lse),  D = sum(out * dO) - dlse,  dS = P * (dO V' - D)
@@ -33,6 +30,13 @@ class FlashPlan:
     interpret: bool
     query_blocks: BlockSizes
     key_blocks: BlockSizes
+    selected_heads: int = 0
+    group_words: int = 0
+
+    @property
+    def by_lanes(self) -> bool:
+        """True if the bits of a selection are those of single keys, packed by lanes."""
+        return self.selected_heads > 0 and self.group_words == 0
 
     def scores(self, left: Array, right: Array) -> Float32[Array, "rows columns"]:
         return cap_scores(tile_product(left, right, 1, 1), self.soft_cap)
@@ -60,11 +64,11 @@ class FlashKernels(NamedTuple):
     **Arguments:**
 
     - `make_plan`: `(call: AttentionCall) -> FlashPlan`.
-    - `forward`: `(plan, query, key, value, intervals, positions) -> (out, lse)`, lse being a row of each head:
-        `[batch, heads, 1, length]`.
-    - `backward`: `(plan, query, key, value, intervals, positions, out_bar, lse_delta, dtype)`, with the rows lse and
-        delta of `Cotangents`, `[batch, heads, 2, length]`: the gradients of query, key and value, in a dtype or, for
-        None, in theirs.
+    - `forward`: `(plan, query, key, value, places) -> (out, lse)`, lse being a row of each head:
+        `[batch, heads, 1, length]`. Places are arrays of the mask: intervals, positions, and the bits of a selection.
+    - `backward`: `(plan, query, key, value, places, out_bar, lse_delta, dtype)`, with the rows lse and delta of
+        `Cotangents`, `[batch, heads, 2, length]`: the gradients of query, key and value, in a dtype or, for None, in
+        theirs.
     - `heads_first`: whether arrays are `[batch, heads, length, dim]`; else they are `[batch, length, heads, dim]`.
     """
 
@@ -91,10 +95,15 @@ class FlashKernels(NamedTuple):
         return rows[:, :, 0] if self.heads_first else rows[:, :, 0].swapaxes(1, 2)
 
 
+def fill_length(blocks: BlockSizes, length: int) -> int:
+    """Return a length in whole blocks, at least one."""
+    return blocks.held * max(1, -(-length // blocks.held))
+
+
 def fill(x: Array, blocks: BlockSizes, axis: int, value: int = 0) -> Array:
     """Pad to whole blocks, at least one."""
     more = [(0, 0)] * x.ndim
-    more[axis] = (0, blocks.held * max(1, -(-x.shape[axis] // blocks.held)) - x.shape[axis])
+    more[axis] = (0, fill_length(blocks, x.shape[axis]) - x.shape[axis])
     return jnp.pad(x, more, constant_values=value)
 
 
@@ -131,104 +140,3 @@ def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> 
         precision=jax.lax.Precision.DEFAULT if left.dtype == jnp.bfloat16 else None,
         preferred_element_type=jnp.float32,
     )
-
-
-# --- which tiles are read, and which need a mask ---
-
-MOST = jnp.iinfo(jnp.int32).max
-_POSITIONS, _SEGMENTS = 2**20, 2**11
-
-
-def _code(segments: bool, position: Array, segment: Array) -> Array:
-    """Encode segment and position in a number that keeps their order.
-
-    Positions beyond 2^20 have one number, and segments 2^11 apart the same: then tiles may be visited in vain, no more.
-    """
-    if not segments:
-        return position
-    return (segment % _SEGMENTS) * _POSITIONS + jnp.minimum(position, _POSITIONS - 1)
-
-
-class Schedule(NamedTuple):
-    """Extremes of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
-
-    - `reach`: for each held block the first block that it sees, and the number of blocks up to the last.
-    - `queries`: the least code of a first position and the largest of a last one; the least last position and the
-        largest first one; the least and the largest segment; whether all queries see anything.
-    - `keys`: the least and the largest code, position and segment; whether all are tokens.
-    """
-
-    reach: list[Array]
-    queries: list[Array]
-    keys: list[Array]
-
-
-def make_schedule(
-    segments: bool, intervals: Array, positions: Array, query_block: int, key_block: int, keys_held: bool
-) -> Schedule:
-    """Compute the schedule from visible intervals, `[batch, 3, length]` (first, last, segment), and from keys.
-
-    Keys are `[batch, 2, kv_length]` (position, segment); `segments` says whether segments count.
-    """
-    first, last, segment = (intervals[:, i] for i in range(3))
-    least, largest = (_code(segments, first, segment), last, segment), (_code(segments, last, segment), first, segment)
-    queries = _extremes(least, largest, first <= last, query_block)
-    position, segment = positions[:, 0], positions[:, 1]
-    row = (_code(segments, position, segment), position, segment)
-    keys = _extremes(row, row, position >= 0, key_block)
-    return Schedule(_reach(_of_tiles(may_see, queries, keys, keys_held)), queries, keys)
-
-
-def whole_run(schedule: Schedule, keys_held: bool) -> list[Array]:
-    """Return, for each held block, the first block that it sees whole, and the end of those that follow it so.
-
-    Both are the end of its reach where there is none.
-    """
-    start, count = schedule.reach
-    whole, end = _of_tiles(all_see, schedule.queries, schedule.keys, keys_held), start + count
-    index = jnp.arange(whole.shape[2], dtype=jnp.int32)[None, None]
-    first = jnp.where(whole, index, end[:, :, None]).min(2, initial=MOST)
-    stop = jnp.where(~whole & (index >= first[:, :, None]), index, end[:, :, None]).min(2, initial=MOST)
-    return [first, stop]
-
-
-def _of_tiles(
-    relation: Callable, queries: Sequence[Array], keys: Sequence[Array], keys_held: bool
-) -> Bool[Array, "batch held streamed"]:
-    """Compute a relation of all blocks of queries to all blocks of keys."""
-    tiles = relation([x[:, :, None] for x in queries], [x[:, None, :] for x in keys])
-    return tiles.swapaxes(1, 2) if keys_held else tiles
-
-
-def _extremes(
-    least: Sequence[Array], largest: Sequence[Array], counts: Bool[Array, "batch length"], block: int
-) -> list[Array]:
-    """Return the least and the largest numbers, in pairs, among those that count in each block; whether all count."""
-
-    def blocks(x: Array) -> Array:
-        return x.reshape(x.shape[0], -1, block)
-
-    counts = blocks(counts)
-    fields: list[Array] = []
-    for low, high in zip(least, largest, strict=True):
-        fields += [jnp.where(counts, blocks(low), MOST).min(-1), jnp.where(counts, blocks(high), -1).max(-1)]
-    return [*fields, counts.all(-1).astype(jnp.int32)]
-
-
-def may_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Return whether a query of a block may see a key of a block, from their codes, which come first."""
-    return (queries[0] <= keys[1]) & (keys[0] <= queries[1])
-
-
-def all_see(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Return whether every query of a block sees every key of a block."""
-    _, _, last, first, segment, last_segment, all_queries = queries
-    _, _, position, last_position, key_segment, last_key_segment, all_keys = keys
-    inside = (first <= position) & (last_position <= last) & (all_queries + all_keys == 2)
-    return inside & (segment == last_key_segment) & (key_segment == last_segment) & (segment == last_segment)
-
-
-def _reach(seen: Bool[Array, "batch held streamed"]) -> list[Array]:
-    index = jnp.arange(seen.shape[2], dtype=jnp.int32)[None, None]
-    start, end = jnp.where(seen, index, seen.shape[2]).min(2), jnp.where(seen, index + 1, 0).max(2)
-    return [jnp.where(end > 0, start, 0), jnp.maximum(end - start, 0)]

@@ -3,25 +3,30 @@
 Laid out as JAX's splash attention: a kernel holds one block of sums while blocks of the other side stream past it.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import (
+    SCALAR_BYTES,
+    Tiles,
+    chosen_tiles,
+    list_tiles,
+    make_schedule,
+    word_range,
+)
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashKernels,
     FlashPlan,
     Softmax,
-    all_see,
-    make_schedule,
-    may_see,
+    fill_length,
     tile_product,
 )
 from eqx_decoders.layers.mask import Bidirectional, seen_keys
@@ -31,78 +36,21 @@ from eqx_decoders.layers.tpu import block_sizes
 pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Tiles of a grid: each step's tile, by the schedule as one row of numbers in scalar memory.
-
-    Several dimensions would be padded there. The grid is (batch, heads, blocks of queries, steps), or (batch, key
-    heads, blocks of keys, groups, steps).
-    """
-
-    batch: int
-    groups: int
-    query_block: int
-    key_block: int
-    rows: int  # blocks of queries
-    columns: int  # blocks of keys
-    keys_held: bool
-
-    def entry(self, table: Any, field: int, batch: Any, block: Any) -> Any:
-        """Read an entry: fields 0 and 1 are the schedule's reach, then come 7 of the queries and 7 of the keys."""
-        counts = [self.columns if self.keys_held else self.rows] * 2 + [self.rows] * 7 + [self.columns] * 7
-        return table[self.batch * sum(counts[:field]) + batch * counts[field] + block]
-
-    def streamed(self, table: Any, batch: Any, held: Any, step: Any) -> Any:
-        """Return the block to read. Where a row ends before others do its last block stays, and is not read again."""
-        start, count = (self.entry(table, field, batch, held) for field in range(2))
-        return start + jnp.minimum(step, jnp.maximum(count - 1, 0))
-
-    def visit(self, table: Any, batch: Any, held: Any, step: Any, add: Callable[[bool], None]) -> None:
-        """Run `add(masked)` if anything in the step's tile is visible."""
-        start, count = (self.entry(table, field, batch, held) for field in range(2))
-
-        @pl.when(step < count)
-        def _():
-            i, j = (start + step, held) if self.keys_held else (held, start + step)
-            queries = [self.entry(table, field, batch, i) for field in range(2, 9)]
-            keys = [self.entry(table, field, batch, j) for field in range(9, 16)]
-            some, everything = may_see(queries, keys), all_see(queries, keys)
-            pl.when(some & everything)(lambda: add(False))
-            pl.when(some & ~everything)(lambda: add(True))
-
-    def spec(self, place: str, dims: tuple[int, ...]) -> Any:
-        """Return the `BlockSpec` of an array that lies in a place."""
-        shape = {
-            "queries": (1, 1, self.query_block, dims[-1]),
-            "keys": (1, 1, self.key_block, dims[-1]),
-            "intervals": (1, dims[-2], self.query_block),
-            "positions": (1, dims[-2], self.key_block),
-            "rows": (1, 1, dims[-2], self.query_block),
-        }[place]
-
-        def index(*ids: Any) -> tuple:
-            batch, head, kv_head, i, j = self._at(*ids)
-            return {
-                "queries": (batch, head, i, 0),
-                "keys": (batch, kv_head, j, 0),
-                "intervals": (batch, 0, i),
-                "positions": (batch, 0, j),
-                "rows": (batch, head, 0, i),
-            }[place]
-
-        return pl.BlockSpec(shape, index)
-
-    def _at(self, *ids: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Return (batch, head, key head, block of queries, block of keys)."""
-        *at, table = ids
-        if self.keys_held:
-            batch, kv_head, held, group, step = at
-            return batch, kv_head * self.groups + group, kv_head, self.streamed(table, batch, held, step), held
-        batch, head, held, step = at
-        return batch, head, jax.lax.div(head, self.groups), held, self.streamed(table, batch, held, step)
-
-
 # --- the kernels ---
+
+
+def _with_bits(plan: FlashPlan, refs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Insert None for the bits of a selection where there are none."""
+    at = _ForwardRefs._fields.index("bits")
+    return refs if plan.selected_heads > 0 else (*refs[:at], None, *refs[at:])
+
+
+def _seen(
+    plan: FlashPlan, tiles: Tiles, table: Any, at: tuple[Any, Any], bits: Any, intervals: Any, positions: Any
+) -> Bool[Array, "rows columns"]:
+    """Return the mask of a tile, which is at `(row of the batch, block of keys)`."""
+    seen = plan.seen(intervals, positions[:2])
+    return seen if plan.selected_heads == 0 else seen & tiles.chosen(table, *at, bits, positions[2:])
 
 
 def _split(x: Any, axis: int) -> list[Array]:
@@ -118,6 +66,7 @@ class _ForwardRefs(NamedTuple):
     value: Any
     intervals: Any
     positions: Any
+    bits: Any
     out: Any
     lse: Any
     columns: Any
@@ -127,21 +76,24 @@ class _ForwardRefs(NamedTuple):
 
 
 def _forward_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
-    query, key, value, intervals, positions, out, lse, columns, top, total, sums = _ForwardRefs(*refs)
-    batch, held, step = (pl.program_id(i) for i in (0, 2, 3))
+    query, key, value, intervals, positions, bits, out, lse, columns, top, total, sums = _ForwardRefs(
+        *_with_bits(plan, refs)
+    )
+    batch, head, held, step = (pl.program_id(i) for i in range(4))
 
     @pl.when(step == 0)
     def _():
         columns[...] = intervals[0].T
         top[...], total[...], sums[...] = jnp.full_like(top, EMPTY), jnp.zeros_like(total), jnp.zeros_like(sums)
 
-    def add(masked):
+    def add(masked, j):
         scores = plan.scores(query[0, 0], key[0, 0])
         if masked:
-            scores = jnp.where(plan.seen(_split(columns, 1), _split(positions[0], 0)), scores, -jnp.inf)
+            sides = _split(columns, 1), _split(positions[0], 0)
+            scores = jnp.where(_seen(plan, tiles, table, (batch, j), bits, *sides), scores, -jnp.inf)
         top[...], total[...], sums[...] = Softmax(top[...], total[...], sums[...]).add(scores, value[0, 0])
 
-    tiles.visit(table, batch, held, step, add)
+    tiles.visit(table, batch, head, held, step, add)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
@@ -155,9 +107,10 @@ class _BackwardBlocks(NamedTuple):
     query: Any
     key: Any
     value: Any
-    out_bar: Any
     intervals: Any
     positions: Any
+    bits: Any
+    out_bar: Any
     lse_delta: Any
 
 
@@ -165,22 +118,24 @@ _BLOCKS = len(_BackwardBlocks._fields)
 
 
 def _query_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
-    query, key, value, out_bar, intervals, positions, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
+    refs = _with_bits(plan, refs)
+    query, key, value, intervals, positions, bits, out_bar, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
     query_bar, columns, lse_delta_columns, sums = refs[_BLOCKS:]
-    batch, held, step = (pl.program_id(i) for i in (0, 2, 3))
+    batch, head, held, step = (pl.program_id(i) for i in range(4))
 
     @pl.when(step == 0)
     def _():
         columns[...], lse_delta_columns[...] = intervals[0].T, lse_delta[0, 0].T
         sums[...] = jnp.zeros_like(sums)
 
-    def add(masked):
-        seen = plan.seen(_split(columns, 1), _split(positions[0], 0)) if masked else None
+    def add(masked, j):
+        sides = _split(columns, 1), _split(positions[0], 0)
+        seen = _seen(plan, tiles, table, (batch, j), bits, *sides) if masked else None
         bars = out_bar[0, 0], value[0, 0]
         _, slopes = plan.slopes(query[0, 0], key[0, 0], bars, _split(lse_delta_columns, 1), seen)
         sums[...] += tile_product(slopes.astype(key.dtype), key[0, 0], 1, 0)
 
-    tiles.visit(table, batch, held, step, add)
+    tiles.visit(table, batch, head, held, step, add)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _():
@@ -188,23 +143,25 @@ def _query_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None
 
 
 def _key_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
-    query, key, value, out_bar, intervals, positions, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
+    refs = _with_bits(plan, refs)
+    query, key, value, intervals, positions, bits, out_bar, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
     key_bar, value_bar, columns, key_sums, value_sums = refs[_BLOCKS:]
-    batch, held, group, step = (pl.program_id(i) for i in (0, 2, 3, 4))
+    batch, kv_head, held, group, step = (pl.program_id(i) for i in range(5))
 
     @pl.when((group == 0) & (step == 0))
     def _():
         columns[...] = positions[0].T
         key_sums[...], value_sums[...] = jnp.zeros_like(key_sums), jnp.zeros_like(value_sums)
 
-    def add(masked):
-        seen = plan.seen(_split(intervals[0], 0), _split(columns, 1)) if masked else None
+    def add(masked, j):
+        sides = _split(intervals[0], 0), _split(columns, 1)
+        seen = _seen(plan, tiles, table, (batch, j), bits, *sides) if masked else None
         bars = value[0, 0], out_bar[0, 0]
         weights, slopes = plan.slopes(key[0, 0], query[0, 0], bars, _split(lse_delta[0, 0], 0), seen)
         key_sums[...] += tile_product(slopes.astype(query.dtype), query[0, 0], 1, 0)
         value_sums[...] += tile_product(weights.astype(out_bar.dtype), out_bar[0, 0], 1, 0)
 
-    tiles.visit(table, batch, held, step, add)
+    tiles.visit(table, batch, kv_head * tiles.groups + group, held, step, add)
 
     @pl.when((group == tiles.groups - 1) & (step == pl.num_programs(4) - 1))
     def _():
@@ -228,7 +185,28 @@ def _tiles(plan: FlashPlan, query: tuple[int, ...], key: tuple[int, ...], keys_h
         rows=query[2] // query_block,
         columns=key[2] // key_block,
         keys_held=keys_held,
+        selected_heads=plan.selected_heads,
+        group_words=plan.group_words,
     )
+
+
+def _mask_places(plan: FlashPlan) -> tuple[str, ...]:
+    """Return the places of the arrays of the mask."""
+    bits = () if plan.selected_heads == 0 else ("lanes",) if plan.by_lanes else ("words",)
+    return ("intervals", "positions", *bits)
+
+
+def _make_table(
+    plan: FlashPlan, named: dict[str, Array], query_block: int, key_block: int, keys_held: bool
+) -> list[Array]:
+    """Compute the fields of the table."""
+    blocks, positions = (query_block, key_block), named["positions"]
+    schedule = make_schedule(plan.segments, named["intervals"], positions, *blocks, keys_held)
+    if plan.selected_heads == 0:
+        return jax.tree.leaves(schedule)
+    chosen = chosen_tiles(plan.by_lanes, named[_mask_places(plan)[-1]], positions[:, -1], *blocks)
+    words = word_range(positions[:, -1], key_block) if plan.group_words > 0 else []
+    return [*list_tiles(schedule, chosen, keys_held), *words]
 
 
 def _keys_seen(plan: FlashPlan, kv_length: int) -> int:
@@ -258,11 +236,14 @@ def _call(
     """
     arrays, named = [array for _, array in operands], dict(operands)
     tiles = _tiles(plan, arrays[0].shape, arrays[1].shape, keys_held)
+    if tiles.batch > 1 and tiles.table_bytes > SCALAR_BYTES:
+        options: dict = dict(scratch=scratch, features=features, keys_held=keys_held)
+        return _row_by_row(functools.partial(_call, plan, kernel, **options), operands, results)
     blocks = tiles.query_block, tiles.key_block
-    schedule = make_schedule(plan.segments, named["intervals"], named["positions"], *blocks, keys_held)
+    schedule = _make_table(plan, named, *blocks, keys_held)
     # compiled, the grid ends with the longest row of tiles; the interpreter's grids are static
     longest = tiles.rows if keys_held else tiles.columns
-    steps = longest if plan.interpret else jnp.maximum(schedule.reach[1].max(), 1)
+    steps = longest if plan.interpret else jnp.maximum(schedule[1].max(), 1)
     (batch, heads, length, _), (_, kv_heads, kv_length, _) = arrays[0].shape, arrays[1].shape
     grid = (batch, kv_heads, tiles.columns, tiles.groups) if keys_held else (batch, heads, tiles.rows)
     held, grid = tiles.key_block if keys_held else tiles.query_block, (*grid, steps)
@@ -289,18 +270,29 @@ def _call(
         ),
         interpret=plan.interpret,
         name=f"interval_attention{kernel.__name__}",
-    )(jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(schedule)]), *arrays)
+    )(jnp.concatenate([x.reshape(-1) for x in schedule]), *arrays)
+
+
+def _row_by_row(
+    call: Callable, operands: Sequence[tuple[str, Array]], results: Sequence[tuple[str, tuple[int, ...], Any]]
+) -> Sequence[Array]:
+    """Run a call for one row of the batch after another."""
+    of_row = [(place, (1, *shape[1:]), dtype) for place, shape, dtype in results]
+
+    def run(row: Sequence[Array]) -> Sequence[Array]:
+        found = call([(place, x[None]) for (place, _), x in zip(operands, row, strict=True)], of_row)
+        return [x[0] for x in found]
+
+    return jax.lax.map(run, [array for _, array in operands])
 
 
 @functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
-def _forward(
-    plan: FlashPlan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
-) -> tuple[Array, Array]:
-    dim, kinds = value.shape[3], ("queries", "keys", "keys", "intervals", "positions")
+def _forward(plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]) -> tuple[Array, Array]:
+    dim, kinds = value.shape[3], ("queries", "keys", "keys", *_mask_places(plan))
     out, lse = _call(
         plan,
         _forward_kernel,
-        list(zip(kinds, (query, key, value, intervals, positions), strict=True)),
+        list(zip(kinds, (query, key, value, *places), strict=True)),
         [
             ("queries", (*query.shape[:3], dim), query.dtype),
             ("rows", (*query.shape[:2], 1, query.shape[2]), jnp.float32),
@@ -316,15 +308,14 @@ def _backward(
     query: Array,
     key: Array,
     value: Array,
-    intervals: Array,
-    positions: Array,
+    places: tuple[Array, ...],
     out_bar: Array,
     lse_delta: Array,
     dtype: Any,
 ) -> tuple[Array, Array, Array]:
     dim, value_dim = query.shape[3], value.shape[3]
-    arrays = query, key, value, out_bar, intervals, positions, lse_delta
-    kinds = ("queries", "keys", "keys", "queries", "intervals", "positions", "rows")
+    arrays = query, key, value, *places, out_bar, lse_delta
+    kinds = ("queries", "keys", "keys", *_mask_places(plan), "queries", "rows")
     operands = list(zip(kinds, arrays, strict=True))
     (query_bar,) = _call(
         plan,
@@ -339,22 +330,36 @@ def _backward(
         _key_kernel,
         operands,
         [("keys", key.shape, dtype or key.dtype), ("keys", value.shape, dtype or value.dtype)],
-        [(2, jnp.int32), (dim, jnp.float32), (value_dim, jnp.float32)],
+        [(places[1].shape[1], jnp.int32), (dim, jnp.float32), (value_dim, jnp.float32)],
         features=2 * dim + 2 * value_dim,
         keys_held=True,
     )
     return query_bar, key_bar, value_bar
 
 
+def refusal(call: AttentionCall) -> str | None:
+    """Return what the kernels cannot do in this call, in words, or None: a row's lists of chosen tiles must fit."""
+    if call.selected_heads == 0:
+        return None
+    plan = _plan(call)
+    lengths = (fill_length(x, n) for x, n in ((plan.query_blocks, call.length), (plan.key_blocks, call.kv_length)))
+    query, key = ((1, max(1, call.selected_heads), length) for length in lengths)
+    most = max(_tiles(plan, query, key, keys_held).table_bytes for keys_held in (False, True))
+    fits = most <= SCALAR_BYTES
+    return None if fits else f"a selection whose lists of tiles take {most} > {SCALAR_BYTES} bytes of a row"
+
+
 def _plan(call: AttentionCall) -> FlashPlan:
-    sizes = block_sizes()
+    sizes, by_lanes = block_sizes(), call.selected_heads > 0 and call.group_words == 0
     return FlashPlan(
         mask=call.mask,
         soft_cap=call.soft_cap,
         segments=call.segments,
         interpret=not call.backend.pallas_tpu,
         query_blocks=sizes.fit(call.length),
-        key_blocks=sizes.fit(call.kv_length),
+        key_blocks=sizes.fit(call.kv_length, whole_words=by_lanes),
+        selected_heads=call.selected_heads,
+        group_words=call.group_words,
     )
 
 

@@ -15,16 +15,16 @@ from typing import Any, TypedDict, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Num
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from eqx_decoders.errors import ConfigError, check, check_number, check_word
-from eqx_decoders.layers.attention.kernels import cudnn, pallas_flash_gpu, splash
+from eqx_decoders.layers.attention.kernels import cudnn, pallas_flash_gpu, pallas_flash_tpu, splash
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs, AttentionOptions, group_arguments
 from eqx_decoders.layers.attention.kernels.chunked import blockwise, blockwise_gradients, blockwise_max
 from eqx_decoders.layers.attention.kernels.common import EMPTY as EMPTY, Cotangents, Gradients, Result, Scales
 from eqx_decoders.layers.attention.kernels.dot import dot, dot_gradients
 from eqx_decoders.layers.attention.kernels.pallas_flash import flash_attention, flash_gradients
-from eqx_decoders.layers.attention.kernels.pallas_flash_tpu import TPU
+from eqx_decoders.layers.attention.kernels.selection import Selected
 from eqx_decoders.layers.cache.format import decode
 from eqx_decoders.layers.mask import Mask, Spans, check_segments
 
@@ -124,7 +124,7 @@ class AttendKeywords(TypedDict, total=False):
     query_segments: Int[Array, "batch length"] | None
     key_segments: Int[Array, "batch kv_length"] | None
     query_spans: Spans | None
-    selected: Bool[Array, "batch selected_heads length kv_length"] | None
+    selected: Selected | None
     scales: Scales | None
     soft_cap: float | None
     aligned: bool
@@ -255,9 +255,9 @@ KERNELS: dict[str, Kernel] = {
     "chunked": Kernel(name="chunked", function=blockwise, gradients=blockwise_gradients),
     "interval": Kernel(
         name="interval",
-        function=functools.partial(flash_attention, TPU),
-        gradients=functools.partial(flash_gradients, TPU),
-        selection=False,
+        function=functools.partial(flash_attention, pallas_flash_tpu.TPU),
+        gradients=functools.partial(flash_gradients, pallas_flash_tpu.TPU),
+        refusal=pallas_flash_tpu.refusal,
         float16=False,
         platforms=("tpu",),
     ),

@@ -11,8 +11,16 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention.kernels import pallas_flash, pallas_flash_gpu, pallas_flash_tiles, pallas_flash_tpu
+from eqx_decoders.layers.attention.kernels import (
+    pallas_flash,
+    pallas_flash_gpu,
+    pallas_flash_schedule,
+    pallas_flash_tiles,
+    pallas_flash_tpu,
+)
+from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, attend
+from eqx_decoders.layers.attention.kernels.selection import Selection, as_mask, pack_groups
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
 from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
@@ -110,6 +118,103 @@ def test_keys_are_not_the_queries(kernel, spans):
     same(*both(kernel, qkv, places, mask=SlidingWindow(40)))
 
 
+def groups_of(length, count, seed=5):
+    """The group of each key: runs of some tokens, of which some are in none, and the last has no other number."""
+    random = np.random.default_rng(seed)
+    runs = np.sort(random.integers(0, length, (2, 3 * count - 1)), axis=1)
+    numbers = random.permutation(3 * count) % count
+    return numbers[(np.arange(length)[None, :, None] >= runs[:, None]).sum(2)] - (np.arange(length) % 50 == 7) * 100
+
+
+def near_selection(kind, length, heads):
+    """Keys near half a query's place, and some of the first; or groups, of which half of the heads choose few."""
+    random = np.random.default_rng(3)
+    if kind == "keys":
+        here, there = np.arange(length)[:, None], np.arange(length)[None]
+        near = np.abs(there - here // 2) < 30 + 2 * np.arange(heads)[:, None, None]
+        return jnp.asarray((near | (there < 3)) & (random.random((2, heads, length, length)) < 0.5))
+    chosen = random.random((2, heads, length, 40)) < 0.3
+    chosen[:, ::2] &= np.arange(40)[None] == np.arange(length)[:, None] // 64
+    chosen[0, :, 130:260] = False  # a whole block of queries chooses nothing
+    groups = np.where(np.arange(length) < 256, groups_of(length, 40), -1)
+    return Selection(pack_groups(jnp.asarray(chosen)), jnp.asarray(groups, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "fits"),
+    [
+        ("keys", 1, True),
+        ("groups", 6, False),
+        *(pytest.param(*case, marks=slow) for case in (("keys", 6, False), ("groups", 1, True), ("groups", 6, True))),
+    ],
+)
+def test_selections(kind, heads, fits, monkeypatch):
+    """Of keys and of groups of keys, for all heads and for each; all rows at once, and row by row where tables are
+    large; three query heads a key head, narrow values, a soft cap."""
+    if not fits:
+        monkeypatch.setattr(pallas_flash_tpu, "SCALAR_BYTES", 0)
+    qkv, chosen = make(421, heads=6, value_dim=5), near_selection(kind, 421, heads)
+    places = packed_places(421) | {"selected": chosen}
+    weights, options = weights_for(qkv), dict(mask=Causal(), soft_cap=2.0)
+    dot = all_of(qkv, weights, places, kernel="dot", **options)
+    poisoned = (qkv[0], *(x.at[:, 256:].set(jnp.nan) for x in qkv[1:]))  # of these nobody chooses any
+    same(all_of(poisoned, weights, places, kernel="interval", **options), dot)
+    dense = all_of(qkv, weights, packed_places(421), kernel="dot", **options)
+    assert all(
+        np.abs(a - b).max() > 0.1 for a, b in zip(jax.tree.leaves(dense[1]), jax.tree.leaves(dot[1]), strict=True)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("keys_held",))
+def listed(places, chosen, *, keys_held):
+    """Tiles that are listed, [batch, heads, queries, keys], and that are seen; whether lists have numbers of blocks."""
+    sizes = BlockSizes(held=256, streamed=128)
+    plan = pallas_flash_tiles.FlashPlan(
+        mask=Causal(),
+        soft_cap=None,
+        segments=True,
+        interpret=True,
+        query_blocks=sizes.fit(640),
+        key_blocks=sizes.fit(640, whole_words=True),
+        selected_heads=(bits := jax.tree.leaves(chosen)[0]).shape[1],
+        group_words=bits.shape[3] if isinstance(chosen, Selection) else 0,
+    )
+    shown = pallas_flash._shown(plan, AttentionInputs(*[None] * 3, AttentionPositions(**places), chosen))
+    rows = pallas_flash._places(plan, shown)
+    blocks = (128, 256) if keys_held else (256, 128)
+    schedule = pallas_flash_schedule.make_schedule(plan.segments, *rows[:2], *blocks, keys_held)
+    tiles = pallas_flash_schedule.chosen_tiles(plan.by_lanes, rows[2], rows[1][:, -1], *blocks)
+    lists, counts = pallas_flash_schedule.list_tiles(schedule, tiles, keys_held)
+    numbers = jnp.stack([lists & 0xFFFF, lists >> 16], -1).reshape(*lists.shape[:3], -1)
+    streamed = tiles.shape[2 if keys_held else 3]
+    there = jnp.arange(numbers.shape[3])[None, None, None] < counts[..., None]
+    found = jnp.where(there[..., None], jax.nn.one_hot(numbers, streamed, dtype=jnp.int32), 0).sum(3)
+    seen = pallas_flash_schedule.may_see([x[:, :, None] for x in schedule.queries], [x[:, None] for x in schedule.keys])
+    return found.swapaxes(2, 3) if keys_held else found, seen, jnp.max(numbers) < streamed
+
+
+@pytest.mark.parametrize("keys_held", [False, True])
+@pytest.mark.parametrize(("kind", "heads"), [("keys", 1), ("groups", 6)])
+def test_tiles_that_nobody_chose_are_not_listed(kind, heads, keys_held):
+    """Against a count in NumPy: each tile that may be seen and was chosen, once, and no other."""
+    chosen, places = near_selection(kind, 640, heads), packed_places(640)
+    found, seen, inside = map(np.asarray, listed(places, chosen, keys_held=keys_held))
+    queries, keys = (128, 256) if keys_held else (256, 128)
+    mask = np.pad(as_mask(chosen, 640), [(0, 0)] * 2 + [(0, -640 % 256)] * 2)
+    some = mask.reshape(2, heads, 768 // queries, queries, 768 // keys, keys).any((3, 5))
+    np.testing.assert_array_equal(found, some & seen[:, None])
+    assert inside and found.sum() < 0.95 * heads * seen.sum() and found.sum((2, 3)).min() > 0
+
+
+def test_lists_that_do_not_fit_are_refused():
+    """Of very long rows, for each of very many heads."""
+    shape = dict(batch=1, length=2**16, kv_length=2**16, head_dim=128, value_dim=128, dtypes=(jnp.bfloat16,) * 3)
+    call = AttentionCall(mask=Causal(), **shape, selected_heads=1, platform="tpu", local=True)
+    assert pallas_flash_tpu.refusal(call) is None
+    many = dataclasses.replace(call, selected_heads=128, group_words=4)
+    assert "a selection whose lists of tiles take" in (pallas_flash_tpu.refusal(many) or "")
+
+
 @slow
 @KERNEL
 def test_one_token(kernel):
@@ -133,6 +238,7 @@ def test_widths_of_triton(dims):
 def test_half_precision_stays_near(kernel, dtype):
     """Of one document, whose keys are filled up to whole blocks: what is filled in is not seen."""
     qkv, places = make(270), dict.fromkeys(NAMES[:2], plain(270))
+    places |= {"selected": near_selection("groups", 270, 4)} if kernel == "interval" else {}
     low, options = tuple(x.astype(dtype) for x in qkv), dict(mask=Causal(), soft_cap=5.0)
     near = all_of(low, weights_for(qkv), places, kernel=kernel, **options)
     exact = all_of(tuple(x.astype(jnp.float32) for x in low), weights_for(qkv), places, kernel="dot", **options)
@@ -185,11 +291,11 @@ def schedule(places, *, mask, keys_held):
     )
     sizes = (16, 32) if keys_held else (32, 16)
     rows = pallas_flash.intervals_and_positions(plan, AttentionPositions(**places))
-    tables = pallas_flash_tiles.make_schedule(plan.segments, *rows, *sizes, keys_held)
+    tables = pallas_flash_schedule.make_schedule(plan.segments, *rows, *sizes, keys_held)
     (start, count), queries, keys = tables
-    first, stop = pallas_flash_tiles.whole_run(tables, keys_held)
+    first, stop = pallas_flash_schedule.whole_run(tables, keys_held)
     tiles = [x[:, :, None] for x in queries], [x[:, None, :] for x in keys]
-    sees, sees_all = pallas_flash_tiles.may_see(*tiles), pallas_flash_tiles.all_see(*tiles)
+    sees, sees_all = pallas_flash_schedule.may_see(*tiles), pallas_flash_schedule.all_see(*tiles)
 
     def between(start, end):
         index = jnp.arange(sees.shape[1 if keys_held else 2])[None, None]
@@ -262,8 +368,8 @@ def test_context_saves_the_forward_kernel(kernel):
 
 
 def test_auto_takes_it_where_it_can(monkeypatch):
-    """For arrays of one device, that are long enough, without a selection; on TPUs without float16, on GPUs of some
-    generations."""
+    """For arrays of one device, that are long enough; on TPUs without float16, on GPUs of some generations without a
+    selection."""
     chosen = []
 
     def spy(name):
@@ -290,10 +396,10 @@ def test_auto_takes_it_where_it_can(monkeypatch):
         options["compute_capability"] = case.get("compute_capability")
         attend(q, k, k, **places, **options, selected=selected)
     usual, other = chosen[:8], chosen[8:]
-    assert usual == ["interval", "chunked", "chunked", "dot", "dot", "chunked", "chunked", "interval"]
+    assert usual == ["interval", "chunked", "chunked", "dot", "dot", "chunked", "interval", "interval"]
     assert other == ["triton", "triton", "chunked", "chunked", "chunked", "chunked", "chunked"]
-    with pytest.raises(ConfigError, match=r"kernel='interval' cannot do a selection of keys.* These can: dot, chunked"):
-        attend(*make(3), mask=Causal(), query_positions=plain(3), key_positions=plain(3), kernel="interval",
+    with pytest.raises(ConfigError, match=r"kernel='splash' cannot do a selection.* These can: dot, chunked, interval"):
+        attend(*make(3), mask=Causal(), query_positions=plain(3), key_positions=plain(3), kernel="splash",
                platform="tpu", selected=jnp.ones((2, 1, 3, 3), bool))  # fmt: skip
 
 
@@ -313,14 +419,14 @@ def test_block_sizes_of_what_is_not_known():
     assert block_sizes() == SAFE
 
 
-def values_and_gradients(devices, dim, value_dim, kv_heads, **options):
+def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, **options):
     """Trace values and gradients of packed rows, one a device, and count the bytes of q, k, v and out of a device."""
     mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
 
-    def bars(query, key, value, positions, segments, out_bar, lse_bar):
+    def bars(query, key, value, positions, segments, chosen, out_bar, lse_bar):
         def local(*qkv):
             places = dict.fromkeys(("query_positions", "key_positions"), positions)
-            places |= dict.fromkeys(("query_segments", "key_segments"), segments)
+            places |= dict.fromkeys(("query_segments", "key_segments"), segments) | {"selected": chosen}
             qkv = [x.swapaxes(1, 2) for x in qkv]  # as projections lay them out
             out, lse = attend(*qkv, mask=Causal(), **places, local=True, **options)
             return out.swapaxes(1, 2), lse
@@ -337,7 +443,12 @@ def values_and_gradients(devices, dim, value_dim, kv_heads, **options):
     qkv = [shaped(n, length, width) for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))]
     split = jax.shard_map(bars, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     kept = sum(np.prod(x.shape[1:]) * 2 for x in (*qkv, results[0]))
-    return jax.jit(split).trace(*qkv, *rows, *results), kept
+    chosen = {
+        None: None,
+        "keys": shaped(1, length, length, dtype=bool),
+        "groups": Selection(shaped(heads, length, 2, dtype=jnp.uint32), rows[0]),
+    }[kind]
+    return jax.jit(split).trace(*qkv, *rows, chosen, *results), kept
 
 
 def check_compiled(program, call, name, kept):
@@ -350,18 +461,20 @@ def check_compiled(program, call, name, kept):
 
 @slow
 @pytest.mark.parametrize(
-    ("topology", "dim", "value_dim", "kv_heads"),
+    ("topology", "dim", "value_dim", "kv_heads", "kind"),
     [
-        *((name, *dims) for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2") for dims in DIMS),
-        ("tpu7x:2x2x1", 128, 128, 4),
+        *((name, *dims, None) for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2") for dims in DIMS),
+        *((name, 192, 128, 16, "keys") for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
+        *((name, 128, 128, 4, "groups") for name in ("v5p:2x2x1", "v6e:2x2")),
+        ("tpu7x:2x2x1", 128, 128, 4, None),
     ],
 )
-def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads):
+def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads, kind):
     """Values and gradients of packed rows, in blocks of this generation, which its vector memory holds."""
     devices, asked = tpu_devices(topology), []
     monkeypatch.setattr(pallas_flash_tpu, "block_sizes", lambda: asked.append(block_sizes()) or asked[-1])
-    traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, platform="tpu")
-    check_compiled(traced.lower().compile(), "tpu_custom_call", f"{topology} {dim}/{value_dim}", kept)
+    traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, kind, platform="tpu")
+    check_compiled(traced.lower().compile(), "tpu_custom_call", f"{topology} {dim}/{value_dim} {kind}", kept)
     assert asked == [BLOCK_SIZES[devices[0].device_kind]]
 
 

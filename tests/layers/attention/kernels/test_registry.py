@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
+from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
 from tests.compare import assert_close
 
@@ -461,12 +462,21 @@ def selection(length, kv_length, heads, seed=3):
     return jnp.asarray(chosen)
 
 
-@pytest.mark.parametrize(("heads", "length", "soft_cap"), [(1, 301, None), (4, 301, 2.0), (4, 561, None)])
-def test_selected_keys(heads, length, soft_cap):
+@pytest.mark.parametrize(
+    ("kind", "heads", "length", "soft_cap"),
+    [("keys", 1, 301, None), ("mask", 4, 301, 2.0), ("groups", 4, 561, None)],
+)
+def test_selected_keys(kind, heads, length, soft_cap):
     """Both kernels see what the mask, the segment and the selection allow, per head or for all heads."""
     qkv, places, chosen = make(length, value_dim=5), packed_places(length), selection(length, length, heads)
     weights, options = weights_for(qkv), dict(mask=Causal(), soft_cap=soft_cap)
-    places["selected"] = chosen
+    places["selected"] = chosen if kind == "mask" else Selection(pack_lanes(chosen))
+    if kind == "groups":  # the second half of keys goes with the first; a few are in none
+        group = jnp.where(jnp.arange(length) < 40, jnp.arange(length), jnp.arange(length) % 250 + 40)
+        group = jnp.stack([group, group]).at[0, 100:110].set(-1)
+        chosen = jnp.take(chosen, group[1], axis=-1).at[0, ..., 100:110].set(False)
+        places["selected"] = Selection(pack_groups(selection(length, length, heads)), group.astype(jnp.int32))
+        np.testing.assert_array_equal(places["selected"].mask(length), chosen)
     chunked = all_of(qkv, weights, places, kernel="chunked", aligned=True, **options)
     dot = all_of(qkv, weights, places, kernel="dot", **options)
     same(chunked, dot)
@@ -518,7 +528,7 @@ def reach_of(mask, block, kv_block, places):
 
     first, last = interval(mask, places["query_positions"], places.get("query_spans"))
     segments = places.get("query_segments"), places.get("key_segments")
-    starts, ends = _reach(_Seen(first, last, places["key_positions"], *segments, None, None), block, kv_block)
+    starts, ends = _reach(_Seen(first, last, places["key_positions"], *segments), block, kv_block)
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
