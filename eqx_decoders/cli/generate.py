@@ -26,7 +26,7 @@ from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, check
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel
-from eqx_decoders.inference.unstack import take_apart
+from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.program_cache import keep_programs
@@ -114,7 +114,7 @@ def load(config: GenerateConfig) -> TextModel:
         config.system is None or text.chat is not None,
         f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",
     )
-    text = dataclasses.replace(text, model=take_apart(text.model))
+    text = dataclasses.replace(text, model=unstack_in_place(text.model))
     return text if config.special_tokens_in_content else text.with_letters()
 
 

@@ -31,7 +31,7 @@ from eqx_decoders.inference.draft_model import DraftModel
 from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import TextModel, load_text_model
-from eqx_decoders.inference.unstack import take_apart
+from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
@@ -206,19 +206,19 @@ def load(config: ServeConfig) -> TextModel:
     """Load the model and the tokenizer that the settings name."""
     text = config.load("keep" if config.quantize == "keep" else "expand")
     if config.quantize in ("keep", "none"):
-        return dataclasses.replace(text, model=take_apart(text.model))
+        return dataclasses.replace(text, model=unstack_in_place(text.model))
     model = quantize(text.model, config.quantize, group_size=config.group_size)
     if sizes := group_sizes(model):
         groups = ", ".join(f"{size} rows in {count} weights" for size, count in sizes.items())
         print(f"--quantize {config.quantize}: groups of {groups}", file=sys.stderr, flush=True)
-    return dataclasses.replace(text, model=take_apart(model))
+    return dataclasses.replace(text, model=unstack_in_place(model))
 
 
 def load_draft_model(config: ServeConfig) -> Decoder | None:
     """Load the smaller model for drafts, if the settings name one."""
     if config.draft_model is None:
         return None
-    return take_apart(load_text_model(config.draft_model, config.weights_dtype).model)
+    return unstack_in_place(load_text_model(config.draft_model, config.weights_dtype).model)
 
 
 def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:

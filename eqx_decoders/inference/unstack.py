@@ -5,7 +5,7 @@ first (and widens 16-bit ones, those of all layers at once), which takes longer 
 GPU backend copies them, too, and the cache with them. Separate arrays are not copied.
 
 On a CPU they are views, which take no memory of their own. On GPUs they are copies, in place of the stacked ones, where
-these are not needed any more (`take_apart`). Else programs slice stacked arrays without a scan, so that products read
+these are not needed any more (`unstack_in_place`). Else programs slice stacked arrays without a scan, so that products read
 them where they stand; but kernels read copies, so that models with experts, most of whose weights are those of kernels,
 are scanned.
 """
@@ -55,7 +55,7 @@ def unstack_layers(model: Decoder) -> Decoder:
     return model.replace(scan=False) if backend.unrolled_layers and not has_experts else model
 
 
-def take_apart(model: Decoder) -> Decoder:
+def unstack_in_place(model: Decoder) -> Decoder:
     """Return the same model with a `Segment` for each repeat of a unit; on GPUs its stacked arrays are deleted.
 
     They are cut one after the other, so that never more than one of them is there twice. Of a model of shapes these are

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from eqx_decoders.inference.unstack import cut_cache, take_apart
+from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
@@ -86,7 +86,7 @@ def plan_decoding(
 
     With a `page_size` the cache has pages of so many tokens, as many as all rows need.
     """
-    layout, model = model.execution.layout, take_apart(model.without_mtp())
+    layout, model = model.execution.layout, unstack_in_place(model.without_mtp())
     pages = None if page_size is None else PageConfig(page_size=page_size, num_pages=rows * -(-length // page_size))
     dtype = jnp.dtype(model.execution.precision.compute)
     cache = cut_cache(model, abstract_cache(model.config, rows, length, dtype=dtype, layout=layout, pages=pages))

@@ -11,7 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.context import Promises
 from eqx_decoders.inference import generation as generate_module, unstack
-from eqx_decoders.inference.unstack import default_cache_format, inference_cache, take_apart, unstack_layers
+from eqx_decoders.inference.unstack import default_cache_format, inference_cache, unstack_in_place, unstack_layers
 from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.init import with_mtp
@@ -60,7 +60,7 @@ def test_what_is_small_split_or_traced_stays(model, monkeypatch):
     assert seen == [len(model.segments)]
     cut = unstack_layers(model)
     assert [segment.repeats for segment in cut.segments] == [1] * 2 and unstack_layers(cut) is cut
-    assert take_apart(model) is model  # views are for each call
+    assert unstack_in_place(model) is model  # views are for each call
     monkeypatch.setattr(unstack, "MOST", 3)
     assert unstack_layers(model) is model
 
@@ -78,9 +78,9 @@ def test_layers_of_gpus_are_not_scanned_and_taken_apart_once(model, cut_all, mon
         shapes = []
         jax.eval_shape(lambda m: shapes.append(unstack_layers(m).execution.scan), eqx.filter(model, eqx.is_array))
         assert shapes == [False] and not stacked.is_deleted()
-        apart = take_apart(model)
+        apart = unstack_in_place(model)
         assert stacked.is_deleted() and [segment.repeats for segment in apart.segments] == [1] * 2
-        assert take_apart(apart) is apart is unstack_layers(apart)
+        assert unstack_in_place(apart) is apart is unstack_layers(apart)
         cache = inference_cache(apart, 2, 16, "float32")
     assert apart.segments[1].unit[0].mixer.out.sharding == stacked.sharding and len(cache.segments) == 2
     assert_close(apart(tokens).logits, want, units=64)
