@@ -4,10 +4,10 @@ A scan over layers slices each one's weights from stacked arrays. TPUs read them
 first (and widens 16-bit ones, those of all layers at once), which takes longer than the products of a few tokens. XLA's
 GPU backend copies them, too, and the cache with them. Separate arrays are not copied.
 
-On a CPU they are views, which take no memory of their own. On GPUs they are copies, in place of the stacked ones, where
-these are not needed any more (`unstack_in_place`). Else programs slice stacked arrays without a scan, so that products read
-them where they stand; but kernels read copies, so that models with experts, most of whose weights are those of kernels,
-are scanned.
+On a CPU they are views, which take no memory of their own. On GPUs they are copies, in place of the stacked ones,
+where these are not needed any more (`unstack_in_place`). Else programs slice stacked arrays without a scan, so that
+products read them where they stand; but kernels read copies, so that models with experts, most of whose weights are
+those of kernels, are scanned.
 """
 
 import dataclasses
