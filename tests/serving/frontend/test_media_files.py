@@ -27,7 +27,7 @@ pytest.importorskip("av")
 CONFIG = MediaFilesConfig(
     limits=MediaLimits(max_pixels=64_000_000),
     processes=2,
-    seconds=0.5,
+    seconds=5.0,
     memory=600_000_000,
     max_request_bytes=1 << 26,
     max_bytes=1000,
