@@ -124,7 +124,7 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
     os.environ.pop("XLA_FLAGS", None)
     more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     name, _, extents = topology.partition(":")
-    chip = next((chip for chip in CHIPS if chip.name == name), None)
+    chip = next((chip for chip in CHIPS if chip.name == name.replace("tpu7x", "v7x")), None)
     if chip is not None and re.fullmatch(r"\d+(x\d+){1,2}", extents):
         closed = chip.closed([int(extent) for extent in extents.split("x")])  # libtpu joins no ends by itself
         more["wrap"] = (*closed, False, False)[:3]

@@ -317,8 +317,13 @@ def _ring(
 
 
 def ring_sum(x: Array, axes: tuple[str, ...], size: int, dimension: int) -> Array:
-    """Sum an array over devices; return this device's piece along a dimension, as `lax.psum_scatter` does."""
+    """Sum an array over devices; return this device's piece along a dimension, as `lax.psum_scatter` does.
+
+    More than `MOST_ADDITIONS` are made in float32.
+    """
     across, levels = (dimension + 1) % x.ndim, ring_levels(size, math.isqrt(size))
+    many = sum(levels) - 2 > MOST_ADDITIONS
+    dtype = np.promote_types(x.dtype, np.float32) if many else x.dtype
     one, other = jnp.split(x, [x.shape[across] // 2], across)
     term = _cutter((one, other), levels[0], dimension)
-    return jnp.concatenate(ring_scatter(term, axes, levels, x.dtype, dimension), across)
+    return jnp.concatenate(ring_scatter(term, axes, levels, dtype, dimension), across).astype(x.dtype)

@@ -327,7 +327,8 @@ def columns_times_rows(form: GroupedForm, x: Array, g: Array, counts: Array, dty
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )
         sizes, sums = counts.astype(jnp.int32), _sums(x)
-        out = lax.ragged_dot_general(x, g, sizes, numbers, preferred_element_type=sums, precision=lax.Precision.DEFAULT)
+        precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None  # of 16 bits and 8 all is exact
+        out = lax.ragged_dot_general(x, g, sizes, numbers, preferred_element_type=sums, precision=precision)
         return out.astype(jnp.float32)
     block, wide = form.block, np.promote_types(dtype, np.float32)
     blocks = _split_blocks(counts, block, x.shape[0])

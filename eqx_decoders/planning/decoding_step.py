@@ -4,6 +4,7 @@ It is the engine's own program for all slots: a token of each row is fed, the ne
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from eqx_decoders.planning.roofline import Roofline, network_seconds
 from eqx_decoders.serving.engine.model_runner import Models, decode
 from eqx_decoders.serving.engine.sampler import SamplingBatch
 from eqx_decoders.serving.engine.slot_state import EngineState
-from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.axes import axes, named_leaves, names_of
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.step.balance import expert_configs
@@ -159,19 +160,25 @@ def copied_bytes(program: Program) -> int:
 
 
 def read_weights(model: Decoder, rows: int) -> float:
-    """Return the bytes of the weights that a step reads on a device, of experts those that some row chooses.
+    """Return the bytes of the weights that a step reads on a device, of experts those that some row there chooses.
 
-    Of E experts of which each of R tokens chooses k, `1 - (1 - k / E)^R` in the mean.
+    Of E experts of which each of R tokens chooses k, `1 - (1 - k / E)^R` in the mean. Devices that have other experts
+    get each other's tokens.
     """
-    words, leaves = axes(model), named_leaves(model)
+    words, leaves, layout = axes(model), named_leaves(model), model.execution.layout
+    split = names_of(layout.activation_spec("batch", (rows,))[0])
     shares = {each.num_experts: each.num_experts_per_token / each.num_experts for each in expert_configs(model.config)}
     total = 0.0
     for name, leaf in leaves.items():
         if name.startswith("embedding.") and not model.config.tied:
             continue  # a row for each token
         at = words[name].index("experts") if "experts" in words[name] and "router" not in name else None
-        share = 0.0 if at is None else shares.get(leaf.shape[at], 1.0)
-        total += device_bytes(leaf) * (1.0 if at is None else 1 - (1 - share) ** rows)
+        if at is None:
+            total += device_bytes(leaf)
+            continue
+        owners = names_of(layout.weight_spec(words[name], leaf.shape, name)[at])
+        here = rows // math.prod(layout.sizes[axis] for axis in split if axis not in owners)
+        total += device_bytes(leaf) * (1 - (1 - shares.get(leaf.shape[at], 1.0)) ** here)
     return total
 
 

@@ -57,7 +57,12 @@ def here(monkeypatch):
 
 @pytest.mark.parametrize(
     "topology, wrap",
-    [("v5p:4x4x8", (True, True, True)), ("v5p:2x2x4", (False, False, False)), ("v6e:8x16", (False, True, False))],
+    [
+        ("v5p:4x4x8", (True, True, True)),
+        ("v5p:2x2x4", (False, False, False)),
+        ("v6e:8x16", (False, True, False)),
+        ("tpu7x:4x4x4", (True, True, True)),
+    ],
 )
 def test_slices_are_closed_as_real_ones_are(monkeypatch, topology, wrap):
     """XLA gathers along an open row of 64 chips by sums of whole arrays."""

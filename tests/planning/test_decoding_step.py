@@ -77,7 +77,8 @@ def test_copies_and_kernels_of_a_program():
 
 
 def test_experts_are_read_as_far_as_rows_choose_them():
-    """One of four experts by a token alone, all by many; an untied embedding table is not read."""
+    """One of four experts by a token alone, all by many; an untied embedding table is not read. Of rows a device reads
+    its own, and those of the devices with other experts."""
     config = ed.get_config("mixtral-8x7b")
     model = ed.abstract(with_fields(config, ("num_layers=2",)), precision=HALF)
     sizes, words = {name: device_bytes(leaf) for name, leaf in named_leaves(model).items()}, axes(model)
@@ -85,6 +86,10 @@ def test_experts_are_read_as_far_as_rows_choose_them():
     others = sum(sizes.values()) - of_experts - sizes["embedding.table"]
     assert read_weights(model, 1) == pytest.approx(others + of_experts / 4)  # two of eight
     assert read_weights(model, 1000) == pytest.approx(others + of_experts)
+    copies = model.replace(layout=ed.Layout.create(data=4, devices=jax.devices()[:4]))
+    assert read_weights(copies, 4) == pytest.approx(others + of_experts / 4)
+    split = model.replace(layout=ed.Layout.create(expert=4, devices=jax.devices()[:4]))
+    assert read_weights(split, 4) > others + of_experts / 2
 
 
 @pytest.mark.parametrize("page_size", [None, pytest.param(16, marks=pytest.mark.slow)])

@@ -80,9 +80,9 @@ def linear_cross_entropy(
 
     On the mesh of a `layout` tokens and vocabulary are split by it. A device gathers the features of its part of the
     vocabulary once, and adds the gradient of that part up in f32 over all its tiles; then devices share the sums once
-    (reduce-scatter, in the dtype of `hidden`, as those of all other weights). Where that would take more than
-    `tiles.head_bytes`, it goes through its part of the vocabulary in several pieces, twice: for the normalizers, then
-    for the gradients. That is four products.
+    (reduce-scatter, in the dtype of `hidden`, as that of all other weights; in f32 for float16). Where that would take
+    more than `tiles.head_bytes`, it goes through its part of the vocabulary in several pieces, twice: for the
+    normalizers, then for the gradients. That is four products.
 
     Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
     vocabulary gives NaN. Options out of range raise ConfigError.

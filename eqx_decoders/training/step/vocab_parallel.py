@@ -119,7 +119,11 @@ class HeadSplit:
         return VocabPart(kernel, begin, begin + (lax.axis_index(self.ids) * ids if self.ids else 0), repeated)
 
     def scattered(self, gradient: Array, dtype: Any) -> Array:
-        """Sum over the devices that share the kernel's features, in `dtype`; return this device's features."""
+        """Sum over the devices that share the kernel's features, in `dtype`; return this device's features.
+
+        In float32 for float16: these are sums over tokens, not yet means, and may be above its largest number.
+        """
+        dtype = jnp.float32 if dtype == jnp.float16 else dtype
         for name in self.features:
             if name in self.rows and self.layout.backend.gradient_rings:
                 sums = ring_sum(gradient.astype(dtype), (name,), self.layout.sizes[name], self.inside)
