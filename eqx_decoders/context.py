@@ -192,7 +192,7 @@ class Context(eqx.Module):
     - `accept_all`: none of the tokens will be rejected, so that a recurrent layer may propose its state.
     - `dense_positions`: each row is known to be one document at positions 0, 1, 2, …, without padding.
     - `contiguous`: each document is known to be contiguous: adjacent tokens at adjacent positions, without padding in
-        between. Then rings with windows need not look back beyond them, and block selection is skipped for short rows.
+        between. Then rings with windows need not look back beyond them, and blocks of keys are numbered within each.
     - `tokens`: their ids; None where embeddings were given.
     - `spans`: last position of each token's span, -1 for none; None if there are none.
     - `rotary_positions`: positions of several dimensions; None if they are those of `positions`.

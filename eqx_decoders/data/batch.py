@@ -21,7 +21,8 @@ class Batch(eqx.Module):
         (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
     - `media`: images and audio of these tokens, whose placeholders are no targets.
     - `contiguous`: promise that no document has padding inside or a gap in positions, as in those of `Batches`: ring
-        attention with windows then sends no more than the windows reach.
+        attention with windows then sends no more than the windows reach, and choices of blocks of keys take fewer
+        bits. Results are wrong where it is broken.
 
     Ids and positions are converted to int32. Raises ConfigError where they are no integers.
     """

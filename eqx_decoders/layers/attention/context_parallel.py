@@ -55,6 +55,8 @@ def attend_on_mesh(
     if layout.single:
         return run_kernel(inputs, options, kernel)
     plan, kv_length = _make_plan(execution, inputs.query.shape, inputs.key.shape, key_axis), inputs.key.shape[1]
+    if plan.merges and isinstance(inputs.selected, Selection) and inputs.selected.group is None:
+        inputs = inputs._replace(selected=inputs.selected.mask(kv_length))  # bits of keys by their number in all slots
     in_order = options.aligned and plan.uses_ring and not plan.zigzag_order
     bounded = in_order and contiguous and inputs.positions.query_spans is None
     whole = plan.exchanges or not plan.shared

@@ -51,7 +51,8 @@ class BlockSelection(CheckedFields):
         most = -(-length // self.size) + 1 if contiguous else length  # one more where a row begins within a block
         if most <= self.top_k:
             return None
-        usual = min(length, most + DOCUMENTS * (segments is not None))
+        single = segments is None
+        usual = min(length, most + (0 if single else DOCUMENTS))
         query, key = jax.lax.stop_gradient((query, key))
         segments = jnp.zeros_like(positions) if segments is None else segments
         blocks, begins = _blocks_of(positions, segments, self.size)
@@ -73,7 +74,7 @@ class BlockSelection(CheckedFields):
             found = jnp.moveaxis(map_queries(some, queries, length, heads, candidates), 0, 2)
             return found.reshape(*found.shape[:2], -1, found.shape[4])[:, :, :length]
 
-        if usual == length or (contiguous and usual == most):
+        if usual == length or (contiguous and single):
             found = words(usual)
         else:
             found = jax.lax.cond(jnp.max(blocks) < usual, lambda: words(usual), lambda: words(length))

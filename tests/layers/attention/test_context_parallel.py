@@ -145,7 +145,7 @@ def test_the_slots_of_a_cache(length, kv_heads, options):
     places = {
         "query_positions": plain(length, start=12),
         "key_positions": slots,
-        "selected": selection(1, length, 24).mask(24),
+        "selected": selection(1, length, 24),
     }
     table = ACTIVATIONS | ({} if options.pop("split", True) else {"slots": ()})
     qkv = make(length, 24, kv_heads=kv_heads, value_dim=5)

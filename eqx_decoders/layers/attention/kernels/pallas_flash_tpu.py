@@ -30,7 +30,7 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     tile_product,
 )
 from eqx_decoders.layers.mask import Bidirectional, seen_keys
-from eqx_decoders.layers.tpu import block_sizes
+from eqx_decoders.layers.tpu import MIB, block_sizes
 
 
 pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import
@@ -338,10 +338,17 @@ def _backward(
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Return what the kernels cannot do in this call, in words, or None: a row's lists of chosen tiles must fit."""
+    """Return what the kernels cannot do in this call, in words, or None.
+
+    A row's lists of chosen tiles must fit the scalar memory, and the words of a block of queries, of which two are held
+    at a time, a quarter of the vector memory (found by compiling).
+    """
     if call.selected_heads == 0:
         return None
     plan = _plan(call)
+    words, most = 4 * call.group_words * plan.query_blocks.held, (plan.query_blocks.vmem_bytes or 16 * MIB) // 4
+    if words > most:
+        return f"a selection whose words take {words} > {most} bytes of a block of queries"
     lengths = (fill_length(x, n) for x, n in ((plan.query_blocks, call.length), (plan.key_blocks, call.kv_length)))
     query, key = ((1, max(1, call.selected_heads), length) for length in lengths)
     most = max(_tiles(plan, query, key, keys_held).table_bytes for keys_held in (False, True))

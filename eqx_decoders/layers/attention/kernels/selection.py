@@ -1,7 +1,7 @@
 """Selections of keys that depend on data, and their bits in the tiles of kernels.
 
 A mask says of each query and key whether it counts. A `Selection` has a bit for it, or one for each query and group of
-keys (a block, say). Kernels read bits only.
+keys (a block, say). The kernel for TPUs reads bits only, `chunked` those of a tile; others read the mask of all.
 """
 
 import functools

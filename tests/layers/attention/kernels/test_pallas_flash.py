@@ -213,6 +213,9 @@ def test_lists_that_do_not_fit_are_refused():
     assert pallas_flash_tpu.refusal(call) is None
     many = dataclasses.replace(call, selected_heads=128, group_words=4)
     assert "a selection whose lists of tiles take" in (pallas_flash_tpu.refusal(many) or "")
+    assert pallas_flash_tpu.refusal(dataclasses.replace(call, group_words=512)) is None
+    wide = dataclasses.replace(call, group_words=2**15)
+    assert "a selection whose words take" in (pallas_flash_tpu.refusal(wide) or "")
 
 
 @slow
