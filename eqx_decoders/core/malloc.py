@@ -20,6 +20,7 @@ def keep_memory() -> bool:
     unmapped each time, and the page faults cost more than the arithmetic of memory-bound steps such as AdamW or one
     token. The price is that the process keeps the most that it has needed, and what lies between: 0.8 GB more than the
     2.2 GB of a training step. Other C libraries and accelerators have no such problem, and are left alone.
+    `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` in the environment helps as much and has no price, but comes before a start.
 
     Call it once, before JAX lists its devices: threads that exist have arenas already, whose large blocks are mapped
     and unmapped as before.
