@@ -56,10 +56,14 @@ class LaneLayout:
 
     def split(self, stored: StoredKV) -> StoredKV:
         """Undo `join`."""
-        dim, value = self.head_dim, stored.value
-        if self.joined:
-            value = stored.key[..., dim : 2 * dim]
-        return stored._replace(key=stored.key[..., :dim], value=None if value is None else value[..., :dim])
+        values = stored.key if self.joined else stored.value
+        key = stored.key[..., : self.head_dim]
+        return stored._replace(key=key, value=None if values is None else self.values(values))
+
+    def values(self, stored: Array) -> Array:
+        """Return the values among the features in which they are stored, or among sums of these."""
+        begin = self.head_dim if self.joined else 0
+        return stored[..., begin : begin + self.head_dim]
 
 
 class Pages(eqx.Module):

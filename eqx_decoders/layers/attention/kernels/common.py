@@ -57,3 +57,21 @@ def cap_slopes(
 ) -> Float[Array, "*shape"]:
     """Compute the gradient of scores from the gradient of capped ones, `scores`."""
     return slopes if soft_cap is None else slopes * (1 - jnp.square(scores / soft_cap))
+
+
+def rows_of_key_heads(
+    query: Float[Array, "batch length heads head_dim"], kv_heads: int, width: int
+) -> Float[Array, "batch kv_heads rows width"]:
+    """Arrange queries as rows of their key heads, the heads of a token in order, with zeros up to a width."""
+    batch, length, heads, dim = query.shape
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - dim)))
+    query = query.reshape(batch, length, kv_heads, heads // kv_heads, width).swapaxes(1, 2)
+    return query.reshape(batch, kv_heads, -1, width)
+
+
+def heads_of_tokens(x: Array, length: int, heads: int) -> Array:
+    """Undo `rows_of_key_heads` for results `batch kv_heads rows …`, of which the last rows may belong to no token."""
+    batch, kv_heads, _, *more = x.shape
+    groups = heads // kv_heads
+    x = x[:, :, : length * groups].reshape(batch, kv_heads, length, groups, *more).swapaxes(1, 2)
+    return x.reshape(batch, length, heads, *more)

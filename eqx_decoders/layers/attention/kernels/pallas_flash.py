@@ -36,11 +36,11 @@ class _Shown(NamedTuple):
 def _softmax(
     kernels: FlashKernels, plan: FlashPlan, query: Array, key: Array, value: Array, shown: _Shown
 ) -> tuple[Array, Array]:
-    return kernels.forward(plan, query, key, value, _places(plan, shown))
+    return _forward(kernels, plan, query, key, value, _places(plan, shown))
 
 
 def _softmax_fwd(kernels: FlashKernels, plan: FlashPlan, query: Array, key: Array, value: Array, shown: _Shown):
-    results = kernels.forward(plan, query, key, value, _places(plan, shown))
+    results = _forward(kernels, plan, query, key, value, _places(plan, shown))
     out, lse = (checkpoint_name(x, "context") for x in results)
     return (out, lse), (query, key, value, shown, out, lse)
 
@@ -49,7 +49,7 @@ def _softmax_bwd(kernels: FlashKernels, plan: FlashPlan, residuals: tuple, bars:
     query, key, value, shown, out, lse = residuals
     cotangents = make_cotangents((out, kernels.from_rows(lse)), (bars[0], kernels.from_rows(bars[1])))
     rows = jnp.concatenate([lse, kernels.rows(cotangents.delta)], 2)
-    return *kernels.backward(plan, query, key, value, _places(plan, shown), cotangents.out_bar, rows, None), None
+    return *_backward(kernels, plan, query, key, value, _places(plan, shown), cotangents.out_bar, rows, None), None
 
 
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
@@ -74,11 +74,52 @@ def flash_gradients(
     out_bar, *rows = (kernels.arrange(x, plan.query_blocks) for x in cotangents)
     rows = jnp.concatenate([kernels.rows(x) for x in rows], 2)
     places = _places(plan, _shown(plan, inputs))
-    grads = kernels.backward(plan, *_arrays(kernels, plan, inputs), places, out_bar, rows, jnp.float32)
+    grads = _backward(kernels, plan, *_arrays(kernels, plan, inputs), places, out_bar, rows, jnp.float32)
     query_bar, key_bar, value_bar = (
         kernels.restore(x, size) for x, size in zip(grads, (length, kv_length, kv_length), strict=True)
     )
     return query_bar, key_bar, value_bar
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # a Pallas call by itself is never dropped from a backward pass
+def _forward(
+    kernels: FlashKernels, plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    """Return out, and lse as a row of each head, `[batch, heads, 1, length]`."""
+    heads, length = query.shape[1:3] if kernels.heads_first else query.shape[2:0:-1]
+    like_out = "queries", (*query.shape[:3], value.shape[3]), query.dtype
+    like_lse = "rows", (query.shape[0], heads, 1, length), jnp.float32
+    out, lse = kernels.run(plan, "forward", _operands(plan, query, key, value, places), [like_out, like_lse])
+    return out, lse
+
+
+def _backward(
+    kernels: FlashKernels,
+    plan: FlashPlan,
+    query: Array,
+    key: Array,
+    value: Array,
+    places: tuple[Array, ...],
+    out_bar: Array,
+    lse_delta: Array,
+    dtype: Any,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of query, key and value, in a dtype or, for None, in theirs.
+
+    `lse_delta` are the rows lse and delta of `Cotangents`, `[batch, heads, 2, length]`.
+    """
+    operands = [*_operands(plan, query, key, value, places), ("queries", out_bar), ("rows", lse_delta)]
+    like_query, like_key, like_value = ((place, x.shape, dtype or x.dtype) for place, x in operands[:3])
+    (query_bar,) = kernels.run(plan, "queries", operands, [like_query])
+    key_bar, value_bar = kernels.run(plan, "keys", operands, [like_key, like_value])
+    return query_bar, key_bar, value_bar
+
+
+def _operands(
+    plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]
+) -> list[tuple[str, Array]]:
+    """Return the arrays that all kernels read, with the places of their blocks."""
+    return list(zip(("queries", "keys", "keys", *plan.mask_places), (query, key, value, *places), strict=True))
 
 
 def _arrays(kernels: FlashKernels, plan: FlashPlan, inputs: AttentionInputs) -> tuple[Array, Array, Array]:

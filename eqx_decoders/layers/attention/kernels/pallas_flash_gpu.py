@@ -222,19 +222,17 @@ def _spec(place: str, shape: tuple[int, ...], block: int, groups: int, keys_held
             return spec((None, heads, shape[2], columns), lambda batch, head, at: (batch, head, 0, at))
 
 
-def _call(
+_KERNELS = {"forward": _forward_kernel, "queries": _query_kernel, "keys": _key_kernel}
+
+
+def _run(
     plan: FlashPlan,
-    kernel: Callable,
+    part: str,
     operands: Sequence[tuple[str, Array]],
     results: Sequence[tuple[str, tuple[int, ...], Any]],
-    *,
-    keys_held: bool = False,
 ) -> Sequence[Array]:
-    """Run one `pallas_call`.
-
-    `operands` and `results` are arrays, or shapes and dtypes, with the places of their blocks; query, key and value
-    come first.
-    """
+    """Run the `pallas_call` of a part, as `FlashKernels.run` says."""
+    kernel, keys_held = _KERNELS[part], part == "keys"
     named, (query, key, value) = dict(operands), (array for _, array in operands[:3])
     tables = _make_table(plan, named["intervals"], named["positions"], keys_held=keys_held)
     operands = [*zip(("table", "codes"), tables, strict=True), *operands]
@@ -256,39 +254,6 @@ def _call(
     )(*(array for _, array in operands))
 
 
-@functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
-def _forward(plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]) -> tuple[Array, Array]:
-    kinds, dims = ("queries", "keys", "keys", "intervals", "positions"), (*query.shape[:3], value.shape[3])
-    rows = query.shape[0], query.shape[2], 1, query.shape[1]
-    out, lse = _call(
-        plan,
-        _forward_kernel,
-        list(zip(kinds, (query, key, value, *places), strict=True)),
-        [("queries", dims, query.dtype), ("rows", rows, jnp.float32)],
-    )
-    return out, lse
-
-
-def _backward(
-    plan: FlashPlan,
-    query: Array,
-    key: Array,
-    value: Array,
-    places: tuple[Array, ...],
-    out_bar: Array,
-    lse_delta: Array,
-    dtype: Any,
-) -> tuple[Array, Array, Array]:
-    kinds = ("queries", "keys", "keys", "intervals", "positions", "queries", "rows")
-    operands = list(zip(kinds, (query, key, value, *places, out_bar, lse_delta), strict=True))
-    like_query, like_key, like_value = (
-        (place, x.shape, dtype or x.dtype) for place, x in zip(kinds[:3], (query, key, value), strict=True)
-    )
-    (query_bar,) = _call(plan, _query_kernel, operands, [like_query])
-    key_bar, value_bar = _call(plan, _key_kernel, operands, [like_key, like_value], keys_held=True)
-    return query_bar, key_bar, value_bar
-
-
 def _plan(call: AttentionCall) -> FlashPlan:
     query_blocks, key_blocks = block_sizes(call)
     return FlashPlan(
@@ -301,4 +266,4 @@ def _plan(call: AttentionCall) -> FlashPlan:
     )
 
 
-GPU = FlashKernels(_plan, _forward, _backward, heads_first=False)
+GPU = FlashKernels(_plan, _run, heads_first=False)

@@ -38,6 +38,12 @@ class FlashPlan:
         """True if the bits of a selection are those of single keys, packed by lanes."""
         return self.selected_heads > 0 and self.group_words == 0
 
+    @property
+    def mask_places(self) -> tuple[str, ...]:
+        """Return the places of the arrays of the mask."""
+        bits = () if self.selected_heads == 0 else ("lanes",) if self.by_lanes else ("words",)
+        return ("intervals", "positions", *bits)
+
     def scores(self, left: Array, right: Array) -> Float32[Array, "rows columns"]:
         return cap_scores(tile_product(left, right, 1, 1), self.soft_cap)
 
@@ -64,17 +70,14 @@ class FlashKernels(NamedTuple):
     **Arguments:**
 
     - `make_plan`: `(call: AttentionCall) -> FlashPlan`.
-    - `forward`: `(plan, query, key, value, places) -> (out, lse)`, lse being a row of each head:
-        `[batch, heads, 1, length]`. Places are arrays of the mask: intervals, positions, and the bits of a selection.
-    - `backward`: `(plan, query, key, value, places, out_bar, lse_delta, dtype)`, with the rows lse and delta of
-        `Cotangents`, `[batch, heads, 2, length]`: the gradients of query, key and value, in a dtype or, for None, in
-        theirs.
+    - `run`: `(plan, part, operands, results) -> arrays`, the kernel of a part: "forward", or the gradients of "queries"
+        or of "keys" and values. Operands are arrays, results shapes and dtypes, each with the place of its blocks;
+        query, key and value come first.
     - `heads_first`: whether arrays are `[batch, heads, length, dim]`; else they are `[batch, length, heads, dim]`.
     """
 
     make_plan: Callable[..., FlashPlan]
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
+    run: Callable[..., Sequence[Array]]
     heads_first: bool
 
     def arrange(self, x: Array, blocks: BlockSizes) -> Array:

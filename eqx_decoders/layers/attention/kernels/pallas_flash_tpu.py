@@ -39,10 +39,21 @@ pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.
 # --- the kernels ---
 
 
-def _with_bits(plan: FlashPlan, refs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Insert None for the bits of a selection where there are none."""
-    at = _ForwardRefs._fields.index("bits")
-    return refs if plan.selected_heads > 0 else (*refs[:at], None, *refs[at:])
+class _TileRefs(NamedTuple):
+    """Blocks that all kernels read."""
+
+    query: Any
+    key: Any
+    value: Any
+    intervals: Any
+    positions: Any
+    bits: Any
+
+    @classmethod
+    def of(cls, plan: FlashPlan, refs: tuple[Any, ...]) -> "tuple[_TileRefs, tuple[Any, ...]]":
+        """Return these blocks, with None for the bits of a selection where there is none, and all others."""
+        count = len(cls._fields) - (plan.selected_heads == 0)
+        return cls(*(*refs[:count], None)[: len(cls._fields)]), refs[count:]
 
 
 def _seen(
@@ -58,27 +69,9 @@ def _split(x: Any, axis: int) -> list[Array]:
     return [x[i : i + 1, :] if axis == 0 else x[:, i : i + 1] for i in range(x.shape[axis])]
 
 
-class _ForwardRefs(NamedTuple):
-    """Blocks that the forward kernel reads, blocks that it writes, and its scratch memory."""
-
-    query: Any
-    key: Any
-    value: Any
-    intervals: Any
-    positions: Any
-    bits: Any
-    out: Any
-    lse: Any
-    columns: Any
-    top: Any
-    total: Any
-    sums: Any
-
-
 def _forward_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
-    query, key, value, intervals, positions, bits, out, lse, columns, top, total, sums = _ForwardRefs(
-        *_with_bits(plan, refs)
-    )
+    (query, key, value, intervals, positions, bits), others = _TileRefs.of(plan, refs)
+    out, lse, columns, top, total, sums = others
     batch, head, held, step = (pl.program_id(i) for i in range(4))
 
     @pl.when(step == 0)
@@ -101,26 +94,9 @@ def _forward_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> No
         out[0, 0], lse[0, 0] = result.astype(out.dtype), row.T
 
 
-class _BackwardBlocks(NamedTuple):
-    """Blocks that both backward kernels read."""
-
-    query: Any
-    key: Any
-    value: Any
-    intervals: Any
-    positions: Any
-    bits: Any
-    out_bar: Any
-    lse_delta: Any
-
-
-_BLOCKS = len(_BackwardBlocks._fields)
-
-
 def _query_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
-    refs = _with_bits(plan, refs)
-    query, key, value, intervals, positions, bits, out_bar, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
-    query_bar, columns, lse_delta_columns, sums = refs[_BLOCKS:]
+    (query, key, value, intervals, positions, bits), others = _TileRefs.of(plan, refs)
+    out_bar, lse_delta, query_bar, columns, lse_delta_columns, sums = others
     batch, head, held, step = (pl.program_id(i) for i in range(4))
 
     @pl.when(step == 0)
@@ -143,9 +119,8 @@ def _query_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None
 
 
 def _key_kernel(plan: FlashPlan, tiles: Tiles, table: Any, *refs: Any) -> None:
-    refs = _with_bits(plan, refs)
-    query, key, value, intervals, positions, bits, out_bar, lse_delta = _BackwardBlocks(*refs[:_BLOCKS])
-    key_bar, value_bar, columns, key_sums, value_sums = refs[_BLOCKS:]
+    (query, key, value, intervals, positions, bits), others = _TileRefs.of(plan, refs)
+    out_bar, lse_delta, key_bar, value_bar, columns, key_sums, value_sums = others
     batch, kv_head, held, group, step = (pl.program_id(i) for i in range(5))
 
     @pl.when((group == 0) & (step == 0))
@@ -190,12 +165,6 @@ def _tiles(plan: FlashPlan, query: tuple[int, ...], key: tuple[int, ...], keys_h
     )
 
 
-def _mask_places(plan: FlashPlan) -> tuple[str, ...]:
-    """Return the places of the arrays of the mask."""
-    bits = () if plan.selected_heads == 0 else ("lanes",) if plan.by_lanes else ("words",)
-    return ("intervals", "positions", *bits)
-
-
 def _make_table(
     plan: FlashPlan, named: dict[str, Array], query_block: int, key_block: int, keys_held: bool
 ) -> list[Array]:
@@ -204,7 +173,7 @@ def _make_table(
     schedule = make_schedule(plan.segments, named["intervals"], positions, *blocks, keys_held)
     if plan.selected_heads == 0:
         return jax.tree.leaves(schedule)
-    chosen = chosen_tiles(plan.by_lanes, named[_mask_places(plan)[-1]], positions[:, -1], *blocks)
+    chosen = chosen_tiles(plan.by_lanes, named[plan.mask_places[-1]], positions[:, -1], *blocks)
     words = word_range(positions[:, -1], key_block) if plan.group_words > 0 else []
     return [*list_tiles(schedule, chosen, keys_held), *words]
 
@@ -215,30 +184,31 @@ def _keys_seen(plan: FlashPlan, kv_length: int) -> int:
     return min(seen_keys(plan.mask, kv_length), before)
 
 
-def _call(
+def _kernel_of(part: str, query: Array, value: Array, positions: Array) -> tuple[Callable, list[tuple[int, Any]], int]:
+    """Return the kernel of a part; columns and dtypes of the arrays that persist while it holds a block; and features
+    of all products of a tile together."""
+    dim, value_dim = query.shape[3], value.shape[3]
+    if part == "forward":
+        persist = [(3, jnp.int32), (1, jnp.float32), (1, jnp.float32), (value_dim, jnp.float32)]
+        return _forward_kernel, persist, dim + value_dim
+    if part == "queries":
+        return _query_kernel, [(3, jnp.int32), (2, jnp.float32), (dim, jnp.float32)], 2 * dim + value_dim
+    persist = [(positions.shape[1], jnp.int32), (dim, jnp.float32), (value_dim, jnp.float32)]
+    return _key_kernel, persist, 2 * dim + 2 * value_dim
+
+
+def _run(
     plan: FlashPlan,
-    kernel: Callable,
+    part: str,
     operands: Sequence[tuple[str, Array]],
     results: Sequence[tuple[str, tuple[int, ...], Any]],
-    scratch: Sequence[tuple[int, Any]],
-    *,
-    features: int,
-    keys_held: bool = False,
 ) -> Sequence[Array]:
-    """Run one `pallas_call`.
-
-    **Arguments:**
-
-    - `operands`, `results`: arrays, or shapes and dtypes, with the places of their blocks; query and key come first.
-    - `scratch`: columns and dtypes of the arrays that persist while a block is held.
-    - `features`: of all products of a tile together.
-    - `keys_held`: whether blocks of keys are held and blocks of queries stream.
-    """
+    """Run the `pallas_call` of a part, as `FlashKernels.run` says."""
     arrays, named = [array for _, array in operands], dict(operands)
+    keys_held, (kernel, scratch, features) = part == "keys", _kernel_of(part, arrays[0], arrays[2], named["positions"])
     tiles = _tiles(plan, arrays[0].shape, arrays[1].shape, keys_held)
     if tiles.batch > 1 and tiles.table_bytes > SCALAR_BYTES:
-        options: dict = dict(scratch=scratch, features=features, keys_held=keys_held)
-        return _row_by_row(functools.partial(_call, plan, kernel, **options), operands, results)
+        return _row_by_row(functools.partial(_run, plan, part), operands, results)
     blocks = tiles.query_block, tiles.key_block
     schedule = _make_table(plan, named, *blocks, keys_held)
     # compiled, the grid ends with the longest row of tiles; the interpreter's grids are static
@@ -286,57 +256,6 @@ def _row_by_row(
     return jax.lax.map(run, [array for _, array in operands])
 
 
-@functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
-def _forward(plan: FlashPlan, query: Array, key: Array, value: Array, places: tuple[Array, ...]) -> tuple[Array, Array]:
-    dim, kinds = value.shape[3], ("queries", "keys", "keys", *_mask_places(plan))
-    out, lse = _call(
-        plan,
-        _forward_kernel,
-        list(zip(kinds, (query, key, value, *places), strict=True)),
-        [
-            ("queries", (*query.shape[:3], dim), query.dtype),
-            ("rows", (*query.shape[:2], 1, query.shape[2]), jnp.float32),
-        ],
-        [(3, jnp.int32), (1, jnp.float32), (1, jnp.float32), (dim, jnp.float32)],
-        features=query.shape[3] + dim,
-    )
-    return out, lse
-
-
-def _backward(
-    plan: FlashPlan,
-    query: Array,
-    key: Array,
-    value: Array,
-    places: tuple[Array, ...],
-    out_bar: Array,
-    lse_delta: Array,
-    dtype: Any,
-) -> tuple[Array, Array, Array]:
-    dim, value_dim = query.shape[3], value.shape[3]
-    arrays = query, key, value, *places, out_bar, lse_delta
-    kinds = ("queries", "keys", "keys", *_mask_places(plan), "queries", "rows")
-    operands = list(zip(kinds, arrays, strict=True))
-    (query_bar,) = _call(
-        plan,
-        _query_kernel,
-        operands,
-        [("queries", query.shape, dtype or query.dtype)],
-        [(3, jnp.int32), (2, jnp.float32), (dim, jnp.float32)],
-        features=2 * dim + value_dim,
-    )
-    key_bar, value_bar = _call(
-        plan,
-        _key_kernel,
-        operands,
-        [("keys", key.shape, dtype or key.dtype), ("keys", value.shape, dtype or value.dtype)],
-        [(places[1].shape[1], jnp.int32), (dim, jnp.float32), (value_dim, jnp.float32)],
-        features=2 * dim + 2 * value_dim,
-        keys_held=True,
-    )
-    return query_bar, key_bar, value_bar
-
-
 def refusal(call: AttentionCall) -> str | None:
     """Return what the kernels cannot do in this call, in words, or None.
 
@@ -370,4 +289,4 @@ def _plan(call: AttentionCall) -> FlashPlan:
     )
 
 
-TPU = FlashKernels(_plan, _forward, _backward, heads_first=True)
+TPU = FlashKernels(_plan, _run, heads_first=True)

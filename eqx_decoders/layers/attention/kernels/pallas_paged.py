@@ -20,7 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.errors import check
-from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
+from eqx_decoders.layers.attention.kernels.common import (
+    EMPTY,
+    Result,
+    cap_scores,
+    heads_of_tokens,
+    rows_of_key_heads,
+)
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import tile_product
 from eqx_decoders.layers.cache.page_layout import LANE, Pages
 from eqx_decoders.layers.tpu import block_sizes
@@ -212,25 +218,19 @@ def paged_attention(
     - `seen`: the first and the last position that each query sees.
     - `first_head`: the first of these key heads in the pages; a multiple of `kv_heads`.
     """
-    batch, length, heads, dim = query.shape
+    _, length, heads, _ = query.shape
     plan = _make_plan(query, past, kv_heads, soft_cap, platform)
     groups, filled = plan.groups, plan.query_blocks * plan.tokens
-    query = jnp.pad(query, ((0, 0), (0, filled - length), (0, 0), (0, plan.width - dim)))
-    query = query.reshape(batch, filled, kv_heads, groups, plan.width).swapaxes(1, 2)
-    query = query.reshape(batch, kv_heads, filled * groups, plan.width)
+    query = jnp.pad(query, ((0, 0), (0, filled - length), (0, 0), (0, 0)))
+    query = rows_of_key_heads(query, kv_heads, plan.width)
     first, last = (
         jnp.pad(x, ((0, 0), (0, filled - length)), constant_values=fill) for x, fill in zip(seen, (0, -1), strict=True)
     )
     intervals = jnp.repeat(jnp.stack([first, last], axis=2), groups, axis=1)
     numbers = _numbers(plan, past, layer, first, last, first_head)
     out, lse = _call(plan, numbers, query, past, intervals, _scales(plan, past, layer, first_head))
-
-    def tokens_first(x: Array) -> Array:
-        x = x.reshape(batch, kv_heads, filled, groups, -1).swapaxes(1, 2)
-        return x.reshape(batch, filled, heads, -1)[:, :length]
-
-    begin = past.lanes.head_dim if past.lanes.joined else 0  # of the values
-    return tokens_first(out)[..., begin : begin + past.lanes.head_dim], tokens_first(lse)[..., 0]
+    out, lse = (heads_of_tokens(x, length, heads) for x in (out, lse))
+    return past.lanes.values(out), lse[..., 0]
 
 
 def _make_plan(query: Array, past: Pages, kv_heads: int, soft_cap: float | None, platform: str) -> _PagedPlan:

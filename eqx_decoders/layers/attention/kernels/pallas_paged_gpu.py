@@ -15,7 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.core.chips import KERNEL_GENERATIONS, compute_capability
 from eqx_decoders.core.lazy_imports import LazyModule
-from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
+from eqx_decoders.layers.attention.kernels.common import (
+    EMPTY,
+    Result,
+    cap_scores,
+    heads_of_tokens,
+    rows_of_key_heads,
+)
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Softmax, tile_product
 from eqx_decoders.layers.cache.page_layout import Pages
 from eqx_decoders.sharding.backend import backend_of
@@ -114,13 +120,11 @@ def paged_attention(
     platform: str = "gpu",
 ) -> Result:
     """Attend to one device's pages, as `pallas_paged.paged_attention` does; off GPUs the kernel is interpreted."""
-    batch, length, heads, dim = query.shape
+    _, length, heads, _ = query.shape
     groups = heads // kv_heads
     plan = _make_plan(past, length * groups, kv_heads, soft_cap, platform)
     more = plan.blocks * plan.rows - length * groups
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, plan.width - dim)))
-    query = query.reshape(batch, length, kv_heads, groups, plan.width).swapaxes(1, 2)
-    query = jnp.pad(query.reshape(batch, kv_heads, -1, plan.width), ((0, 0), (0, 0), (0, more), (0, 0)))
+    query = jnp.pad(rows_of_key_heads(query, kv_heads, plan.width), ((0, 0), (0, 0), (0, more), (0, 0)))
     intervals = jnp.stack(
         [
             jnp.pad(jnp.repeat(x.astype(jnp.int32), groups, axis=1), ((0, 0), (0, more)), constant_values=fill)
@@ -132,14 +136,8 @@ def paged_attention(
     out, lse = _call(plan, query, _bounds(plan, past, intervals), intervals, numbers, past)
     total = jax.nn.logsumexp(lse, axis=2)  # of all parts
     out = (jnp.exp(lse - total[:, :, None])[..., None] * out).sum(2)
-
-    def tokens_first(x: Array) -> Array:
-        x = x[:, :, : length * groups].reshape(batch, kv_heads, length, groups, -1).swapaxes(1, 2)
-        return x.reshape(batch, length, heads, -1)
-
-    begin = past.lanes.head_dim if past.lanes.joined else 0  # of the values
-    out = tokens_first(out)[..., begin : begin + past.lanes.head_dim].astype(query.dtype)
-    return out, jnp.maximum(tokens_first(total)[..., 0], EMPTY)
+    out, total = (heads_of_tokens(x, length, heads) for x in (out, total))
+    return past.lanes.values(out).astype(query.dtype), jnp.maximum(total, EMPTY)
 
 
 def _make_plan(past: Pages, rows: int, kv_heads: int, soft_cap: float | None, platform: str) -> _PagedGpuPlan:
