@@ -20,7 +20,7 @@ PROGRAMS = {
     "generate": "let a model write",
     "serve": "serve a model over HTTP, as OpenAI's API does",
     "convert": "between Hugging Face directories and run directories",
-    "plan": "what a training step will need of TPUs that are not here",
+    "plan": "what a step will need of TPUs and GPUs that are not here",
 }
 
 

@@ -28,14 +28,14 @@ from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeInt, PositiveIn
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
-from eqx_decoders.planning.compile import abandoned
+from eqx_decoders.planning.compile import Until, abandoned
 from eqx_decoders.planning.decoding_step import DecodingPlan, decoding_data, decoding_report, plan_decoding
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, on_gpus, tracing_for
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Plan
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
-from eqx_decoders.planning.step_plan import Until, make_plan
+from eqx_decoders.planning.step_plan import make_plan
 from eqx_decoders.planning.traced_memory import abstract_media, counted_memory, predicted_bytes
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
@@ -172,8 +172,9 @@ def decoding(config: PlanConfig) -> tuple[DecodingPlan, Execution]:
     machine = Machine.of(list(layout.mesh.devices.flat))
     flags = GPU_OPTIONS if compiled else {} if config.xla_flags == "none" else options(machine.chip.name)
     sizes: dict[str, Any] = dict(rows=config.batch_size, length=config.seq_len, page_size=config.page_size)
+    until: Until = "code" if compiled else config.until
     with tracing_for(list(devices)):
-        return plan_decoding(model, machine, **sizes, options=flags), execution
+        return plan_decoding(model, machine, **sizes, options=flags, until=until), execution
 
 
 def planned_devices(config: PlanConfig) -> list[Any]:

@@ -98,6 +98,11 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
 
 
+def has_kernels(capability: tuple[int, int] | None) -> bool:
+    """Return whether GPUs of a compute capability run our Pallas kernels."""
+    return capability is not None and capability[0] in KERNEL_GENERATIONS
+
+
 def compute_capability(device: Any) -> tuple[int, int] | None:
     """Return major and minor number of a GPU's compute capability; None for devices that are not NVIDIA's."""
     numbers = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))

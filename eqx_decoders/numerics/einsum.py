@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -144,7 +143,7 @@ class RingWeight(AbstractArrayWeight):
 
     def array(self, *contracted: int) -> Float[Array, "..."]:
         """Gather the array."""
-        return lax.all_gather(self.values, self.ring.axes, axis=self.ring.dimension, tiled=True)
+        return self.ring.gather(self.values)
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
         """Multiply an activation by the array."""

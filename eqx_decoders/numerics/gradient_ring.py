@@ -85,6 +85,10 @@ class GroupRing(NamedTuple):
     levels: tuple[int, int]
     dimension: int
 
+    def gather(self, part: Array) -> Array:
+        """Gather the parts of all devices."""
+        return lax.all_gather(part, self.axes, axis=self.dimension, tiled=True)
+
 
 def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dimension: int) -> GroupRing | None:
     """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
@@ -219,10 +223,7 @@ def ring_groups(
 
 
 def _groups_forward(rings, form, x, parts, counts):
-    whole = tuple(
-        lax.all_gather(part, ring.axes, axis=ring.dimension, tiled=True)
-        for ring, part in zip(rings, parts, strict=True)
-    )
+    whole = tuple(ring.gather(part) for ring, part in zip(rings, parts, strict=True))
     return grouped_arrays(x, whole, counts, form), (x, whole, counts)
 
 
@@ -316,12 +317,13 @@ def _ring(
     return (one, other) if size == 1 else lax.fori_loop(1, size, add, (one, other))
 
 
-def ring_sum(x: Array, axes: tuple[str, ...], size: int, dimension: int) -> Array:
+def ring_sum(x: Array, axes: tuple[str, ...], dimension: int) -> Array:
     """Sum an array over devices; return this device's piece along a dimension, as `lax.psum_scatter` does.
 
     More than `MOST_ADDITIONS` are made in float32.
     """
-    across, levels = (dimension + 1) % x.ndim, ring_levels(size, math.isqrt(size))
+    across, size = (dimension + 1) % x.ndim, lax.axis_size(axes)
+    levels = ring_levels(size, math.isqrt(size))
     many = sum(levels) - 2 > MOST_ADDITIONS
     dtype = np.promote_types(x.dtype, np.float32) if many else x.dtype
     one, other = jnp.split(x, [x.shape[across] // 2], across)

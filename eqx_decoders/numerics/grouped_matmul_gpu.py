@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from eqx_decoders.core.chips import KERNEL_GENERATIONS, compute_capability
+from eqx_decoders.core.chips import compute_capability, has_kernels
 from eqx_decoders.core.lazy_imports import LazyModule
 
 
@@ -34,9 +34,7 @@ _SUMMED = 128  # bytes of a tile along the summed dimension
 
 def fits(device: Any, dtype: DTypeLike, largest: int) -> bool:
     """Return whether a device has these kernels for products in a dtype, of arrays of at most `largest` elements."""
-    capability = compute_capability(device)
-    known = capability is not None and capability[0] in KERNEL_GENERATIONS
-    return known and jnp.dtype(dtype) in _DTYPES and largest < _MOST
+    return has_kernels(compute_capability(device)) and jnp.dtype(dtype) in _DTYPES and largest < _MOST
 
 
 class GroupedPlan(NamedTuple):

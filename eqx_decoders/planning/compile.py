@@ -1,14 +1,23 @@
-"""Compilation for TPUs that ends when memory is assigned: machine code takes most of the time and changes no byte."""
+"""Compilation of traced steps, which may end when memory is assigned: machine code takes most of the time."""
 
+import contextlib
+import dataclasses
 import re
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
+
+from eqx_decoders.planning.device_memory import DeviceMemory, compiled_memory, needed_bytes
+from eqx_decoders.planning.hlo import Program, parse
+
+
+Until = Literal["code", "memory"]
 
 _PROGRAM = "after_optimizations_after_buffer_assignment.txt"
 _SIZES = "after_optimizations-buffer-assignment.txt"
@@ -74,3 +83,40 @@ def compile_until_assigned(lowered: Any, options: Mapping[str, str]) -> tuple[As
     program, sizes = (next(folder.glob(f"*.{name}")).read_text() for name in (_PROGRAM, _SIZES))
     shutil.rmtree(folder, ignore_errors=True)
     return assigned_sizes(sizes), program
+
+
+def compile_step(
+    traced: Any, known: DeviceMemory, options: dict[str, str], until: Until
+) -> tuple[DeviceMemory, Program | None, str]:
+    """Compile a traced step: its memory, its program where it can be printed, and the compiler's error."""
+    try:
+        with _own_names():
+            if until == "memory":
+                sizes, text = compile_until_assigned(traced.lower(), options)
+                program = parse(text)
+                return compiled_memory(known, sizes, program), program, ""
+            compiled = traced.lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message:
+            raise
+        line = next(line for line in message.splitlines() if "RESOURCE_EXHAUSTED" in line)
+        needed = needed_bytes(message)
+        return dataclasses.replace(known, needed=known.capacity if needed is None else needed), None, line
+    try:
+        program, message = parse(compiled.as_text()), ""
+    except jax.errors.JaxRuntimeError as error:
+        program, message = None, str(error).splitlines()[0]
+    return compiled_memory(known, compiled.memory_analysis(), program), program, message
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """Take no program from JAX's cache on disk whose operations are named by other sources."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

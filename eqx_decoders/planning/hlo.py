@@ -137,11 +137,11 @@ class Program(NamedTuple):
                 yield from max(choices, key=_weight)
             elif op.kind == "while":
                 trips = self.trips(op)
-                for called in _called(op):
-                    yield from inside(called, times * (trips or 1), depth + 1, unknown=unknown or trips is None)
+                for inner in called(op):
+                    yield from inside(inner, times * (trips or 1), depth + 1, unknown=unknown or trips is None)
             elif op.base not in _REDUCERS:
-                for called in _called(op):
-                    yield from inside(called, times, depth, unknown=unknown)
+                for inner in called(op):
+                    yield from inside(inner, times, depth, unknown=unknown)
 
     def trips(self, loop: Op) -> int | None:
         """Return the trips of a loop, by XLA's note or the bound in its condition; None where data decide."""
@@ -211,7 +211,7 @@ def _multiplies(op: Op, multiplying: Container[str]) -> bool:
         return False
     if op.kind in _PRODUCTS or (op.base == "custom-call" and _KERNEL.search(op.rest)):
         return True
-    return any(name in multiplying for name in (*_called(op), *_branches(op)))
+    return any(name in multiplying for name in (*called(op), *_branches(op)))
 
 
 def _multiplying(computations: dict[str, list[Op]]) -> frozenset[str]:
@@ -298,7 +298,8 @@ def _closing(rest: str) -> int:
     return len(rest)
 
 
-def _called(op: Op) -> list[str]:
+def called(op: Op) -> list[str]:
+    """Return the names of the computations that an operation calls."""
     several = _SEVERAL.search(op.rest)
     return _CALLED.findall(op.rest) + (re.findall(r"%?([\w.\-]+)", several[1]) if several else [])
 

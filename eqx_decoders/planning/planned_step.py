@@ -1,4 +1,4 @@
-"""The plan of a training step: memory, operations, collectives and time, as `step_plan` makes it."""
+"""The plan of a step: memory, operations, collectives and time, as `step_plan` and `decoding_step` make it."""
 
 import dataclasses
 
@@ -31,31 +31,41 @@ class Operations:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Needs of a training step.
+class PlannedStep:
+    """Needs of a step of any kind.
 
     **Arguments:**
 
     - `machine`: the machine that it is planned for.
     - `memory`: of a device.
-    - `operations`: of all devices.
     - `collectives`: of a device; None where the compiled program can't be read.
     - `roofline`: the estimate.
     - `seconds`: time of the compilation.
     - `compiler_message`: the compiler's error where it did not compile the step, or print it.
+    """
+
+    machine: Machine
+    memory: DeviceMemory
+    collectives: tuple[Collective, ...] | None
+    roofline: Roofline
+    seconds: float
+    compiler_message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(PlannedStep):
+    """Needs of a training step.
+
+    **Arguments:**
+
+    - `operations`: of all devices.
     - `tokens`: of a step.
     - `replicated`: the share of the weights that is whole along an axis of the mesh that splits others.
     - `attention`: the kernels of attention in the compiled program, by their names in the registry.
     - `note`: the source of each figure, if not the compiler of these devices.
     """
 
-    machine: Machine
-    memory: DeviceMemory
     operations: Operations
-    collectives: tuple[Collective, ...] | None
-    roofline: Roofline
-    seconds: float
-    compiler_message: str
     tokens: int
     replicated: float = 0.0
     attention: tuple[str, ...] = ()

@@ -1,11 +1,10 @@
 """Planning of a training step: compiled for a machine that is not here, counted, and estimated."""
 
-import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -15,10 +14,9 @@ from eqx_decoders.layers.attention.kernels.registry import KERNELS
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.low_precision import LowPrecision
 from eqx_decoders.planning.collectives import collectives
-from eqx_decoders.planning.compile import compile_until_assigned
-from eqx_decoders.planning.device_memory import DeviceMemory, compiled_memory, needed_bytes
+from eqx_decoders.planning.compile import Until, compile_step
 from eqx_decoders.planning.flop_count import products
-from eqx_decoders.planning.hlo import Program, parse
+from eqx_decoders.planning.hlo import Program
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.roofline import Roofline, network_seconds
@@ -29,7 +27,6 @@ from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from eqx_decoders.training.step.step import Trainer
 
 
-Until = Literal["code", "memory"]
 _RECOMPUTED = 4 / 3  # products of experts, where the forward pass is computed again
 
 
@@ -60,8 +57,7 @@ def make_plan(
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)
     started = time.perf_counter()
-    with _own_names():
-        memory, program, message = _compiled(traced, known, dict(options or {}), until)
+    memory, program, message = compile_step(traced, known, dict(options or {}), until)
     sent = None if program is None else tuple(collectives(program, layout.sizes))
     devices = len(machine.positions)
     line = Roofline(
@@ -84,18 +80,6 @@ def make_plan(
     )
 
 
-@contextlib.contextmanager
-def _own_names() -> Iterator[None]:
-    """Take no program from JAX's cache on disk whose operations are named by other sources."""
-    name = "jax_compilation_cache_include_metadata_in_key"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
 def attention_kernels(program: Program) -> tuple[str, ...]:
     """Return the names of the attention kernels of which a program has operations."""
     scopes = {part for ops in program.computations.values() for op in ops for part in re.findall(r"\w+", op.cause)}
@@ -106,30 +90,6 @@ def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision 
     """Return the seconds of all products at their peaks, that of 8 bits where the chip has it for them."""
     rate = machine.product_flops(None if rounding is None else rounding.format)
     return ((done.computed - done.eight_bit) / machine.flops + done.eight_bit / rate) / len(machine.positions)
-
-
-def _compiled(
-    traced: Any, known: DeviceMemory, options: dict[str, str], until: Until
-) -> tuple[DeviceMemory, Program | None, str]:
-    """Return the memory of the compiled step, its program where it can be printed, and the compiler's error."""
-    try:
-        if until == "memory":
-            sizes, text = compile_until_assigned(traced.lower(), options)
-            program = parse(text)
-            return compiled_memory(known, sizes, program), program, ""
-        compiled = traced.lower().compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        message = str(error)
-        if "RESOURCE_EXHAUSTED" not in message:
-            raise
-        line = next(line for line in message.splitlines() if "RESOURCE_EXHAUSTED" in line)
-        needed = needed_bytes(message)
-        return dataclasses.replace(known, needed=known.capacity if needed is None else needed), None, line
-    try:
-        program, message = parse(compiled.as_text()), ""
-    except jax.errors.JaxRuntimeError as error:
-        program, message = None, str(error).splitlines()[0]
-    return compiled_memory(known, compiled.memory_analysis(), program), program, message
 
 
 def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, seq_len: int) -> Operations:

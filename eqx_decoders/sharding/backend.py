@@ -22,7 +22,8 @@ class Backend:
         rather than a cache to theirs.
     - `flat_products`: products as one matrix product each (`numerics.einsum`).
     - `separate_layers`: layers of a model for inference as arrays of their own, views that a scan would copy.
-    - `unrolled_layers`: programs of inference without a scan over layers, which would copy each one's arrays.
+    - `unrolled_layers`: programs of inference without a scan over layers, which would copy each one's arrays; who owns
+        a model may cut its arrays for good (`unstack_in_place`).
     - `few_rows`: a decoding step of as few rows as there are answers, each read only as far as it is filled.
     - `reads_before_writes`: a cache is read as a whole before it is written, since it would be copied otherwise.
     - `parallel_programs`: programs that don't need each other's results may run at a time.
@@ -42,7 +43,7 @@ class Backend:
         sum of which each device gets its piece.
     - `ragged_exchange`: rows of any number are sent to other devices.
     - `few_token_experts`: so few tokens read the weights of their experts one by one.
-    - `expert_blocks`: rows of an expert are padded to blocks.
+    - `expert_blocks`: where no kernel can multiply them, rows of experts go through a loop over blocks.
     """
 
     platform: str

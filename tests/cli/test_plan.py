@@ -345,12 +345,13 @@ def test_flags_become_a_plan_of_decoding(here, monkeypatch):
     monkeypatch.setattr(program, "decoding_report", lambda plan, rows: f"{rows} rows")
     monkeypatch.setattr(program, "decoding_data", lambda plan: {})
     words = ("--topology", "v5p:2x2x2", "--mesh", "tensor=2", "data=4", "--batch-size", 8, "--seq-len", 64, "--rows", 7)
-    out, _ = call("plan", "tiny", *words, "--decoding", "--page-size", 16, "--dtype", "bfloat16")
+    out, _ = call("plan", "tiny", *words, "--decoding", "--page-size", 16, "--dtype", "bfloat16",
+                  "--until", "memory")  # fmt: skip
     assert "8 x 64 tokens, decoding; compiled in 1 s" in out and out.endswith("7 rows\n")
     ((model, _, given),) = asked
     precision = model.execution.precision
     assert precision.params == precision.compute == jnp.bfloat16 and model.execution.layout.sizes["tensor"] == 2
-    assert (given.pop("options"), given) == (options("v5p"), dict(rows=8, length=64, page_size=16))
+    assert (given.pop("options"), given) == (options("v5p"), dict(rows=8, length=64, page_size=16, until="memory"))
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
 
     def both(x):
         scattered = lax.psum_scatter(x[0], "fsdp", scatter_dimension=dimension, tiled=True)
-        return scattered, ring_sum(x[0], ("fsdp",), 8, dimension)
+        return scattered, ring_sum(x[0], ("fsdp",), dimension)
 
     want, got = jax.jit(layout.shard_map(both, P("fsdp"), spec))(x)
     np.testing.assert_array_equal(got, want)

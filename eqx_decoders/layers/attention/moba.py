@@ -68,10 +68,11 @@ class BlockSelection(CheckedFields):
                 index = jnp.arange(candidates, dtype=jnp.int32)[None, None]
                 earlier = (index < own_block[:, :, None]) & (owners[:, None, :candidates] == segment[:, :, None])
                 chosen = self._best(query, means[:, :candidates], earlier, index == own_block[:, :, None])
-                return _shifted(pack_groups(chosen), first[:, None], -(-most // WORD))
+                packed = pack_groups(chosen)
+                return _shifted(packed, first[:, None], -(-most // WORD)) if contiguous else packed
 
             queries = query, blocks, segments, first
-            found = jnp.moveaxis(map_queries(some, queries, length, heads, candidates), 0, 2)
+            found = jnp.moveaxis(map_queries(some, queries, candidates, heads), 0, 2)
             return found.reshape(*found.shape[:2], -1, found.shape[4])[:, :, :length]
 
         if usual == length or (contiguous and single):
@@ -157,13 +158,13 @@ def _shifted(
 ) -> UInt32[Array, "batch heads length count"]:
     """Return so many words of bits from bit `first` on."""
     index = jnp.arange(words.shape[3]).reshape(1, 1, 1, -1)
-    start, shift = jnp.maximum(first, 0)[..., None], (first & 31).astype(jnp.uint32)
+    start, shift = jnp.maximum(first, 0)[..., None], (first & (WORD - 1)).astype(jnp.uint32)
 
     def word(n: int) -> Array:
         return jnp.sum(jnp.where(index == start // WORD + n, words, 0), axis=3, dtype=jnp.uint32)
 
     parts = [word(n) for n in range(count + 1)]
-    above = [jnp.where(shift == 0, 0, part << ((WORD - shift) & 31)) for part in parts[1:]]
+    above = [jnp.where(shift == 0, 0, part << ((WORD - shift) & (WORD - 1))) for part in parts[1:]]
     return jnp.stack([(low >> shift) | high for low, high in zip(parts[:-1], above, strict=True)], axis=3)
 
 

@@ -50,17 +50,14 @@ def _ordered_bits(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def map_queries(
-    function: Callable[[Any], Any], queries: Any, length: int, heads: int, candidates: int | None = None
-) -> Any:
+def map_queries(function: Callable[[Any], Any], queries: Any, candidates: int, heads: int) -> Any:
     """Map `function` over some of the queries at a time, so that at most TILE scores of `heads` heads exist at once.
 
-    A query and head has as many scores as there are `candidates`; None: as there are queries.
-
-    `queries` are arrays `batch length …`; the last group is padded with positions -1. Results have a leading axis of
-    groups.
+    `queries` are arrays `batch length …`; each has a score for each candidate and head. The last group is padded with
+    positions -1. Results have a leading axis of groups.
     """
-    count = max(1, min(length, -(-length * (candidates or length) * heads // TILE)))
+    length = jax.tree.leaves(queries)[0].shape[1]
+    count = max(1, min(length, -(-length * candidates * heads // TILE)))
     if count == 1:
         return jax.tree.map(lambda x: x[None], function(queries))
     size = -(-length // count)

@@ -125,11 +125,12 @@ class HeadSplit:
         """
         dtype = jnp.float32 if dtype == jnp.float16 else dtype
         for name in self.features:
-            if name in self.rows and self.layout.backend.gradient_rings:
-                sums = ring_sum(gradient.astype(dtype), (name,), self.layout.sizes[name], self.inside)
-                gradient = sums.astype(gradient.dtype)
-            elif name in self.rows:
-                sums = lax.psum_scatter(gradient.astype(dtype), name, scatter_dimension=self.inside, tiled=True)
+            if name in self.rows:
+                terms = gradient.astype(dtype)
+                if self.layout.backend.gradient_rings:
+                    sums = ring_sum(terms, (name,), self.inside)
+                else:
+                    sums = lax.psum_scatter(terms, name, scatter_dimension=self.inside, tiled=True)
                 gradient = sums.astype(gradient.dtype)
             else:  # its devices have the same tokens
                 size = gradient.shape[self.inside] // self.layout.sizes[name]

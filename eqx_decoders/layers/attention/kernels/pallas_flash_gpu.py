@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from eqx_decoders.core.chips import KERNEL_GENERATIONS
+from eqx_decoders.core.chips import KERNEL_GENERATIONS, has_kernels
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY
@@ -41,7 +41,7 @@ _BLOCKS: dict[int, tuple[BlockSizes, BlockSizes]] = {
 
 def refusal(call: AttentionCall) -> str | None:
     """Return what the kernels cannot do in this call, in words, or None."""
-    if call.compute_capability is None or call.compute_capability[0] not in KERNEL_GENERATIONS:
+    if not has_kernels(call.compute_capability):
         return f"devices of compute capability {call.compute_capability}, not {KERNEL_GENERATIONS}"
     if len(set(map(jnp.dtype, call.dtypes))) > 1:
         return "arrays of several dtypes"

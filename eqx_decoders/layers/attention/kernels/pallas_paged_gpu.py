@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.core.chips import KERNEL_GENERATIONS, compute_capability
+from eqx_decoders.core.chips import compute_capability, has_kernels
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
@@ -55,9 +55,7 @@ class _PagedGpuPlan:
 
 def fits(past: Pages, dtype: Any, heads: int, device: Any) -> bool:
     """Return whether a GPU can read these pages in place: numbers that it can widen, and widths that registers hold."""
-    capability = compute_capability(device)
-    known = capability is not None and capability[0] in KERNEL_GENERATIONS
-    return known and past.suits_kernels(heads) and past.key.shape[4] <= _WIDEST
+    return has_kernels(compute_capability(device)) and past.suits_kernels(heads) and past.key.shape[4] <= _WIDEST
 
 
 # --- the kernel ---
