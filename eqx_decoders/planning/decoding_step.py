@@ -67,8 +67,9 @@ class DecodingPlan(PlannedStep):
     @property
     def room(self) -> int:
         """Tokens of all rows for which a cache of all free memory would have room, those of this one included."""
-        free = self.memory.capacity - (self.memory.peak or 0)
-        return max(0, int((free + self.memory.cache) / self.token_bytes)) if self.token_bytes else 0
+        if self.memory.peak is None or not self.token_bytes:
+            return 0
+        return max(0, int((self.memory.capacity - self.memory.peak + self.memory.cache) / self.token_bytes))
 
 
 def plan_decoding(
