@@ -66,7 +66,7 @@ bench: $(AOT)  ## training step, loop, compile time, decoding, experts, loading,
 bench-accelerator: $(STAMP)  ## where a TPU or GPU is: MFU of a training step, attention kernels, experts, decoding
 	$(BIN)/python scripts/bench.py --only accelerator $(ARGS)
 
-bench-sizes: $(AOT)  ## plan all sizes from 1b to 1t for slices of TPUs (hours); ARGS='--rows FILE' goes on with what is there
+bench-sizes: $(AOT)  ## plan all sizes for slices of TPUs or H100s (hours); ARGS='--chips h100 --rows FILE' goes on with what is there
 	$(CPU) $(BIN)/python scripts/bench.py --only sizes $(ARGS)
 
 clean:  ## remove the environment, caches and runs

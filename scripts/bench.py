@@ -26,7 +26,7 @@ from bench_images import bench_images
 from bench_inference import show_inference
 from bench_layers import delta_rule, experts
 from bench_serving import bench_serving
-from bench_sizes import plan_sizes
+from bench_sizes import SLICES, plan_sizes
 from bench_training import (
     BATCH,
     LENGTH,
@@ -212,8 +212,8 @@ def show_aot_experts(options: argparse.Namespace) -> None:
 
 
 def show_sizes(options: argparse.Namespace) -> None:
-    print("\ntraining steps of all sizes, compiled for TPUs: estimates, nothing was run on a TPU")
-    plan_sizes(options.rows, options.models)
+    print(f"\ntraining steps of all sizes, compiled for {options.chips} chips: estimates, nothing was run on any")
+    plan_sizes(options.rows, options.models, options.chips)
 
 
 def show_transformers(options: argparse.Namespace) -> None:
@@ -253,6 +253,7 @@ def main() -> int:
     parser.add_argument("--topology", default="v5p:8x8x8", help="what aot-experts compiles for")
     parser.add_argument("--mesh", default='{"fsdp": 64, "expert": 8}', help="its mesh, as JSON")
     parser.add_argument("--models", nargs="+", help="models of aot-experts and sizes")
+    parser.add_argument("--chips", default="tpu", choices=SLICES, help="what sizes compiles for")
     parser.add_argument("--rows", type=Path, default=Path("sizes.jsonl"), help="where sizes keeps its rows")
     parser.add_argument("--peer", help="an interpreter with torch and transformers, for transformers and serving")
     parser.add_argument("--llama-server", help="llama.cpp's program for serving, if it is not on the PATH")

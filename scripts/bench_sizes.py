@@ -1,4 +1,4 @@
-"""Plan all published sizes for slices of TPUs, each in a process of its own; planned rows are not made again."""
+"""Plan all published sizes for slices of TPUs or GPUs, each in a process of its own; planned rows are not made again."""
 
 import json
 import os
@@ -7,18 +7,28 @@ import sys
 from pathlib import Path
 
 from eqx_decoders.families import list_models
-from eqx_decoders.planning.size_sweep import flags, rows_tried, sized, spread, table
+from eqx_decoders.planning.size_sweep import (
+    SLICES as SLICES,
+    Chips,
+    Slice,
+    flags,
+    rows_tried,
+    sized,
+    slice_of,
+    spread,
+    table,
+)
 
 
-def plan_sizes(file: Path, only: list[str] | None = None) -> None:
+def plan_sizes(file: Path, only: list[str] | None = None, chips: Chips = "tpu") -> None:
     """Plan the models of `only`, or all, of which `file` has no plan; then print the table of all rows."""
-    sizes, rows = sized(only or list_models()), read_rows(file)
+    sizes, rows = sized(only or list_models(), chips), read_rows(file)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     known = {row["model"] for row in rows if "plan" in row}
-    wanted = [name for name in only or spread(sizes) if name not in known]
+    wanted = [name for name in spread(sizes) if name not in known]
     for place, name in enumerate(wanted, 1):
         print(f"{place} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
-        row = {"model": name, "parameters": sizes[name], **planned(name, sizes[name])}
+        row = {"model": name, "parameters": sizes[name], **planned(name, slice_of(sizes[name], chips))}
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
     print(table(read_rows(file)))
@@ -31,11 +41,11 @@ def read_rows(file: Path) -> list[dict]:
     return list({row["model"]: row for row in rows}.values())
 
 
-def planned(name: str, weights: int) -> dict:
+def planned(name: str, place: Slice) -> dict:
     """Return the plan with the most rows that fit, or the error: the last line of the output."""
     said = ""
-    for rows in rows_tried(weights):
-        command = [sys.executable, str(Path(__file__).with_name("plan.py")), *flags(name, weights, rows)]
+    for rows in rows_tried(place):
+        command = [sys.executable, str(Path(__file__).with_name("plan.py")), *flags(name, place, rows)]
         done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
         if done.returncode == 0:
             return {"plan": json.loads(done.stdout)}

@@ -6,7 +6,7 @@ A row is plain JSON: the model, its slice, and what `scripts/plan.py --json` say
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from eqx_decoders.families import get_config
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -14,10 +14,11 @@ from eqx_decoders.model.init import count_parameters
 
 
 LEAST, MOST = 0.95e9, 1.2e12  # weights of those that are planned: 1b to 1t
+Chips = Literal["tpu", "h100"]
 
 
 class Slice(NamedTuple):
-    """A slice of TPUs for models of up to `weights` weights, and the rows of a batch for each of its devices."""
+    """A slice of chips for models of up to `weights` weights, and the rows of a batch for each of its devices."""
 
     weights: float
     topology: str
@@ -26,20 +27,28 @@ class Slice(NamedTuple):
 
 
 SEQ_LEN = 4096
-SLICES = (
-    Slice(10e9, "v6e:4x4", 16, 4),
-    Slice(40e9, "v5p:4x4x4", 64, 4),
-    Slice(130e9, "v5p:4x4x8", 128, 2),
-    Slice(700e9, "v5p:8x8x8", 512, 2),
-    Slice(MOST, "v5p:8x8x16", 1024, 2),
-)
+SLICES: dict[Chips, tuple[Slice, ...]] = {
+    "tpu": (
+        Slice(10e9, "v6e:4x4", 16, 4),
+        Slice(40e9, "v5p:4x4x4", 64, 4),
+        Slice(130e9, "v5p:4x4x8", 128, 2),
+        Slice(700e9, "v5p:8x8x8", 512, 2),
+        Slice(MOST, "v5p:8x8x16", 1024, 2),
+    ),
+    "h100": (
+        Slice(10e9, "h100:1x8", 8, 4),
+        Slice(24e9, "h100:2x8", 16, 4),
+        Slice(40e9, "h100:4x8", 32, 4),
+        Slice(75e9, "h100:16x8", 128, 4),
+    ),
+}
 
 
-def sized(names: Iterable[str]) -> dict[str, int]:
-    """Return the weights of each of these models that has a slice, smallest first."""
-    weights = {name: count_parameters(get_config(name)) for name in names}
+def sized(names: Iterable[str], chips: Chips = "tpu") -> dict[str, int]:
+    """Return the weights of each of these models that has a slice of such chips, smallest first."""
+    weights, most = {name: count_parameters(get_config(name)) for name in names}, SLICES[chips][-1].weights
     return dict(
-        sorted(((name, size) for name, size in weights.items() if LEAST <= size <= MOST), key=lambda one: one[1])
+        sorted(((name, size) for name, size in weights.items() if LEAST <= size <= most), key=lambda one: one[1])
     )
 
 
@@ -54,19 +63,19 @@ def spread(names: Iterable[str]) -> list[str]:
     return [name for turn in itertools.zip_longest(*groups) for name in turn if name is not None]
 
 
-def slice_of(weights: int) -> Slice:
+def slice_of(weights: int, chips: Chips = "tpu") -> Slice:
     """Return the smallest slice for a model of this number of weights."""
-    return next(each for each in SLICES if weights <= each.weights)
+    return next(each for each in SLICES[chips] if weights <= each.weights)
 
 
-def rows_tried(weights: int) -> list[int]:
+def rows_tried(place: Slice) -> list[int]:
     """Return the rows of a batch for each device to be tried, from those of the slice to one, by halves."""
-    return [rows for rows in (4, 2, 1) if rows <= slice_of(weights).rows]
+    return [rows for rows in (4, 2, 1) if rows <= place.rows]
 
 
-def flags(name: str, weights: int, rows: int) -> list[str]:
-    """Return the arguments with which `scripts/plan.py` plans a model on its slice with these rows for each device."""
-    place, positions = slice_of(weights), get_config(name).positions
+def flags(name: str, place: Slice, rows: int) -> list[str]:
+    """Return the arguments with which `scripts/plan.py` plans a model on a slice with these rows for each device."""
+    positions = get_config(name).positions
     longest = positions.max_positions if isinstance(positions, LearnedPositions) else SEQ_LEN
     seq_len = min(SEQ_LEN, longest)
     batch_size = rows * place.devices * (SEQ_LEN // seq_len)

@@ -1,5 +1,6 @@
 """Which sizes are planned, on which slices, and the table of rows."""
 
+import itertools
 import math
 
 from eqx_decoders.cli.plan import parse
@@ -9,9 +10,11 @@ from eqx_decoders.planning.size_sweep import SLICES, family, flags, rows_tried, 
 def test_sizes_from_1b_to_1t_have_a_slice():
     sizes = sized(["kimi-k2-1t", "tiny", "llama3-8b", "gemma3-1b", "gpt2"])
     assert list(sizes) == ["gemma3-1b", "llama3-8b", "kimi-k2-1t"]
-    assert rows_tried(10**9) == [4, 2, 1] and rows_tried(10**12) == [2, 1]
+    assert list(sized(["kimi-k2-1t", "llama3-8b", "qwen2.5-72b"], "h100")) == ["llama3-8b", "qwen2.5-72b"]
+    assert rows_tried(slice_of(10**9)) == [4, 2, 1] and rows_tried(slice_of(10**12)) == [2, 1]
     assert slice_of(sizes["llama3-8b"]).devices < slice_of(sizes["kimi-k2-1t"]).devices
-    for each in SLICES:
+    assert slice_of(sizes["llama3-8b"], "h100").topology == "h100:1x8"
+    for each in itertools.chain(*SLICES.values()):
         assert math.prod(map(int, each.topology.split(":")[1].split("x"))) == each.devices
 
 
@@ -22,9 +25,9 @@ def test_one_of_each_family_comes_first():
 
 
 def test_flags_are_those_of_the_program_and_rows_no_longer_than_positions():
-    config = parse(flags("llama3-8b", 8 * 10**9, 4))
+    config = parse(flags("llama3-8b", slice_of(8 * 10**9), 4))
     assert (config.model, config.search, config.json, config.seq_len) == ("llama3-8b", 1, True, 4096)
-    short = parse(flags("gpt2-xl", 2 * 10**9, 4))
+    short = parse(flags("gpt2-xl", slice_of(2 * 10**9), 4))
     assert short.seq_len == 1024 and short.batch_size * 1024 == config.batch_size * 4096
 
 
