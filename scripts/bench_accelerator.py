@@ -22,7 +22,6 @@ from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
-from eqx_decoders.layers.recurrent.pallas_scan import run_kernel
 from eqx_decoders.layers.recurrent.recurrence import delta_rule
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
@@ -79,7 +78,7 @@ class Shapes:
     - `model`: the model of the steps, with `rows` of `seq_len` tokens a device.
     - `attention`: layers, each measured with all kernels of the platform.
     - `grouped`: products of experts, in the form that suits the device, and in a loop over blocks.
-    - `recurrences`: layers, each in chunks by XLA, and in a kernel where the platform has one.
+    - `recurrences`: layers, each in chunks by XLA, and in the form that suits the device.
     - `decoding`: rows that are decoded together, each with `past` tokens behind it.
     """
 
@@ -130,16 +129,14 @@ class Program:
 def programs(devices: Sequence[Any], shapes: Shapes = Shapes()) -> Iterator[Program]:
     """Yield all programs: the step on all devices, the others on the first."""
     yield training(devices, shapes)
-    platform = devices[0].platform
     for case in shapes.attention:
         for name in kernels(case, devices[0]):
             yield from attention(case, name, devices[0])
     for case in shapes.grouped:
         yield from grouped(case, devices[0])
     for case in shapes.recurrences:
-        yield from recurrence(case, devices[0], kernel=False)
-        if platform == "tpu":
-            yield from recurrence(case, devices[0], kernel=True)
+        for kernel in (False, True):
+            yield from recurrence(case, devices[0], kernel)
     for rows in shapes.decoding:
         yield decoding(rows, devices[0], shapes)
 
@@ -249,8 +246,10 @@ def recurrence(case: Recurrence, device: Any, kernel: bool) -> Iterator[Program]
     def like(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((case.batch, case.length, *shape), jnp.float32, sharding=sharding)
 
+    platform: dict[str, Any] = dict(platform=device.platform, compute_capability=compute_capability(device))
+
     def forward(query, key, value, log_decay, beta):
-        run = run_kernel if kernel else functools.partial(delta_rule, platform="cpu")
+        run = functools.partial(delta_rule, **platform if kernel else {})
         return run(query, key, value, -jnp.abs(log_decay), beta if case.delta else None)[0]
 
     def both(*arrays):

@@ -1,4 +1,4 @@
-"""Plan all published sizes for slices of TPUs or GPUs, each in a process of its own; planned rows are not made again."""
+"""Plan all published sizes for slices of TPUs or GPUs, each in its own process; rows that are there are kept."""
 
 import json
 import os

@@ -182,8 +182,10 @@ def test_recurrences(kind, length):
 
     @functools.partial(jax.jit, static_argnames="platform")
     def run(inputs, start, platform):
+        own = dict(platform="gpu", compute_capability=compute_capability(device())) if platform == "gpu" else {}
+
         def function(inputs, start):
-            return delta_rule(*inputs, start, resets, platform=platform)
+            return delta_rule(*inputs, start, resets, **own)
 
         results, pull = jax.vjp(function, inputs, start)
         return results, pull(jax.tree.map(jnp.cos, results))

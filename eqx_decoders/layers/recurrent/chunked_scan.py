@@ -21,9 +21,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from eqx_decoders.layers.recurrent.pallas_carry import Steps
+
 
 LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
-AT_ONCE = 4  # chunks whose decays between tokens are looked at together: by channel they take far more room than keys
+AT_ONCE, TOKENS_AT_ONCE = (
+    4,
+    2048,
+)  # chunks whose decays between tokens are looked at together: by channel they take far more room than keys
 FORGOTTEN = -100.0  # exp of it is 0 in f32: nothing smaller is needed, and a sum of such keeps its digits
 _EXACT = jax.lax.Precision.HIGHEST  # sums in exponents, and inverses: not on units of 16 bits
 
@@ -62,12 +67,16 @@ def run_chunks(
     state: Float32[Array, "batch heads key_dim value_dim"] | None,
     resets: Bool[Array, "batch length"] | None,
     chunk: int,
+    carry: Callable[[Steps, Array], tuple[Array, Array, Array]] | None = None,
 ) -> tuple[
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch heads key_dim value_dim"],
 ]:
-    """Run the delta rule, or without `beta` the linear recurrence: return outputs, written values and last state."""
+    """Run the delta rule, or without `beta` the linear recurrence: return outputs, written values and last state.
+
+    With `carry` (`pallas_carry`) that alone goes from chunk to chunk, and all else is done for all chunks at once.
+    """
     batch, length, heads, value_dim = value.shape
     if log_decay.shape[3] > 1 and key.shape[2] < heads:  # each channel of each value head decays by itself
         query, key = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (query, key))
@@ -79,8 +88,11 @@ def run_chunks(
     tokens = _split(query, key, value, log_decay, beta, resets, chunk)
     start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
     start = start.reshape(batch, key_heads, -1, key_dim, value_dim).transpose(0, 1, 3, 2, 4)
-    within = _within_each(tokens)
-    end, (out, written) = jax.lax.scan(jax.checkpoint(_advance), start, (tokens, *within))
+    if carry is None:
+        end, (out, written) = jax.lax.scan(jax.checkpoint(_advance), start, (tokens, *_within_each(tokens, AT_ONCE)))
+    else:
+        at_once = max(AT_ONCE, TOKENS_AT_ONCE // (batch * chunk))
+        end, (out, written) = _advance_all(start, tokens, *_within_each(tokens, at_once), carry=carry)
     end = end.transpose(0, 1, 3, 2, 4).reshape(batch, heads, key_dim, value_dim)
     return _joined(out, length), _joined(written, length), end
 
@@ -158,12 +170,12 @@ def _same(tokens: Tokens) -> Array:
     return lower & (tokens.document[:, None, None, :, None] == tokens.document[:, None, None, None, :])
 
 
-def _within_each(tokens: Tokens) -> Any:
+def _within_each(tokens: Tokens, at_once: int) -> Any:
     """Map `_within` over some chunks at once; a single one without a map, in which XLA for CPU crashed (jax 0.10)."""
     within = jax.checkpoint(_within)
     if tokens.key.shape[0] == 1:
         return jax.tree.map(lambda x: x[None], within(jax.tree.map(lambda x: x[0], tokens)))
-    return jax.lax.map(within, tokens, batch_size=AT_ONCE)
+    return jax.lax.map(within, tokens, batch_size=at_once)
 
 
 def _within(tokens: Tokens) -> tuple[_Decays, Array, tuple[Array, Array] | None]:
@@ -367,6 +379,26 @@ def _advance(
     out = read(tokens.query) + _product(products, written, "rij,jrv->irv")
     key, value = (tokens.key * decays.leave, written) if by_channel else (tokens.key, written * decays.leave)
     return state * decays.keep + _product(key, value, "ik,irv->krv"), (out, written)
+
+
+def _advance_all(
+    start: Array, tokens: Tokens, decays: _Decays, products: Array, inverse: tuple[Array, Array] | None, *, carry: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    """Do what a scan of `_advance` does, with U = (I + A)^-1 B V - (I + A)^-1 B exp(G) K S for all chunks at once."""
+    by_channel, value_dim = tokens.log_decay.shape[-1] > 1, tokens.value.shape[-1]
+    added, left = tokens.value, None
+    if inverse is not None and tokens.beta is not None:
+        read = (tokens.key * decays.enter)[..., None, :] if by_channel else tokens.key[..., None, :] * decays.enter
+        right = jnp.concatenate([tokens.value, -read], -1) * tokens.beta.swapaxes(3, 4)[..., None]
+        solved = _solve(*inverse, right)
+        added, left = solved[..., :value_dim], solved[..., value_dim:]
+    scale = None if by_channel else jnp.broadcast_to(decays.leave, (*tokens.value.shape[:-1], 1))[..., 0]
+    keep = jnp.broadcast_to(decays.keep, (*decays.keep.shape[:3], start.shape[2], *decays.keep.shape[4:]))[..., 0]
+    key = tokens.key * decays.leave if by_channel else tokens.key
+    states, written, end = carry(Steps(added, left, key, scale, keep), start)
+    query = tokens.query * decays.enter if by_channel else tokens.query
+    out = _product(query, states, "ik,krv->irv") * (1.0 if by_channel else decays.enter)
+    return end, (out + _product(products, written, "rij,jrv->irv"), written)
 
 
 def _product(left: Array, right: Array, pattern: str) -> Array:

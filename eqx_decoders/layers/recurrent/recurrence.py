@@ -9,8 +9,8 @@ g has one number a head or one for each channel of a key. u is an input of the l
     u_t = beta_t (v_t - (Diag(exp(g_t)) S_{t-1})^T k_t)
 
 A token with key 0, beta 0 and log decay 0 leaves the state as it is. Value head h uses key head h // (heads //
-key_heads). Each has forms with equal results: token by token; in chunks, for more than one token; and chunks in a
-kernel, on TPUs.
+key_heads). Each has forms with equal results: token by token; in chunks, for more than one token; chunks in a
+kernel, on TPUs; and states from chunk to chunk in a kernel, on GPUs.
 """
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.errors import check
-from eqx_decoders.layers.recurrent import pallas_scan
+from eqx_decoders.layers.recurrent import pallas_carry, pallas_scan
 from eqx_decoders.layers.recurrent.chunked_scan import LEAST, run_chunks
 from eqx_decoders.sharding.backend import backend_of
 
@@ -33,6 +33,7 @@ def delta_rule(
     resets: Bool[Array, "batch length"] | None = None,
     chunk: int | None = 64,
     platform: str = "cpu",
+    compute_capability: tuple[int, int] | None = None,
 ) -> tuple[
     Float[Array, "batch length heads value_dim"],
     Float32[Array, "batch length heads value_dim"],
@@ -52,6 +53,7 @@ def delta_rule(
         it is no power of four); None: one by one, the definition. A kernel has a size of its own.
     - `platform`: of the devices, which decides how one token reads a state, and whether there is a kernel for many:
         then arrays are a device's own.
+    - `compute_capability`: of the devices, where they are NVIDIA's.
     """
     heads, key_heads = value.shape[2], key.shape[2]
     check(heads % key_heads == 0, f"value heads={heads} must be a multiple of key heads={key_heads}.")
@@ -62,6 +64,8 @@ def delta_rule(
         out, written, end = _run_tokens(*inputs, platform)
     elif backend_of(platform).pallas_tpu and pallas_scan.fits(key, value, log_decay):
         out, written, end = pallas_scan.run_kernel(*inputs)
+    elif backend_of(platform).pallas_gpu and pallas_carry.fits(key, value, chunk, compute_capability):
+        out, written, end = run_chunks(*inputs, chunk, pallas_carry.carry)
     else:
         out, written, end = run_chunks(*inputs, chunk)
     return out.astype(value.dtype), written, end

@@ -9,7 +9,7 @@ with the state [0 | I] and values [v | 0] ends in [B | A] and gives [b | a]. Wit
 decays. A and B of all pieces are gathered, a matrix or two per head and row; no token leaves its device.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.context import Execution
+from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.layers.attention.context_parallel import used_heads
 from eqx_decoders.layers.recurrent.pallas_scan import CHUNK
 from eqx_decoders.layers.recurrent.recurrence import delta_rule
@@ -45,9 +46,10 @@ def recur_on_mesh(
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
     # a kernel sees a device's own arrays, and by their shapes it is chosen
-    may_have_kernel = layout.backend.pallas_tpu and value.shape[1] >= CHUNK
+    may_have_kernel = (layout.backend.pallas_tpu or layout.backend.pallas_gpu) and value.shape[1] >= CHUNK
+    device: dict[str, Any] = dict(platform=layout.platform, compute_capability=compute_capability(layout.device))
     if layout.single or not (length or may_have_kernel):
-        return delta_rule(*arrays, platform=layout.platform)
+        return delta_rule(*arrays, **device)
     key_heads = names_of(layout.activation_spec("batch length key_heads key_dim", key.shape)[2])
     others, groups = heads[len(key_heads) :], value.shape[2] // key.shape[2]
     if others and heads[: len(key_heads)] != key_heads:
@@ -56,11 +58,11 @@ def recur_on_mesh(
     def run(query, key, value, log_decay, beta, state, resets):
         if others:
             query, key = (used_heads(x, others, value.shape[2], groups) for x in (query, key))
-        platform, shape = layout.platform, (value.shape[0], value.shape[2], key.shape[3], value.shape[3])
+        shape = value.shape[0], value.shape[2], key.shape[3], value.shape[3]
         if not length:
-            return delta_rule(query, key, value, log_decay, beta, state, resets, platform=platform)
+            return delta_rule(query, key, value, log_decay, beta, state, resets, **device)
         start = jnp.zeros(shape, jnp.float32) if state is None else state
-        piece = _run_piece(query, key, value, log_decay, beta, resets, platform)
+        piece = _run_piece(query, key, value, log_decay, beta, resets, device)
         start, end = _states(start, piece, length)
         out, written = (_with_state(x, start) for x in (piece.out, piece.written))
         return out.astype(value.dtype), written, end
@@ -90,10 +92,10 @@ class _Piece(NamedTuple):
     transition: Float32[Array, "batch heads ..."]
 
 
-def _run_piece(query, key, value, log_decay, beta, resets, platform) -> _Piece:
+def _run_piece(query, key, value, log_decay, beta, resets, device: dict[str, Any]) -> _Piece:
     value = value.astype(jnp.float32)
     if beta is None:
-        out, written, end = delta_rule(query, key, value, log_decay, None, None, resets, platform=platform)
+        out, written, end = delta_rule(query, key, value, log_decay, None, None, resets, **device)
         fade = _fade(log_decay, resets)
         readout = jnp.repeat(query.astype(jnp.float32), value.shape[2] // query.shape[2], axis=2) * fade
         return _Piece((out, readout), (written, None), end, fade[:, -1])
@@ -103,7 +105,7 @@ def _run_piece(query, key, value, log_decay, beta, resets, platform) -> _Piece:
     one = jnp.broadcast_to(
         jnp.eye(key_dim, value_dim + key_dim, value_dim, jnp.float32), (batch, heads, key_dim, value_dim + key_dim)
     )
-    results = delta_rule(query, key, wide, log_decay, beta, one, resets, platform=platform)
+    results = delta_rule(query, key, wide, log_decay, beta, one, resets, **device)
     out, written, (end, transition) = ((x[..., :value_dim], x[..., value_dim:]) for x in results)
     return _Piece(out, written, end, transition)
 

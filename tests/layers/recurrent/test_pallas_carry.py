@@ -1,0 +1,63 @@
+"""The Pallas kernel that carries states on GPUs, interpreted: recurrences by it are recurrences token by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqx_decoders.layers.recurrent import chunked_scan
+from eqx_decoders.layers.recurrent.chunked_scan import run_chunks
+from eqx_decoders.layers.recurrent.pallas_carry import carry, fits
+from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from tests.layers.recurrent.test_pallas_scan import inputs
+from tests.layers.recurrent.test_recurrence import documents, same
+from tests.layers.recurrent.test_sharded_scan import results
+
+
+slow = pytest.mark.slow
+
+
+def carried(*args, chunk=16):
+    return run_chunks(*args, chunk, functools.partial(carry, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("length", "kind", "options"),
+    [
+        (67, "head", dict(value_dim=48)),
+        (67, "channel", {}),
+        (67, "linear", dict(key_heads=1, value_dim=32)),
+        pytest.param(16, "head", dict(key_heads=4), marks=slow),
+        pytest.param(70, "channel", dict(key_heads=4), marks=slow),
+        pytest.param(33, "linear channel", {}, marks=slow),
+        pytest.param(3, "linear", {}, marks=slow),
+        pytest.param(97, "head", dict(key_heads=1, heads=3), marks=slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
+def test_carried_states_are_those_of_tokens(length, kind, options, resets):
+    """Values, written values, the last state and all gradients; several columns of programs, and remainders."""
+    args, starts = inputs(length, kind, **options), documents(length) if resets else None
+    want = results(delta_rule, args, (starts,), (("chunk", None),))
+    same(results(carried, args, (starts,)), want)
+
+
+def test_chunks_are_looked_at_together_up_to_a_bound(monkeypatch):
+    """A remainder of chunks too."""
+    monkeypatch.setattr(chunked_scan, "TOKENS_AT_ONCE", 6 * 2 * 16)
+    args = inputs(130, "channel")
+    same(results(carried, args, (None,)), results(delta_rule, args, (None,), (("chunk", None),)))
+
+
+def test_shapes_that_fit():
+    def fitting(key_dim=128, value_dim=128, capability=(9, 0), length=64):
+        key, value = (jax.ShapeDtypeStruct((1, length, 2, dim), jnp.float32) for dim in (key_dim, value_dim))
+        found = []
+        jax.eval_shape(lambda key, value: found.append(fits(key, value, 64, capability)), key, value)
+        return found[0]
+
+    assert fitting() and fitting(64, 192) and fitting(16, 16) and fitting(capability=(10, 0))
+    assert not (fitting(96) or fitting(512) or fitting(8) or fitting(value_dim=8) or fitting(capability=(8, 0)))
+    assert not fitting(capability=None) and not fitting(length=2**22) and fitting(length=2**21)
