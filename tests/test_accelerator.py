@@ -70,7 +70,7 @@ def test_attention(heads, kv_heads, dim, value_dim, mask, length, soft_cap, rows
     promises |= dict(compute_capability=compute_capability(device()))
     call = AttentionCall.of(*group_arguments(*qkv, **places, **promises, needs_lse=False))
     names = [name for name in ("cudnn", "triton", "chunked") if KERNELS[name].lacks(call) is None]
-    assert choose(call) == names[0] and (names[0] != "chunked" or (dtype == "float32" and dim == 256))
+    assert choose(call) == names[0] and (names[0] != "chunked" or (dtype == "float32" and dim > 128))
     weights = weights_for(qkv)
 
     @functools.partial(jax.jit, static_argnames=("kernel", "lse"))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from eqx_decoders.core.chips import KERNEL_GENERATIONS, has_kernels
@@ -31,11 +32,24 @@ pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.
 
 
 _SMALLEST = 16  # rows and columns of a product
-_WARPS, _STAGES = 8, 2
-# Of queries and of keys, by the bytes of a row of a tile. Registers of Hopper hold them by ptxas; they are not timed.
-_BLOCKS: dict[int, tuple[BlockSizes, BlockSizes]] = {
-    256: (BlockSizes(held=128, streamed=32), BlockSizes(held=128, streamed=64)),
-    512: (BlockSizes(held=128, streamed=16), BlockSizes(held=64, streamed=32)),
+_WHOLE = BlockSizes(held=128, streamed=128)  # what queries and keys are filled up to: a multiple of all blocks
+
+
+class Tile(NamedTuple):
+    """Sizes of a kernel's tile, and its warps and the depth of its pipeline."""
+
+    held: int
+    streamed: int
+    warps: int = 8
+    stages: int = 3
+
+
+# Of each part, by the bytes of a row. Measured on an H100 in bfloat16, rows of 128 and 256 bytes in all sizes around
+# these; of 512 bytes the forward pass alone, and the others as the shared memory holds them.
+_TILES: dict[int, dict[str, Tile]] = {
+    128: {"forward": Tile(64, 64, warps=4), "queries": Tile(128, 64, warps=4), "keys": Tile(64, 64, warps=4)},
+    256: {"forward": Tile(128, 128), "queries": Tile(128, 64), "keys": Tile(128, 64)},
+    512: {"forward": Tile(128, 64, stages=2), "queries": Tile(128, 32, stages=2), "keys": Tile(64, 16, stages=2)},
 }
 
 
@@ -45,17 +59,17 @@ def refusal(call: AttentionCall) -> str | None:
         return f"devices of compute capability {call.compute_capability}, not {KERNEL_GENERATIONS}"
     if len(set(map(jnp.dtype, call.dtypes))) > 1:
         return "arrays of several dtypes"
-    size = _row_bytes(call)
-    return None if size <= max(_BLOCKS) else f"heads whose tiles have rows of {size} > {max(_BLOCKS)} bytes"
+    size, most = _row_bytes((call.head_dim, call.value_dim), call.dtypes[0]), max(_TILES)
+    return None if size <= most else f"heads whose tiles have rows of {size} > {most} bytes"
 
 
-def block_sizes(call: AttentionCall) -> tuple[BlockSizes, BlockSizes]:
-    """Return the blocks of queries and of keys."""
-    return _BLOCKS[min((size for size in _BLOCKS if size >= _row_bytes(call)), default=max(_BLOCKS))]
+def tile_of(part: str, dims: tuple[int, int], dtype: DTypeLike) -> Tile:
+    """Return the tile of a part, for keys and values of so many features."""
+    return _TILES[min(size for size in _TILES if size >= _row_bytes(dims, dtype))][part]
 
 
-def _row_bytes(call: AttentionCall) -> int:
-    return _width(max(call.head_dim, call.value_dim)) * max(jnp.dtype(dtype).itemsize for dtype in call.dtypes)
+def _row_bytes(dims: tuple[int, int], dtype: DTypeLike) -> int:
+    return _width(max(dims)) * jnp.dtype(dtype).itemsize
 
 
 # --- tables and tiles ---
@@ -67,14 +81,13 @@ def _width(dim: int) -> int:
 
 
 def _make_table(
-    plan: FlashPlan, intervals: Array, positions: Array, *, keys_held: bool
+    plan: FlashPlan, tile: Tile, intervals: Array, positions: Array, *, keys_held: bool
 ) -> tuple[Int[Array, "batch held_blocks 6"], Int[Array, "batch streamed_blocks 2"]]:
     """Return of each held block the ends of its reach and of its run without mask, and its codes; codes of the others.
 
     The ends are start, first of the run, end of the run, end.
     """
-    held, streamed = (plan.key_blocks, plan.query_blocks) if keys_held else (plan.query_blocks, plan.key_blocks)
-    blocks = (streamed.streamed, held.held) if keys_held else (held.held, streamed.streamed)
+    blocks = (tile.streamed, tile.held) if keys_held else (tile.held, tile.streamed)
     schedule = make_schedule(plan.segments, intervals, positions, *blocks, keys_held)
     start, count = schedule.reach
     own, other = (schedule.keys, schedule.queries) if keys_held else (schedule.queries, schedule.keys)
@@ -127,8 +140,8 @@ def _over_tiles(read: _Refs, add: Callable[[Any, bool, Any], Any], state: Any) -
     return jax.lax.fori_loop(whole, rest, lambda block, state: add(block, False, state), state)
 
 
-def _forward_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
-    (dim, value_dim), size = dims, plan.key_blocks.streamed
+def _forward_kernel(plan: FlashPlan, dims: tuple[int, int], size: int, *refs: Any) -> None:
+    dim, value_dim = dims
     read, (out, lse) = _Refs(*refs[:_READ]), refs[_READ:]
     held, rows = _read(read.query, dim), [read.intervals[i][:, None] for i in range(3)]
 
@@ -146,8 +159,8 @@ def _forward_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
     lse[0] = row[:, 0]
 
 
-def _query_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
-    (dim, value_dim), size = dims, plan.key_blocks.streamed
+def _query_kernel(plan: FlashPlan, dims: tuple[int, int], size: int, *refs: Any) -> None:
+    dim, value_dim = dims
     read, (out_bar, lse_delta, query_bar) = _Refs(*refs[:_READ]), refs[_READ:]
     held, held_bar = _read(read.query, dim), _read(out_bar, value_dim)
     rows, lse_delta_columns = ([x[i][:, None] for i in range(x.shape[0])] for x in (read.intervals, lse_delta))
@@ -163,8 +176,8 @@ def _query_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
     _write(query_bar, _over_tiles(read, add, jnp.zeros(held.shape, jnp.float32)), dim)
 
 
-def _key_kernel(plan: FlashPlan, dims: tuple[int, int], *refs: Any) -> None:
-    (dim, value_dim), size = dims, plan.query_blocks.streamed
+def _key_kernel(plan: FlashPlan, dims: tuple[int, int], size: int, *refs: Any) -> None:
+    dim, value_dim = dims
     read, (out_bar, lse_delta, key_bar, value_bar) = _Refs(*refs[:_READ]), refs[_READ:]
     keys, values = _read(read.key, dim), _read(read.value, value_dim)
     columns = [read.positions[i][:, None] for i in range(2)]
@@ -234,35 +247,35 @@ def _run(
     """Run the `pallas_call` of a part, as `FlashKernels.run` says."""
     kernel, keys_held = _KERNELS[part], part == "keys"
     named, (query, key, value) = dict(operands), (array for _, array in operands[:3])
-    tables = _make_table(plan, named["intervals"], named["positions"], keys_held=keys_held)
+    dims = query.shape[3], value.shape[3]
+    tile, heads = tile_of(part, dims, query.dtype), key if keys_held else query
+    tables = _make_table(plan, tile, named["intervals"], named["positions"], keys_held=keys_held)
     operands = [*zip(("table", "codes"), tables, strict=True), *operands]
-    block, heads = (plan.key_blocks.held, key) if keys_held else (plan.query_blocks.held, query)
     groups, rest = query.shape[2] // key.shape[2], (heads.shape[2], heads.shape[0])
 
     def spec(place: str, shape: tuple[int, ...]) -> Any:
-        return _spec(place, shape, block, groups, keys_held)
+        return _spec(place, shape, tile.held, groups, keys_held)
 
     return pl.pallas_call(
-        functools.partial(kernel, plan, (query.shape[3], value.shape[3])),
-        grid=(heads.shape[1] // block, *rest),
+        functools.partial(kernel, plan, dims, tile.streamed),
+        grid=(heads.shape[1] // tile.held, *rest),
         in_specs=[spec(place, array.shape) for place, array in operands],
         out_specs=[spec(place, shape) for place, shape, _ in results],
         out_shape=[jax.ShapeDtypeStruct(*result[1:]) for result in results],
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=plan.interpret,
         name=f"flash_attention{kernel.__name__}",
     )(*(array for _, array in operands))
 
 
 def _plan(call: AttentionCall) -> FlashPlan:
-    query_blocks, key_blocks = block_sizes(call)
     return FlashPlan(
         mask=call.mask,
         soft_cap=call.soft_cap,
         segments=call.segments,
         interpret=not call.backend.pallas_gpu,
-        query_blocks=query_blocks,
-        key_blocks=key_blocks,
+        query_blocks=_WHOLE,
+        key_blocks=_WHOLE,
     )
 
 

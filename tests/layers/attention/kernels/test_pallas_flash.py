@@ -32,7 +32,7 @@ DIMS = [(64, 64, 4), (128, 128, 4), (256, 256, 4), (192, 128, 16)]  # of keys, o
 NAMES = ("query_positions", "key_positions", "query_segments", "key_segments", "query_spans")
 
 
-BLOCK_SIZES_OF_GPUS = pallas_flash_gpu.block_sizes
+TILES_OF_GPUS = pallas_flash_gpu.tile_of
 KERNEL = pytest.mark.parametrize("kernel", ["interval", "triton"])
 slow = pytest.mark.slow
 
@@ -46,8 +46,9 @@ def interpret(patch):
             dataclasses.replace(KERNELS[name], platforms=("cpu", "gpu", "tpu"), refusal=lambda call: None),
         )
     patch.setattr(pallas_flash_tpu, "block_sizes", lambda: BlockSizes(held=256, streamed=128))
-    small = BlockSizes(held=64, streamed=32), BlockSizes(held=32, streamed=16)
-    patch.setattr(pallas_flash_gpu, "block_sizes", lambda call: small)
+    patch.setattr(pallas_flash_gpu, "_WHOLE", BlockSizes(held=64, streamed=64))
+    small = {"forward": (64, 16), "queries": (32, 16), "keys": (32, 32)}
+    patch.setattr(pallas_flash_gpu, "tile_of", lambda part, *_: pallas_flash_gpu.Tile(*small[part]))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -422,7 +423,7 @@ def test_block_sizes_of_what_is_not_known():
     assert block_sizes() == SAFE
 
 
-def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, **options):
+def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, dtype="bfloat16", **options):
     """Trace values and gradients of packed rows, one a device, and count the bytes of q, k, v and out of a device."""
     mesh = jax.sharding.Mesh(np.asarray(devices), ("data",))
 
@@ -437,7 +438,7 @@ def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, **options
         results, pull = jax.vjp(local, query, key, value)
         return results, pull((out_bar, lse_bar))
 
-    def shaped(*dims, dtype=jnp.bfloat16):
+    def shaped(*dims, dtype=jnp.dtype(dtype)):
         return jax.ShapeDtypeStruct((len(devices), *dims), dtype, sharding=NamedSharding(mesh, P("data")))
 
     length, heads = 8192, 16
@@ -445,7 +446,7 @@ def values_and_gradients(devices, dim, value_dim, kv_heads, kind=None, **options
     results = shaped(heads, length, value_dim), shaped(length, heads, dtype=jnp.float32)
     qkv = [shaped(n, length, width) for n, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))]
     split = jax.shard_map(bars, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    kept = sum(np.prod(x.shape[1:]) * 2 for x in (*qkv, results[0]))
+    kept = sum(np.prod(x.shape[1:]) * x.dtype.itemsize for x in (*qkv, results[0]))
     chosen = {
         None: None,
         "keys": shaped(1, length, length, dtype=bool),
@@ -485,15 +486,22 @@ def test_it_compiles_for_tpus(monkeypatch, topology, dim, value_dim, kv_heads, k
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("topology", ["h100:1x1", "b200:1x1"])
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "kv_heads", "soft_cap"), [*((*dims, None) for dims in DIMS), (80, 80, 4, 30.0)]
+    ("dim", "value_dim", "kv_heads", "soft_cap", "dtype"),
+    [
+        *((*dims, None, "bfloat16") for dims in DIMS),
+        *((*dims, 30.0, "bfloat16") for dims in ((80, 80, 4), (16, 16, 4))),
+        *((dim, dim, 4, None, "float32") for dim in (32, 64, 128)),
+    ],
 )
-def test_it_compiles_for_gpus(monkeypatch, topology, dim, value_dim, kv_heads, soft_cap):
+def test_it_compiles_for_gpus(monkeypatch, topology, dim, value_dim, kv_heads, soft_cap, dtype):
     """Values and gradients of packed rows, in blocks that the shared memory holds; also of widths to be filled up."""
     devices = gpu_devices(gpus_of(topology))
     if devices is None:
         pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")
-    monkeypatch.setattr(pallas_flash_gpu, "block_sizes", BLOCK_SIZES_OF_GPUS)
+    monkeypatch.setattr(pallas_flash_gpu, "_WHOLE", BlockSizes(held=128, streamed=128))
+    monkeypatch.setattr(pallas_flash_gpu, "tile_of", TILES_OF_GPUS)
     device = dict(platform="gpu", compute_capability=compute_capability(devices[0]))
-    traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, soft_cap=soft_cap, kernel="triton", **device)
+    options = dict(soft_cap=soft_cap, kernel="triton", **device)
+    traced, kept = values_and_gradients(devices, dim, value_dim, kv_heads, dtype=dtype, **options)
     lowered = traced.lower(lowering_platforms=("cuda",))
     check_compiled(lowered.compile(GPU_OPTIONS), "__gpu$xla.gpu.triton", f"{topology} {dim}/{value_dim}", kept)
