@@ -15,7 +15,7 @@ ARGS ?=
 STEPS := $(if $(filter tiny-vision,$(MODEL)),--steps 1000 --eval-every 500)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow mutants lint typecheck bench bench-accelerator bench-sizes clean
+.PHONY: help install train test test-slow test-accelerator mutants lint typecheck bench bench-accelerator bench-sizes clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -50,6 +50,9 @@ test: $(STAMP)  ## all fast tests, on eight CPU devices
 
 test-slow: $(CLIENTS)  ## the slow tests: many kills, long examples, clients of servers, compilation for TPU topologies
 	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
+
+test-accelerator: $(STAMP)  ## where a GPU is: its kernels against the plain forms
+	AS_USERS_RUN=1 JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)
 
 mutants: $(STAMP)  ## break one line at a time and see whether a fast test fails; ARGS='--count 80 --seed 1'
 	$(CPU) $(BIN)/python tests/mutants.py --fast $(ARGS)

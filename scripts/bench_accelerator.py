@@ -101,7 +101,7 @@ class Shapes:
         Recurrence(1, 8192, 8, 128, 128, 64, delta=False),  # Nemotron-H
     )
     decoding: tuple[int, ...] = (1, 16)
-    past: int = 8192
+    past: int = 8191
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,8 @@ def grouped(case: Grouped, device: Any) -> Iterator[Program]:
             return grouped_products(x, (weight,), counts, form=form)[0]
 
         def both(x, weight, out_bar, forward=forward):
-            return jax.vjp(forward, x, weight)[1](out_bar)
+            out, back = jax.vjp(forward, x, weight)
+            return out, back(out_bar)
 
         arrays = like(count, case.inner), like(case.groups, case.inner, case.outer)
         about = f"grouped product by {form.kind}, {case.rows} rows, {case.groups} x {case.inner} x {case.outer}"
@@ -297,18 +298,23 @@ def decoding(rows: int, device: Any, shapes: Shapes) -> Program:
 
 def filled(tree: Any) -> Any:
     """Replace shapes by arrays: small random numbers, ones for integers."""
+    return jax.tree.map(_array, tree, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
-    def array(like: Any) -> jax.Array:
-        def make() -> jax.Array:
-            if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-                return jax.random.key(0)
-            if jnp.issubdtype(like.dtype, jnp.floating):
-                return 0.02 * jax.random.normal(jax.random.key(0), like.shape, like.dtype)
-            return jnp.ones(like.shape, like.dtype)
 
-        return jax.jit(make, out_shardings=like.sharding)()
+def _array(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return _fill(like.shape, like.dtype, like.sharding)()
 
-    return jax.tree.map(array, tree, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+@functools.cache  # one program for all arrays that are alike: layers have hundreds
+def _fill(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
+    def make() -> jax.Array:
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+        return jnp.ones(shape, dtype)
+
+    return jax.jit(make, out_shardings=sharding)
 
 
 def seconds(program: Program, repeats: int, calls: int = 10) -> float:

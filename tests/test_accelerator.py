@@ -207,19 +207,16 @@ MODELS = {
 }
 
 
-def losses(config, dtype):
-    """Of three steps on two packed rows."""
+def first_step(config, dtype):
+    """Loss and norm of gradients of two packed rows."""
     layout = ed.Layout.create(devices=[device()])
     model = ed.init(config, key=jax.random.key(0), layout=layout, precision=ed.Precision(compute=jnp.dtype(dtype)))
     trainer = Trainer.create(OptimizerConfig(learning_rate=1e-3), model, steps=3)
-    state, found = trainer.init(model, key=jax.random.key(1)), []
     positions, segments = packed(640)
     tokens = np.random.default_rng(0).integers(0, 512, (2, 640)).astype(np.int32)
     batch = ed.Batch(tokens=tokens, segment_ids=np.asarray(segments), positions=np.asarray(positions))
-    for _ in range(3):
-        state, metrics = trainer.step(state, batch)
-        found.append(float(metrics.loss))
-    return found
+    _, metrics = trainer.step(trainer.init(model, key=jax.random.key(1)), batch)
+    return float(metrics.loss), float(metrics.grad_norm)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -227,13 +224,13 @@ def test_models_train_as_without_kernels(name, monkeypatch):
     """The first layers of a model of its own widths, of few words: bfloat16 by the kernels, float32 by XLA alone."""
     config = ed.get_config(name)
     config = dataclasses.replace(config, blocks=config.blocks[MODELS[name]], mtp=None, vocab_size=512)
-    fast = losses(config, "bfloat16")
+    fast = first_step(config, "bfloat16")
     plain = dict(attention_kernels=(), pallas_gpu=False, paged_kernel=None)
     monkeypatch.setitem(backend.BACKENDS, "gpu", dataclasses.replace(backend.BACKENDS["gpu"], **plain))
     backend.backend_of.cache_clear()
     with jax.default_matmul_precision("highest"):
-        exact = losses(config, "float32")
+        exact = first_step(config, "float32")
     monkeypatch.undo()
     backend.backend_of.cache_clear()
-    np.testing.assert_allclose(fast, exact, rtol=2e-2)
-    assert exact[2] < exact[0]
+    np.testing.assert_allclose(fast[0], exact[0], rtol=1e-2)
+    np.testing.assert_allclose(fast[1], exact[1], rtol=5e-2)

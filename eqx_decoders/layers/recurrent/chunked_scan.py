@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from eqx_decoders.layers.recurrent.pallas_carry import Steps
+from eqx_decoders.layers.recurrent.pallas_carry import CarryTerms
 
 
 LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
@@ -67,7 +67,7 @@ def run_chunks(
     state: Float32[Array, "batch heads key_dim value_dim"] | None,
     resets: Bool[Array, "batch length"] | None,
     chunk: int,
-    carry: Callable[[Steps, Array], tuple[Array, Array, Array]] | None = None,
+    carry: Callable[..., Any] | None = None,
 ) -> tuple[
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch length heads value_dim"],
@@ -382,7 +382,13 @@ def _advance(
 
 
 def _advance_all(
-    start: Array, tokens: Tokens, decays: _Decays, products: Array, inverse: tuple[Array, Array] | None, *, carry: Any
+    start: Array,
+    tokens: Tokens,
+    decays: _Decays,
+    products: Array,
+    inverse: tuple[Array, Array] | None,
+    *,
+    carry: Callable[..., Any],
 ) -> tuple[Array, tuple[Array, Array]]:
     """Do what a scan of `_advance` does, with U = (I + A)^-1 B V - (I + A)^-1 B exp(G) K S for all chunks at once."""
     by_channel, value_dim = tokens.log_decay.shape[-1] > 1, tokens.value.shape[-1]
@@ -395,7 +401,7 @@ def _advance_all(
     scale = None if by_channel else jnp.broadcast_to(decays.leave, (*tokens.value.shape[:-1], 1))[..., 0]
     keep = jnp.broadcast_to(decays.keep, (*decays.keep.shape[:3], start.shape[2], *decays.keep.shape[4:]))[..., 0]
     key = tokens.key * decays.leave if by_channel else tokens.key
-    states, written, end = carry(Steps(added, left, key, scale, keep), start)
+    states, written, end = carry(CarryTerms(added, left, key, scale, keep), start)
     query = tokens.query * decays.enter if by_channel else tokens.query
     out = _product(query, states, "ik,krv->irv") * (1.0 if by_channel else decays.enter)
     return end, (out + _product(products, written, "rij,jrv->irv"), written)

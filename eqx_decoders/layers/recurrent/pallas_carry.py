@@ -41,7 +41,7 @@ def fits(
     return has_kernels(compute_capability) and whole and max(states, batch * length * heads * key_dim) < _MOST
 
 
-class Steps(NamedTuple):
+class CarryTerms(NamedTuple):
     """What leads from chunk to chunk: C, A, B, a or b, and D of the module's formula; None: no such term.
 
     `left` has an array for each value head, `right` one for those that share a key head, whose `scale` is b.
@@ -54,7 +54,7 @@ class Steps(NamedTuple):
     keep: Float32[Array, "chunks batch key_heads key_dim groups"]
 
 
-class _Refs(NamedTuple):
+class _CarryOperands(NamedTuple):
     added: Any
     keep: Any
     start: Any
@@ -66,7 +66,7 @@ class _Refs(NamedTuple):
 
 
 def _kernel(names: tuple[str, ...], reverse: bool, *refs: Any) -> None:
-    given, (states, results, end) = _Refs(**dict(zip(names, refs, strict=False))), refs[-3:]
+    given, (states, results, end) = _CarryOperands(**dict(zip(names, refs, strict=False))), refs[-3:]
     chunks = given.added.shape[0]
 
     def step(count: Any, state: Array) -> Array:
@@ -90,7 +90,7 @@ def _kernel(names: tuple[str, ...], reverse: bool, *refs: Any) -> None:
     plgpu.store(end.at[...], jax.lax.fori_loop(0, chunks, step, plgpu.load(given.start.at[...])))
 
 
-def _run(given: _Refs, reverse: bool, interpret: bool) -> tuple[Array, Array, Array]:
+def _run(given: _CarryOperands, reverse: bool, interpret: bool) -> tuple[Array, Array, Array]:
     """Run the kernel: return the state before each chunk in its order, X, and the state after the last."""
     chunks, batch, key_heads, _, groups, value_dim = given.added.shape
     key_dim = given.keep.shape[3]
@@ -129,27 +129,28 @@ def _run(given: _Refs, reverse: bool, interpret: bool) -> tuple[Array, Array, Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def carry(
-    steps: Steps, start: Float32[Array, "batch key_heads key_dim groups value_dim"], interpret: bool = False
+    terms: CarryTerms, start: Float32[Array, "batch key_heads key_dim groups value_dim"], interpret: bool = False
 ) -> tuple[
     Float32[Array, "chunks batch key_heads key_dim groups value_dim"],
     Float32[Array, "chunks batch key_heads chunk groups value_dim"],
     Float32[Array, "batch key_heads key_dim groups value_dim"],
 ]:
     """Return the state before each chunk, X, and the state after the last chunk."""
-    given = _Refs(added=steps.added, keep=steps.keep, start=start, left=steps.left, right=steps.right)
-    return _run(given._replace(right_scale=steps.scale), False, interpret)
+    given = _CarryOperands(added=terms.added, keep=terms.keep, start=start, left=terms.left, right=terms.right)
+    return _run(given._replace(right_scale=terms.scale), False, interpret)
 
 
-def _forward(steps: Steps, start: Array, interpret: bool) -> tuple[tuple[Array, Array, Array], tuple]:
-    states, results, end = carry(steps, start, interpret)
-    return (states, results, end), (steps, states, results)
+def _forward(terms: CarryTerms, start: Array, interpret: bool) -> tuple[tuple[Array, Array, Array], tuple]:
+    found: Any = carry(terms, start, interpret)
+    states, results, end = found
+    return (states, results, end), (terms, states, results)
 
 
-def _backward(interpret: bool, residuals: tuple, bars: tuple[Array, Array, Array]) -> tuple[Steps, Array]:
+def _backward(interpret: bool, residuals: tuple, bars: tuple[Array, Array, Array]) -> tuple[CarryTerms, Array]:
     """Compute X' = dX + b (B S'),  dA = X' S^T,  dB = (b X) S'^T,  dD = rows of S S', where S' is dS after a chunk."""
     (_, left, right, scale, keep), states, results = residuals
     states_bar, results_bar, end_bar = bars
-    given = _Refs(
+    given = _CarryOperands(
         added=results_bar, keep=keep, start=end_bar, left=right, left_scale=scale, right=left, more=states_bar
     )
     after, added_bar, start_bar = _run(given, True, interpret)
@@ -159,8 +160,8 @@ def _backward(interpret: bool, residuals: tuple, bars: tuple[Array, Array, Array
         scale_bar = (right_bar * right[..., None, :]).sum(-1)
         right_bar = right_bar * scale[..., None]
     left_bar = None if left is None else _product(added_bar, states, "irv,krv->irk")
-    steps_bar = Steps(added_bar, left_bar, right_bar.sum(4), scale_bar, (states * after).sum(-1))
-    return steps_bar, start_bar
+    terms_bar = CarryTerms(added_bar, left_bar, right_bar.sum(4), scale_bar, (states * after).sum(-1))
+    return terms_bar, start_bar
 
 
 def _product(left: Array, right: Array, pattern: str) -> Array:

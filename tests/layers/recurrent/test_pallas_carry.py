@@ -5,11 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.layers.recurrent import chunked_scan
 from eqx_decoders.layers.recurrent.chunked_scan import run_chunks
 from eqx_decoders.layers.recurrent.pallas_carry import carry, fits
 from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, tracing_for
 from tests.layers.recurrent.test_pallas_scan import inputs
 from tests.layers.recurrent.test_recurrence import documents, same
 from tests.layers.recurrent.test_sharded_scan import results
@@ -61,3 +64,33 @@ def test_shapes_that_fit():
     assert fitting() and fitting(64, 192) and fitting(16, 16) and fitting(capability=(10, 0))
     assert not (fitting(96) or fitting(512) or fitting(8) or fitting(value_dim=8) or fitting(capability=(8, 0)))
     assert not fitting(capability=None) and not fitting(length=2**22) and fitting(length=2**21)
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("topology", ["h100:1x1", "b200:1x1"])
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "value_dim", "decay_dim"), [(4, 8, 128, 1), (4, 4, 128, 128), (2, 16, 64, 1), (2, 2, 80, 1)]
+)
+def test_it_compiles_for_gpus(topology, key_heads, heads, value_dim, decay_dim):
+    """Values and gradients: a kernel each way, and no loop over chunks."""
+    devices = gpu_devices(gpus_of(topology))
+    if devices is None:
+        pytest.skip("needs the compiler for GPUs (extra 'aot-gpu')")
+    device = dict(platform="gpu", compute_capability=compute_capability(devices[0]))
+
+    def both(query, key, value, decay, beta):
+        def run(*args):
+            return delta_rule(*args, **device)[0]
+
+        out, back = jax.vjp(run, query, key, value, -jnp.abs(decay), beta)
+        return out, back(out)
+
+    def like(*shape):
+        return jax.ShapeDtypeStruct((1, 1024, *shape), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
+
+    keys = like(key_heads, 128)
+    with tracing_for(devices):
+        lowered = jax.jit(both).lower(keys, keys, like(heads, value_dim), like(heads, decay_dim), like(heads))
+    text = lowered.compile(compiler_options=GPU_OPTIONS).as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2 and "carry_states" in text
