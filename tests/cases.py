@@ -36,7 +36,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
@@ -66,6 +66,7 @@ ROPES = {
     "partial": Rope(fraction=0.5),
     "linear": LinearRope(factor=4.0),
     "llama3": Llama3Rope(theta=100.0, original_length=8),
+    "turned back, NTK": NTKRope(alpha=2.0, reverse=True),
     "yarn": YarnRope(theta=100.0, factor=4.0, original_length=8),
 }
 QK_NORMS = {
@@ -73,6 +74,7 @@ QK_NORMS = {
     "head before rope": QKNorm(),
     "head after rope": QKNorm(norm=RMSNormConfig(scale=False), when="after_rope"),
     "all heads": QKNorm(norm=LayerNormConfig(), over="heads"),
+    "each head": QKNorm(norm=LayerNormConfig(bias=False), over="each_head"),
 }
 HEADS = {"multi-head": (4, 4, 12), "grouped": (4, 2, 8), "multi-query": (4, 1, 16)}  # heads, kv heads, head_dim
 MIXERS = {
@@ -80,6 +82,7 @@ MIXERS = {
     "fused": dict(fused_qkv=True, qkv_bias=True, sinks=True),
     "shared": dict(shared_kv=True, output_gate=True, query_scale=0.2),
     "tempered": dict(temperature=QueryTemperature(scale=0.5, length=4), soft_cap=2.0),
+    "clipped": dict(qkv_clip=0.5, inner_norm=RMSNormConfig()),
     "selecting": dict(selection=BlockSelection(size=3, top_k=2)),
 }
 NORMS = {  # before and after a layer
@@ -88,6 +91,7 @@ NORMS = {  # before and after a layer
     "no scale": (RMSNormConfig(scale=False), None),
     "LayerNorm": (LayerNormConfig(), None),
     "after only": (None, LayerNormConfig(bias=False, offset=1.0)),
+    "mean alone": (LayerNormConfig(scale=False, bias=False), None),
 }
 ROUTERS = {
     "dropless": RouterConfig(bias=True, balance_loss=0.1, z_loss=0.01),
@@ -101,6 +105,7 @@ CHANNELS = {
     "gated": MLPConfig(mlp_dim=24),
     "fused": MLPConfig(mlp_dim=24, fused=True, activation="gelu_tanh", bias=True),
     "ungated": MLPConfig(mlp_dim=24, gated=False, activation="relu2", bias=True),
+    "normalized": MLPConfig(mlp_dim=24, activation="relu2", inner_norm=RMSNormConfig()),
     "linear": LinearConfig(),
     "none": None,
     "dropless": ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["dropless"], bias=True),
@@ -311,6 +316,7 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
         final_norm=RMSNormConfig(),
         tied=case["tied"],
         embedding_scale=2.0 if case["tied"] else 1.0,
+        embedding_norm=LayerNormConfig() if case["norm"] == "mean alone" else None,
         positions={"none": LearnedPositions(max_positions=100), "plain": SinusoidalPositions()}.get(case["rope"]),
         logit_soft_cap=3.0 if case["loss"] == "fused" else None,
         dropout=case["dropout"],

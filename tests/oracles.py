@@ -12,13 +12,13 @@ def wide(x) -> np.ndarray | None:
     return None if x is None else np.asarray(x, np.float64)
 
 
-def norm_by_hand(layer, x):
-    """RMSNorm or LayerNorm of one vector."""
-    config = layer.config
+def norm_by_hand(layer, x, scale=None):
+    """RMSNorm or LayerNorm of one vector, with the layer's scale or a part of it."""
+    config, scale = layer.config, wide(layer.scale) if scale is None else scale
     bias = wide(getattr(layer, "bias", None))
     x = x - sum(x) / len(x) if isinstance(config, LayerNormConfig) else x
     y = x / math.sqrt(sum(v * v for v in x) / len(x) + config.eps)
-    y = y if layer.scale is None else y * (config.offset + wide(layer.scale))
+    y = y if scale is None else y * (config.offset + scale)
     return y if bias is None else y + bias
 
 
@@ -94,6 +94,8 @@ def mlp_by_hand(layer, x):
     }
     up = x @ up + bias["up_bias"]
     hidden = act(up) if gate is None else act(x @ gate + bias["gate_bias"]) * up
+    if layer.inner_norm is not None:
+        hidden = np.apply_along_axis(lambda vector: norm_by_hand(layer.inner_norm, vector), -1, hidden)
     return hidden @ wide(layer.down) + bias["down_bias"]
 
 
@@ -208,10 +210,14 @@ def ready_by_hand(layer, x, norm, positions):
         def normalise(row):
             if config.qk_norm.over == "heads":
                 return norm_by_hand(norm, row.reshape(-1)).reshape(row.shape)
+            if config.qk_norm.over == "each_head":
+                scales = wide(norm.scale).reshape(row.shape)
+                return np.stack([norm_by_hand(norm, head, scale) for head, scale in zip(row, scales, strict=True)])
             return np.stack([norm_by_hand(norm, head) for head in row])
 
         if config.qk_norm and config.qk_norm.when == "before_rope":
             row = normalise(row)
+        row = np.clip(row, -config.qkv_clip, config.qkv_clip) if config.qkv_clip else row
         if config.rope:
             table = plain_frequencies(config.rope.theta, config.head_dim)
             row = np.stack([rotate_by_hand(h, max(positions[b, t], 0), table, config.rope.pairing) for h in row])
@@ -237,6 +243,7 @@ def attention_by_hand(layer, x, positions, segments):
     key = ready_by_hand(layer, key, layer.key_norm, positions)
     if layer.value_norm is not None:
         value = np.apply_along_axis(lambda vector: norm_by_hand(layer.value_norm, vector), -1, value)
+    value = np.clip(value, -c.qkv_clip, c.qkv_clip) if c.qkv_clip else value
     mixed = np.zeros_like(query)
     for b, t, h in np.ndindex(query.shape[:3]):
         kv = h // (c.num_heads // c.num_kv_heads)
@@ -249,5 +256,9 @@ def attention_by_hand(layer, x, positions, segments):
         mixed[b, t, h] = top / bottom if bottom else 0.0
     if layer.gate is not None:
         mixed = mixed / (1 + np.exp(-project(x, layer.gate, None)))
+    if layer.inner_norm is not None:
+        rows = mixed.reshape(*x.shape[:2], -1)
+        rows = np.apply_along_axis(lambda vector: norm_by_hand(layer.inner_norm, vector), -1, rows)
+        mixed = rows.reshape(mixed.shape)
     out = np.einsum("bthd,hde->bte", mixed, wide(layer.out))
     return out if layer.out_bias is None else out + wide(layer.out_bias)

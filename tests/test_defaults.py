@@ -21,7 +21,7 @@ ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=(), interleav
 # Of each class the defaults that are not None, False or 0.
 DEFAULTS = {
     "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
-    "QueryTemperature": dict(scale=0.1, length=8192),
+    "QueryTemperature": dict(scale=0.1, length=8192, offset=1),
     "AttentionConfig": dict(mask=Causal(), rope=Rope()),
     "KVShape": dict(values=True),
     "CacheFormat": dict(dtype="bfloat16", scale_over="head_dim"),
@@ -52,9 +52,10 @@ DEFAULTS = {
     "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig()),
     "MLPConfig": dict(activation="silu", gated=True),
     "RMSNormConfig": dict(eps=1e-6, scale=True),
-    "LayerNormConfig": dict(eps=1e-5, bias=True),
+    "LayerNormConfig": dict(eps=1e-5, scale=True, bias=True),
     "Rope": ROPE,
     "LinearRope": ROPE,
+    "NTKRope": ROPE,
     "AxialRope": ROPE,
     "ProportionalRope": ROPE | dict(factor=1.0),
     "Llama3Rope": ROPE

@@ -40,7 +40,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.mesh_config import MeshConfig
@@ -101,56 +101,41 @@ def itself(config):
     return config
 
 
+# Other values of the fields of all rotary embeddings.
+ROPE: dict = dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False)
+ROPE |= dict(reverse=True)
 # Every class of configuration: one to start from, how a decoder gets it, and another value for each of its fields.
 OPTIONS: dict[type, tuple] = {
     RMSNormConfig: (RMS, lambda c: decoder(final_norm=c), dict(eps=0.1, scale=False, offset=0.5, clip=0.1)),
     LayerNormConfig: (
         LayerNormConfig(),
         lambda c: decoder(final_norm=c),
-        dict(eps=0.1, bias=False, offset=0.5),
+        dict(eps=0.1, scale=False, bias=False, offset=0.5),
     ),
     Rope: (
         Rope(),
         lambda c: mixer(rope=c),
-        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False),
+        ROPE,
     ),
-    LinearRope: (
-        LinearRope(factor=2.0),
-        lambda c: mixer(rope=c),
-        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False, factor=4.0),
-    ),
+    LinearRope: (LinearRope(factor=2.0), lambda c: mixer(rope=c), ROPE | dict(factor=4.0)),
+    NTKRope: (NTKRope(alpha=2.0), lambda c: mixer(rope=c), ROPE | dict(alpha=4.0)),
     ProportionalRope: (
         ProportionalRope(theta=100.0, fraction=0.75),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False, factor=4.0),
+        ROPE | dict(theta=50.0, factor=4.0),
     ),
     Llama3Rope: (
         Llama3Rope(theta=100.0, original_length=64),
         lambda c: mixer(rope=c),
-        dict(
-            theta=50.0,
-            fraction=0.5,
-            pairing="interleaved",
-            sections=(1, 0),
-            interleaved_sections=False,
-            factor=4.0,
-            low_frequency_factor=2.0,
-        )
+        ROPE
+        | dict(theta=50.0, factor=4.0, low_frequency_factor=2.0)
         | dict(high_frequency_factor=8.0, original_length=32),
     ),
     YarnRope: (
         YarnRope(theta=100.0, factor=4.0, original_length=64, beta_fast=5.0, beta_slow=0.5),
         lambda c: mixer(rope=c),
-        dict(
-            theta=50.0,
-            fraction=0.5,
-            pairing="interleaved",
-            sections=(1, 0),
-            interleaved_sections=False,
-            factor=8.0,
-            original_length=16,
-            beta_fast=2.0,
-        )
+        ROPE
+        | dict(theta=50.0, factor=8.0, original_length=16, beta_fast=2.0)
         | dict(beta_slow=1.5, truncate=False, mscale=2.0, mscale_all_dim=2.0, attention_factor=2.0),
     ),
     QKNorm: (
@@ -161,7 +146,7 @@ OPTIONS: dict[type, tuple] = {
     QueryTemperature: (
         QueryTemperature(scale=0.5, length=2),
         lambda c: mixer(temperature=c),
-        dict(scale=2.0, length=3),
+        dict(scale=2.0, length=3, offset=0),
     ),
     Causal: (Causal(), lambda c: mixer(mask=c), {}),
     Bidirectional: (Bidirectional(), lambda c: mixer(mask=c), dict(size=2)),
@@ -174,6 +159,7 @@ OPTIONS: dict[type, tuple] = {
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
+        | dict(qkv_clip=0.1, inner_norm=RMS)
         | dict(value_norm=RMS, kv_shared_from="giver", selection=BlockSelection(size=1, top_k=2)),
     ),
     BlockSelection: (
@@ -218,7 +204,7 @@ OPTIONS: dict[type, tuple] = {
     MLPConfig: (
         MLP,
         lambda c: block(mlp=c),
-        dict(mlp_dim=10, activation="relu", gated=False, bias=True, fused=True, dropout=0.5),
+        dict(mlp_dim=10, activation="relu", gated=False, bias=True, fused=True, inner_norm=RMS, dropout=0.5),
     ),
     ExpertsConfig: (
         EXPERTS,
@@ -287,7 +273,7 @@ OPTIONS: dict[type, tuple] = {
         dict(vocab_size=15, embed_dim=6, blocks=(BLOCK, BLOCK), final_norm=None, tied=True, embedding_scale=3.0)
         | dict(positions=SinusoidalPositions(), logit_divisor=2.0, logit_soft_cap=0.5, dropout=0.5)
         | dict(per_layer_embedding=dataclasses.replace(PER_LAYER, norm=RMSNormConfig(eps=0.5)))
-        | dict(init_std=0.3, mtp=AHEAD),
+        | dict(init_std=0.3, mtp=AHEAD, embedding_norm=RMS),
     ),
     MTPConfig: (
         AHEAD,
@@ -634,6 +620,8 @@ BAD = [
     (RMSNormConfig, {}, dict(eps=-1e-6), "above 0"),
     (RMSNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),
     (LayerNormConfig, {}, dict(eps=0.0), "above 0"),
+    (LayerNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),
+    (NTKRope, {}, dict(alpha=0.5), "at least 1"),
     (Rope, {}, dict(theta=0.0), "above 0"),
     (Rope, {}, dict(theta=-1e4), "above 0"),
     (Rope, {}, dict(fraction=0.0), "above 0"),

@@ -13,6 +13,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, OneOf, PositiveInt, Rate, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
+from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -44,6 +45,7 @@ class MLPConfig(CheckedFields):
     - `gated`: whether a second input projection is multiplied in.
     - `bias`: whether all projections have a bias.
     - `fused`: whether gate and up are one product.
+    - `inner_norm`: normalization of the hidden features (BitNet); None for none.
     - `dropout`: rate on the hidden features.
     """
 
@@ -52,6 +54,7 @@ class MLPConfig(CheckedFields):
     gated: bool = True
     bias: bool = False
     fused: bool = False
+    inner_norm: NormConfig | None = None
     dropout: Rate = 0.0
 
     def __post_init__(self):
@@ -71,6 +74,7 @@ class MLPConfig(CheckedFields):
             up=None if self.fused else up,
             gate_up=fused,
             down=fan_in(keys[2], (mlp, embed_dim), jnp.float32, mlp),
+            inner_norm=self.inner_norm.build(mlp) if self.inner_norm else None,
             config=self,
             **biases,
         )
@@ -86,6 +90,7 @@ class MLP(eqx.Module):
     gate_bias: Float[Array, "mlp"] | None
     up_bias: Float[Array, "mlp"] | None
     down_bias: Float[Array, "embed"] | None
+    inner_norm: Norm | None
     config: MLPConfig = eqx.field(static=True)
 
     def __call__(
@@ -94,6 +99,7 @@ class MLP(eqx.Module):
         gate, up = self._inputs(x, ctx)
         act = ACTIVATIONS[self.config.activation]
         hidden = act(up) if gate is None else act(gate) * up
+        hidden = hidden if self.inner_norm is None else self.inner_norm(hidden)
         hidden = dropout(ctx.constrain(hidden, "batch length mlp"), self.config.dropout, key)
         out = ctx.einsum("batch length mlp, mlp embed -> batch length embed", hidden, self.down)
         return save(ctx.constrain(add_bias(out, self.down_bias), "batch length embed"), "mlpwo")

@@ -30,8 +30,7 @@ class RMSNormConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        rule = f"RMSNormConfig.offset={self.offset} needs scale=True: it is added to the scale."
-        check(self.scale or self.offset == 0, rule)
+        _check_offset(self)
 
     def build(self, size: int) -> "RMSNorm":
         check_integer("RMSNorm size", size)
@@ -60,24 +59,29 @@ class LayerNormConfig(CheckedFields):
     **Arguments:**
 
     - `eps`: added to the variance.
-    - `bias`: whether there is a learned bias.
+    - `scale`, `bias`: whether they are learned; without, they are 1 and 0 (OLMo).
     - `offset`: 1 where the stored scale starts at 0 (MaxText's GPT-3), else 0.
     """
 
     eps: PositiveFloat = 1e-5
+    scale: bool = True
     bias: bool = True
     offset: FiniteFloat = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_offset(self)
 
     def build(self, size: int) -> "LayerNorm":
         check_integer("LayerNorm size", size)
         bias = jnp.zeros((size,)) if self.bias else None
-        return LayerNorm(scale=jnp.full((size,), 1.0 - self.offset), bias=bias, config=self)
+        return LayerNorm(scale=jnp.full((size,), 1.0 - self.offset) if self.scale else None, bias=bias, config=self)
 
 
 class LayerNorm(eqx.Module):
     """Normalization `(x - mean) / sqrt(var + eps) * (offset + scale) + bias` over the last axis, in float32."""
 
-    scale: Float[Array, "norm"]
+    scale: Float[Array, "norm"] | None
     bias: Float[Array, "norm"] | None
     config: LayerNormConfig = eqx.field(static=True)
 
@@ -100,4 +104,12 @@ def _scaled(y: Array, scale: Array | None, offset: float) -> Array:
 
 
 def _along_last(vector: Array, y: Array) -> Array:
-    return vector.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+    """Bring numbers of features to the last axis; of several groups of features to the last two."""
+    groups = vector.size // y.shape[-1]
+    shape = (y.shape[-1],) if groups == 1 else (groups, y.shape[-1])
+    return vector.astype(y.dtype).reshape((1,) * (y.ndim - len(shape)) + shape)
+
+
+def _check_offset(config: NormConfig) -> None:
+    rule = f"{type(config).__name__}.offset={config.offset} needs scale=True: it is added to the scale."
+    check(config.scale or config.offset == 0, rule)

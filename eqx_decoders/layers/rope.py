@@ -29,6 +29,7 @@ class Rope(CheckedFields):
     - `sections`: for positions of several dimensions (time, height and width of an image's patches: M-RoPE), the
         number of pairs rotated by each of them. Where all dimensions are equal, as in text, nothing depends on it.
         Empty: there is one dimension.
+    - `reverse`: whether pairs turn by `-position * frequency_k` (nanochat).
     - `interleaved_sections`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or the
         pairs of a dimension stand together (Qwen2-VL).
     """
@@ -38,6 +39,7 @@ class Rope(CheckedFields):
     pairing: Literal["half", "interleaved", "half_of_axis"] = "half"
     sections: tuple[NonNegativeInt, ...] = ()
     interleaved_sections: bool = True
+    reverse: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -66,7 +68,7 @@ class Rope(CheckedFields):
 
     def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
         """Return the angle of each pair; positions below 0 count as 0, and have one dimension or several."""
-        frequencies = jnp.asarray(self.frequencies(dim), jnp.float32)[None, None]
+        frequencies = jnp.asarray(self.frequencies(dim) * (-1 if self.reverse else 1), jnp.float32)[None, None]
         real = jnp.maximum(positions, 0).astype(jnp.float32)
         if real.ndim == 2:
             return real[..., None] * frequencies
@@ -145,6 +147,23 @@ class LinearRope(Rope):
 
     def frequencies(self, dim: int) -> np.ndarray:
         return super().frequencies(dim) / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NTKRope(Rope):
+    """NTK-aware scaling by a fixed number (Hunyuan): the base is `theta * alpha^(dim / (dim - 2))`.
+
+    **Arguments:**
+
+    - `alpha`: by how much the longest wavelength grows.
+    """
+
+    alpha: Annotated[float, InRange(least=1)]
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        check(dim > 2, f"NTKRope: dim={dim} must be above 2.")
+        base = self.theta * self.alpha ** (dim / (dim - 2))
+        return base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,7 @@ class Decoder(eqx.Module):
     """
 
     embedding: TokenEmbedding
+    embedding_norm: Norm | None
     positions: LearnedPositionTable | Sinusoids | None
     per_layer_embedding: PerLayerEmbedding | None
     segments: tuple[Segment, ...]
@@ -134,6 +135,7 @@ class Decoder(eqx.Module):
         table = normal(table_key, (config.vocab_size, config.embed_dim), jnp.float32, config.init_std)
         return cls(
             embedding=TokenEmbedding(table=table, scale=config.embedding_scale),
+            embedding_norm=None if config.embedding_norm is None else config.embedding_norm.build(config.embed_dim),
             positions=None if config.positions is None else config.positions.build(config.embed_dim, key=position_key),
             per_layer_embedding=per_layer and per_layer.build(config.embed_dim, layers, key=per_layer_key),
             segments=tuple(stack),
@@ -291,6 +293,7 @@ class Decoder(eqx.Module):
     def _inputs(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Float[Array, "batch length embed"]:
         x = dropout(x.astype(self.execution.precision.compute), self.config.dropout, key)
         x = x if self.positions is None else self.positions(x, ctx)
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
         return ctx.constrain(x, "batch length embed")
 
     @typed

@@ -28,6 +28,7 @@ class DecoderConfig(CheckedFields):
     - `final_norm`: before the head; None for none.
     - `tied`: whether the embedding table is the head.
     - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
+    - `embedding_norm`: normalization of the input of the first layer (BLOOM); None for none.
     - `positions`: absolute positions added to the embeddings; None for none.
     - `logit_divisor`: logits are divided by it (Granite).
     - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
@@ -44,6 +45,7 @@ class DecoderConfig(CheckedFields):
     final_norm: NormConfig | None
     tied: bool = False
     embedding_scale: PositiveFloat = 1.0
+    embedding_norm: NormConfig | None = None
     positions: PositionsConfig | None = None
     logit_divisor: PositiveFloat = 1.0
     logit_soft_cap: PositiveFloat | None = None

@@ -61,7 +61,7 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         AxialRope(theta=100.0),
         rope,
         dict(theta=50.0, fraction=0.5, pairing="half_of_axis", sections=(1, 0), staggered=True)
-        | dict(interleaved_sections=False),
+        | dict(interleaved_sections=False, reverse=True),
     ),
     MediaConfig: (
         MEDIA,

@@ -9,6 +9,7 @@ import pytest
 
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
 from tests.compare import assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import (
@@ -34,6 +35,7 @@ def test_activations(name):
         dict(gated=False, bias=True),
         dict(fused=True),
         dict(fused=True, bias=True),
+        dict(inner_norm=RMSNormConfig(eps=0.1)),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
@@ -33,18 +33,19 @@ class QKNorm(CheckedFields):
     **Arguments:**
 
     - `norm`: its configuration.
-    - `over`: `"head"`, each head by itself with a shared scale, or `"heads"`, all heads together (OLMo).
+    - `over`: `"head"`, each head by itself with a shared scale; `"each_head"`, each by itself with a scale of its own
+        (Cohere); or `"heads"`, all heads together (OLMo).
     - `when`: `"before_rope"` or `"after_rope"` (Llama 4).
     """
 
     norm: NormConfig = RMSNormConfig()
-    over: Literal["head", "heads"] = "head"
+    over: Literal["head", "each_head", "heads"] = "head"
     when: Literal["before_rope", "after_rope"] = "before_rope"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryTemperature(CheckedFields):
-    """Temperature of queries: at position p they are multiplied by `1 + scale ln(1 + floor((p + 1) / length))`.
+    """Temperature of queries: at position p they are multiplied by `1 + scale ln(1 + floor((p + offset) / length))`.
 
     As in Nakanishi 2025 and Llama 4.
 
@@ -52,16 +53,18 @@ class QueryTemperature(CheckedFields):
 
     - `scale`: how fast they grow.
     - `length`: positions over which they stay the same.
+    - `offset`: 1 for Llama 4, 0 for Ministral 3.
     """
 
     scale: PositiveFloat = 0.1
     length: PositiveInt = 8192
+    offset: NonNegativeInt = 1
 
     def __call__(
         self, query: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length"]
     ) -> Float[Array, "batch length heads head_dim"]:
         """Scale the queries by their positions; padding, below 0, is unchanged."""
-        steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.length)
+        steps = jnp.floor((positions.astype(jnp.float32) + self.offset) / self.length)
         factor = 1.0 + self.scale * jnp.log1p(jnp.maximum(steps, 0.0))
         return (query.astype(jnp.float32) * factor[:, :, None, None]).astype(query.dtype)
 
@@ -83,6 +86,8 @@ class AttentionConfig(CheckedFields):
     - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
     - `sinks`: one learned logit per head that joins the softmax and takes no value (GPT-OSS).
     - `qk_norm`: normalization of queries and keys; None for none.
+    - `qkv_clip`: bounds queries, keys and values to `-qkv_clip` and `qkv_clip`, before they are rotated and after a
+        `qk_norm` that comes before (OLMo); None for none.
     - `qkv_bias`, `out_bias`: biases of the projections.
     - `fused_qkv`: one product for queries, keys and values.
     - `shared_kv`: values are the raw key projection; there is no value projection.
@@ -90,6 +95,8 @@ class AttentionConfig(CheckedFields):
     - `kv_shared_from`: reuses the keys and values of an earlier layer, the latest whose `BlockConfig.shares_kv_as` is
         this word (Gemma 4); the layer has no projections for them and no cache. None: it computes them.
     - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
+    - `inner_norm`: normalization of the results of all heads together, before the output projection (BitNet); None for
+        none.
     - `out_dim`: features of the output; None for those of the input. Another number needs a block without residual.
     """
 
@@ -104,11 +111,13 @@ class AttentionConfig(CheckedFields):
     soft_cap: PositiveFloat | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None
+    qkv_clip: PositiveFloat | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     fused_qkv: bool = False
     shared_kv: bool = False
     output_gate: bool = False
+    inner_norm: NormConfig | None = None
     out_dim: PositiveInt | None = None
     value_norm: NormConfig | None = None
     selection: BlockSelection | None = None
@@ -155,7 +164,7 @@ class AttentionConfig(CheckedFields):
 
         split, has_kv = not self.fused_qkv, self.kv_shared_from is None
         has_key, has_value = split and has_kv, split and has_kv and not self.shared_kv
-        norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
+        norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over != "head"
         out_dim = self.out_dim or embed_dim
         return (Attention if self.out_dim is None else NarrowAttention)(
             query=into(keys[0], heads, split),
@@ -172,6 +181,7 @@ class AttentionConfig(CheckedFields):
             query_norm=norm.norm.build(heads * head_dim if group else head_dim) if norm else None,
             key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm and has_kv else None,
             value_norm=self.value_norm.build(head_dim) if self.value_norm else None,
+            inner_norm=self.inner_norm.build(heads * head_dim) if self.inner_norm else None,
             sink=jnp.zeros((heads,)) if self.sinks else None,
             config=self,
         )
@@ -194,6 +204,7 @@ class Attention(eqx.Module):
     query_norm: Norm | None
     key_norm: Norm | None
     value_norm: Norm | None
+    inner_norm: Norm | None
     sink: Float[Array, "heads"] | None
     config: AttentionConfig = eqx.field(static=True)
 
@@ -220,7 +231,7 @@ class Attention(eqx.Module):
         if self.gate is not None:
             gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
             out = out * jax.nn.sigmoid(gate)
-        return out, new_kv
+        return out if self.inner_norm is None else _over_heads(self.inner_norm, out), new_kv
 
     def _shared_kv(self, ctx: Context) -> tuple[Past | None, Any]:
         """Return the cached and the new keys and values of the earlier layer that shares them."""
@@ -260,14 +271,14 @@ class Attention(eqx.Module):
         key = save(
             ctx.constrain(self._norm_and_rope(key, self.key_norm, ctx), "batch length kv_heads head_dim"), "key_proj"
         )
-        value = value if self.value_norm is None else self.value_norm(value)
+        value = self._clip(value if self.value_norm is None else self.value_norm(value))
         value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
         return query, NewKV(key=key, value=value)
 
     def _norm_and_rope(self, x: Array, norm: Norm | None, ctx: Context) -> Array:
         """Normalize and rotate queries or keys."""
         after_rope = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
-        x = x if after_rope else self._normalize(x, norm)
+        x = self._clip(x if after_rope else self._normalize(x, norm))
         rope = self.config.rope
         x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope)
         return self._normalize(x, norm) if after_rope else x
@@ -275,9 +286,11 @@ class Attention(eqx.Module):
     def _normalize(self, x: Array, norm: Norm | None) -> Array:
         if norm is None:
             return x
-        if self.config.qk_norm is not None and self.config.qk_norm.over == "heads":
-            return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
-        return norm(x)
+        return _over_heads(norm, x) if self.config.qk_norm and self.config.qk_norm.over == "heads" else norm(x)
+
+    def _clip(self, x: Array) -> Array:
+        bound = self.config.qkv_clip
+        return x if bound is None else jnp.clip(x, -bound, bound)
 
     def _attend(self, query: Array, past: Past | None, entries: Any, ctx: Context) -> tuple[Array, Any]:
         """Attend to the tokens of this call and to the cached ones; return the entries to be cached, too."""
@@ -313,6 +326,11 @@ class Attention(eqx.Module):
             stored = whole.key if whole.key_scale is None else whole.keys(key.dtype)
             return blocks.choose_cached(query, key, ctx.positions, stored, whole.positions)
         return KeyChoice(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous))
+
+
+def _over_heads(norm: Norm, x: Array) -> Array:
+    """Normalize the features of all heads together."""
+    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
 class NarrowAttention(Attention):

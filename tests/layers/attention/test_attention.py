@@ -33,6 +33,8 @@ ATTENTIONS = [
     dict(qk_norm=QKNorm(norm=LAYER, over="heads"), fused_qkv=True, qkv_bias=True, sinks=True, num_kv_heads=4),
     dict(qk_norm=QKNorm(norm=LAYER, when="after_rope"), fused_qkv=True, soft_cap=2.0, output_gate=True),
     dict(shared_kv=True, sinks=True, output_gate=True, qk_norm=QKNorm(norm=RMS)),
+    dict(qk_norm=QKNorm(norm=LayerNormConfig(bias=False), over="each_head"), qkv_clip=0.5, inner_norm=RMS),
+    dict(qk_norm=QKNorm(norm=RMS, over="each_head", when="after_rope"), qkv_clip=0.5, output_gate=True),
     dict(num_kv_heads=1, head_dim=6, out_dim=5, out_bias=True, sinks=True),
     dict(shared_kv=True, qk_norm=QKNorm(norm=RMS), value_norm=RMSNormConfig(eps=0.1, scale=False), query_scale=1.0),
 ]  # fmt: skip
