@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
+    bitnet,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
@@ -23,11 +24,15 @@ from eqx_decoders.families import (
     llama4,
     llama4_vision,
     maxtext,
+    ministral3,
     mistral,
     mistral3,
     mixtral,
+    nanochat,
     nemotron_h,
+    olmo,
     olmo3,
+    olmoe,
     qwen2,
     qwen2_5_vl,
     qwen3,
@@ -56,6 +61,7 @@ _PUBLISHED = (
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
+    *(olmo, olmoe, nanochat, bitnet, ministral3),
 )
 
 

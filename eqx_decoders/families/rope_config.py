@@ -109,11 +109,13 @@ def read_rope(
     fraction: float | None = None,
     sections: tuple[int, ...] = (),
     interleaved_sections: bool = True,
+    others: tuple[str, ...] = (),
 ) -> Rope:
     """Read the rotary embedding of all layers, from `rope_parameters` or older `rope_theta` and `rope_scaling`.
 
     Partial rotation and positions of several dimensions are refused unless their defaults, `fraction` and `sections`,
-    are given. `interleaved_sections` says how the family's pairs are divided among the dimensions.
+    are given. `interleaved_sections` says how the family's pairs are divided among the dimensions. `others` are keys of
+    the tables that other rows read.
     """
     outer = _Outer(
         theta=fields.number("rope_theta", None),
@@ -132,6 +134,8 @@ def read_rope(
         if table is not None:
             _plain_mrope(table, sections)
             table.rename("type", "rope_type")
+            for key in others:
+                table.content.pop(key, None)
     return dataclasses.replace(_agreeing(fields, tables, outer), pairing=pairing)
 
 

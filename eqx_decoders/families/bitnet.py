@@ -1,0 +1,34 @@
+"""BitNet b1.58 (Ma et al. 2024 and 2025), weights in bfloat16: norms before both output projections, gated ReLU²."""
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, norm
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+_THETA, _LAYER = 500_000.0, "model.layers.{layer}."
+
+
+def bitnet(shape: DecoderSizes, *, rope: Rope = Rope(theta=_THETA)) -> DecoderConfig:
+    """Return a decoder of BitNet blocks."""
+    mixer = shape.attention(rope=rope, inner_norm=shape.norm)
+    return shape.decoder(shape.block(mixer, shape.mlp(inner_norm=shape.norm)))
+
+
+FAMILY = Family(
+    model_type="bitnet",
+    architecture="BitNetForCausalLM",
+    settings=(decoder_sizes(eps=1e-5, activation="relu2"), rope_settings(theta=_THETA)),
+    build=bitnet,
+    weights=llama_weights()
+    + norm(_LAYER + "self_attn.attn_sub_norm", "mixer.inner_norm")
+    + norm(_LAYER + "mlp.ffn_sub_norm", "mlp.inner_norm"),
+)
+
+_2B = DecoderSizes(
+    vocab_size=128_256, embed_dim=2560, num_layers=30, num_heads=20, num_kv_heads=5, head_dim=128, mlp_dim=6912,
+    eps=1e-5, tied=True, activation="relu2",
+)  # fmt: skip
+
+MODELS = {"bitnet-b1.58-2b": lambda: bitnet(_2B)}

@@ -1,0 +1,42 @@
+"""nanochat (Karpathy 2025): no norm has weights, pairs turn back, and queries and keys are normalized after that."""
+
+import dataclasses
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Number
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def nanochat(shape: DecoderSizes, *, rope: Rope = Rope(), logit_cap: float | None = 15.0) -> DecoderConfig:
+    """Return a decoder of nanochat's blocks."""
+    norm = RMSNormConfig(eps=shape.eps, scale=False)
+    mixer = shape.attention(rope=dataclasses.replace(rope, reverse=True), qk_norm=QKNorm(norm=norm, when="after_rope"))
+    block = shape.block(mixer, shape.mlp(gated=False), norm)
+    return shape.decoder(block, norm, embedding_norm=norm, logit_soft_cap=logit_cap)
+
+
+FAMILY = Family(
+    model_type="nanochat",
+    architecture="NanoChatForCausalLM",
+    settings=(
+        decoder_sizes(activation="relu2"),
+        Number("final_logit_softcapping", "logit_soft_cap", 15.0, null=None, name="logit_cap"),
+        rope_settings(),
+    ),
+    build=nanochat,
+    weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.", up="fc1", down="fc2")),
+)
+
+
+def _of_depth(depth: int) -> DecoderSizes:
+    """Return the sizes of a model by its number of layers, which sets all others."""
+    sizes = dict(embed_dim=64 * depth, num_layers=depth, mlp_dim=256 * depth, head_dim=128)
+    return DecoderSizes(vocab_size=65_536, num_heads=depth // 2, num_kv_heads=depth // 2, activation="relu2", **sizes)
+
+
+MODELS = {"nanochat-d20": lambda: nanochat(_of_depth(20)), "nanochat-d32": lambda: nanochat(_of_depth(32))}

@@ -1,0 +1,42 @@
+"""OLMo (Groeneveld et al. 2024): Llama with LayerNorms without weights, and clipped queries, keys and values."""
+
+import functools
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Number
+from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+_NORM = LayerNormConfig(eps=1e-5, scale=False, bias=False)
+
+
+def olmo(shape: DecoderSizes, *, rope: Rope = Rope(), clip: float | None = None) -> DecoderConfig:
+    """Return a decoder of OLMo blocks."""
+    return shape.decoder(shape.block(shape.attention(rope=rope, qkv_clip=clip), norm=_NORM), final_norm=_NORM)
+
+
+FAMILY = Family(
+    model_type="olmo",
+    architecture="OlmoForCausalLM",
+    settings=(
+        decoder_sizes(keys={"rms_norm_eps": None}),
+        Number("clip_qkv", "attention.qkv_clip", None, name="clip"),
+        rope_settings(),
+    ),
+    build=olmo,
+    weights=llama_weights(),
+)
+
+_shape = functools.partial(DecoderSizes, vocab_size=50_304, head_dim=128)
+_1B = _shape(embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=16, mlp_dim=8192, tied=True)
+_7B = _shape(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_dim=11_008)
+
+MODELS = {
+    "olmo-1b": lambda: olmo(_1B),
+    "olmo-7b": lambda: olmo(_7B),
+    "olmo-7b-0724": lambda: olmo(_7B, clip=8.0),
+}
