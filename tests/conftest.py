@@ -53,6 +53,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+from _pytest import runner  # noqa: E402
 
 from tests.compare import refuse_vacuous_comparisons  # noqa: E402
 from tests.programs import drop_compiled_programs  # noqa: E402
@@ -79,6 +80,19 @@ hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 hypothesis.settings.load_profile("fixed")
+
+
+def call_with_room(call):
+    """Call a function whose calls have a megabyte for their frames.
+
+    Python 3.11 and later keep frames in blocks of 16 KB. A call that does not fit gets a new block from the system,
+    given back as it returns: a loop at the edge of a block spent half of the system's time on that. This function says
+    that it needs more than half of a megabyte, and the calls in it take what is left of the block that it gets.
+    """
+    return call()
+
+
+call_with_room.__code__ = call_with_room.__code__.replace(co_stacksize=70_000)
 
 gc.set_threshold(200_000, 50, 100)  # tracing makes many objects that live long: looking for cycles took 5 % of the time
 
@@ -114,6 +128,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             hypothesis.seed(int(os.environ["FRESH_SEED"]))(item.obj)
             count = item.obj._hypothesis_internal_use_settings.max_examples
             item.user_properties.append(("compared examples of hypothesis", count))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    return call_with_room(lambda: runner.pytest_runtest_protocol(item, nextitem))
 
 
 def _processor_seconds() -> float:

@@ -35,6 +35,7 @@ from eqx_decoders.training import connected
 import numpy as np
 from eqx_decoders.cli import train as program
 from eqx_decoders.errors import DataError
+from eqx_decoders.io import heartbeat
 from eqx_decoders.io.checkpoint import reading
 from eqx_decoders.io.coordination import first_then_all, from_first, all_gather_json, processes_here
 from eqx_decoders.sharding.layout import Layout
@@ -43,6 +44,7 @@ from eqx_decoders.data.batches import Batches
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
 from tests.programs import no_renames
+heartbeat.GRACE = 1.0  # seconds to come to the error of the other one
 
 def check_batches():
     assert jax.process_count() == 2 and len(jax.devices()) == 4

@@ -37,6 +37,13 @@ def loop(x, weight, counts):
     return out
 
 
+@functools.partial(jax.jit, static_argnames="form")
+def products_and_gradients(x, weights, counts, outward, form):
+    """Compute the products of two weights and their gradients: one program for all counts."""
+    outs, back = jax.vjp(lambda x, *weights: grouped_products(x, weights, counts, form=form), x, *weights)
+    return outs, back(outward)
+
+
 @pytest.mark.parametrize("form", [*FORMS, pytest.param(GroupedForm("blocks", 64), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_values_and_gradients_are_those_of_a_loop(counts, form):
@@ -44,13 +51,9 @@ def test_values_and_gradients_are_those_of_a_loop(counts, form):
     total, rows = sum(counts), 40 + form.block
     x, first, second = draws(rows, INNER), draws(4, INNER, OUTER, seed=1), draws(4, INNER, 2 * OUTER, seed=2)
     x[total:] = 1e3 if form.kind == "blocks" else np.nan
-    outward = [draws(rows, size, seed=3) for size in (OUTER, 2 * OUTER)]
-
-    def run(x, *weights):
-        return grouped_products(x, weights, jnp.asarray(counts, jnp.int32), form=form)
-
-    outs, back = jax.vjp(run, *map(jnp.asarray, (x, first, second)))
-    to_x, *to_weights = back(tuple(jnp.asarray(g) for g in outward))
+    outward = tuple(draws(rows, size, seed=3) for size in (OUTER, 2 * OUTER))
+    each = np.asarray(counts, np.int32)
+    outs, (to_x, *to_weights) = products_and_gradients(x, (first, second), each, outward, form)
     want_x = np.zeros((total, INNER))
     for out, weight, g, to_weight in zip(outs, (first, second), outward, to_weights, strict=True):
         if total:

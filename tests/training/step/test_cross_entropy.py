@@ -206,8 +206,14 @@ MESHES = [
 PARTS = 128 * EMBED * 8  # bytes for 128 ids: a few parts, of which the last one overlaps
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+# each mesh with one of both, and both with the most usual one
+FEW = [(MESHES[0], False), *((mesh, number % 2 == 0) for number, mesh in enumerate(MESHES))]
+REST = [(mesh, tied) for mesh in MESHES for tied in (False, True) if (mesh, tied) not in FEW]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tied"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=str
+)
 def test_on_a_mesh(mesh, tied, monkeypatch):
     """Kernel and gradient at once and in parts, gradients summed by XLA or (tied) in rings: losses, gradients and
     predictions of one device."""
