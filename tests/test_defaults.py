@@ -44,6 +44,7 @@ DEFAULTS = {
     "AttentionOptions": dict(platform="cpu", needs_lse=True),
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba2Config": dict(taps=4, taps_bias=True, eps=1e-5),
+    "GatedConvolutionConfig": dict(taps=3),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),
     "LocalAttentionConfig": dict(chunk=12, left=13, soft_cap=50.0),
     "LightConvolutionConfig": dict(taps=5, activation="silu", norm=RMSNormConfig()),

@@ -37,6 +37,7 @@ from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
@@ -194,6 +195,11 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mixer=c),
         dict(num_heads=8, value_dim=5, num_groups=1, key_dim=6, taps=2, taps_bias=False, dt_min=2.0, dt_max=0.1)
         | dict(eps=0.5),
+    ),
+    GatedConvolutionConfig: (
+        GatedConvolutionConfig(channels=8),
+        lambda c: block(mixer=c),
+        dict(channels=4, taps=2, bias=True),
     ),
     KimiDeltaAttentionConfig: (
         KimiDeltaAttentionConfig(num_heads=2, head_dim=4, gate_rank=3),

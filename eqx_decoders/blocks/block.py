@@ -25,6 +25,7 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfi
 from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.recurrent.gated_conv import GatedConvolution, GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
@@ -39,9 +40,19 @@ MixerConfig = (
     | GatedDeltaNetConfig
     | Mamba2Config
     | KimiDeltaAttentionConfig
+    | GatedConvolutionConfig
     | LocalAttentionConfig
 )
-Mixer = Attention | LatentAttention | LearnedInit | GatedDeltaNet | Mamba2 | KimiDeltaAttention | LocalAttention
+Mixer = (
+    Attention
+    | LatentAttention
+    | LearnedInit
+    | GatedDeltaNet
+    | Mamba2
+    | KimiDeltaAttention
+    | GatedConvolution
+    | LocalAttention
+)
 
 ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
 Channel = MLP | Linear | Experts

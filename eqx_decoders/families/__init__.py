@@ -20,6 +20,8 @@ from eqx_decoders.families import (
     granite_hybrid,
     idefics3,
     kimi_linear,
+    lfm2,
+    lfm2_moe,
     llama,
     llama4,
     llama4_vision,
@@ -61,7 +63,7 @@ _PUBLISHED = (
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
-    *(olmo, olmoe, nanochat, bitnet, ministral3),
+    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe),
 )
 
 

@@ -271,6 +271,15 @@ ENDS = (
 _LAYER = "model.layers.{layer}."
 
 
+def renamed(rows: Iterable[Weight], names: Mapping[str, str]) -> tuple[Weight, ...]:
+    """Return the rows with other words in the names of their tensors: the family's for Llama's."""
+
+    def name(row: Weight) -> str:
+        return functools.reduce(lambda name, words: name.replace(*words), names.items(), row.name)
+
+    return tuple(dataclasses.replace(row, name=name(row)) for row in rows)
+
+
 def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
     """Return the rows of attention, which is called `name` in a layer."""
     attention = prefix + name

@@ -16,7 +16,7 @@ _BETA, _TABLES = "llama_4_scaling_beta", ("rope_parameters", "rope_scaling")
 
 
 def ministral3(shape: DecoderSizes, *, rope: YarnRope, growth: float = 0.1) -> DecoderConfig:
-    """Return a decoder of Ministral 3 blocks; at position p queries grow by `1 + growth ln(1 + floor(p / original))`."""
+    """Return a decoder of Ministral 3; queries grow by `1 + growth ln(1 + floor(position / original length))`."""
     temperature = QueryTemperature(scale=growth, length=rope.original_length, offset=0)
     return shape.decoder(shape.block(shape.attention(rope=rope, temperature=temperature)))
 

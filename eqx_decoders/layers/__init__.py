@@ -2,8 +2,8 @@
 
 Mix tokens
     `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `GatedDeltaNetConfig`,
-    `KimiDeltaAttentionConfig`, `Mamba2Config`; in encoders of audio `LocalAttentionConfig` and
-    `LightConvolutionConfig`; `LearnedInitConfig` learns attention's initial weights.
+    `KimiDeltaAttentionConfig`, `Mamba2Config`, `GatedConvolutionConfig`; in encoders of audio `LocalAttentionConfig`
+    and `LightConvolutionConfig`; `LearnedInitConfig` learns attention's initial weights.
 
 Transform each token
     `MLPConfig`, `LinearConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`, `load_balance_loss`,
@@ -90,6 +90,10 @@ from eqx_decoders.layers.norm import (
     LayerNormConfig as LayerNormConfig,
     RMSNorm as RMSNorm,
     RMSNormConfig as RMSNormConfig,
+)
+from eqx_decoders.layers.recurrent.gated_conv import (
+    GatedConvolution as GatedConvolution,
+    GatedConvolutionConfig as GatedConvolutionConfig,
 )
 from eqx_decoders.layers.recurrent.gated_delta_net import (
     GatedDeltaNet as GatedDeltaNet,

@@ -18,6 +18,7 @@ from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
@@ -41,6 +42,7 @@ LAYERS = {
     "learned kernels": (LearnedInitConfig(attention=dataclasses.replace(ATTENTION, output_gate=False), **TEACHER), 16),
     "gated delta net": (GatedDeltaNetConfig(num_heads=2, num_key_heads=1, key_dim=2, value_dim=3), 11),
     "kimi delta attention": (KimiDeltaAttentionConfig(num_heads=2, head_dim=3, gate_rank=2), 14),
+    "gated convolution": (GatedConvolutionConfig(channels=3), 3),
     "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
     "mlp": (MLPConfig(mlp_dim=3), 3),
     "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),

@@ -68,14 +68,26 @@ def convolved(
     ctx: Context,
 ) -> tuple[Float[Array, "batch length heads dims"], ConvInputs | NewConvInputs]:
     """Compute `silu(convolution(x) + bias)`, causal and channel by channel, and the new entries of a `ConvState`."""
-    channels, taps = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
+    channels = kernel.shape[0] * kernel.shape[1]
     flat = ctx.constrain(x.reshape(*x.shape[:2], channels), "batch length channels")
-    weights = kernel.reshape(channels, taps), None if bias is None else bias.reshape(channels)
-    smooth = convolve_on_mesh(flat, *weights, tail, ctx.positions, ctx.segment_ids, execution=ctx.execution)
-    if ctx.accept_all and x.shape[1] >= taps:
-        tail = jnp.zeros((x.shape[0], taps - 1, channels), x.dtype) if tail is None else tail
-        return jax.nn.silu(smooth).reshape(x.shape), NewConvInputs(tail=last_inputs(tail, flat, ctx.positions))
-    return jax.nn.silu(smooth).reshape(x.shape), ConvInputs(inputs=flat)
+    weights = kernel.reshape(channels, -1), None if bias is None else bias.reshape(channels)
+    smooth, entries = convolved_stream(flat, *weights, tail, ctx)
+    return jax.nn.silu(smooth).reshape(x.shape), entries
+
+
+def convolved_stream(
+    x: Float[Array, "batch length channels"],
+    kernel: Float[Array, "channels taps"],
+    bias: Float[Array, "channels"] | None,
+    tail: Float[Array, "batch back channels"] | None,
+    ctx: Context,
+) -> tuple[Float[Array, "batch length channels"], ConvInputs | NewConvInputs]:
+    """Compute `convolution(x) + bias`, causal and channel by channel, and the new entries of a `ConvState`."""
+    smooth = convolve_on_mesh(x, kernel, bias, tail, ctx.positions, ctx.segment_ids, execution=ctx.execution)
+    if not ctx.accept_all or x.shape[1] < kernel.shape[1]:
+        return smooth, ConvInputs(inputs=x)
+    tail = jnp.zeros((x.shape[0], kernel.shape[1] - 1, x.shape[2]), x.dtype) if tail is None else tail
+    return smooth, NewConvInputs(tail=last_inputs(tail, x, ctx.positions))
 
 
 def proposed_state(

@@ -1,0 +1,90 @@
+"""Gated short convolution (LFM2; Liquid AI 2025): `out(c * conv(b * x))`, whose state is the last inputs alone.
+
+b, c and x are projections of the stream, the convolution is causal and channel by channel, without an activation.
+"""
+
+import dataclasses
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.recurrent_state import ConvShape
+from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedConvolutionConfig(CheckedFields):
+    """Configuration of `out(c * conv(b * x))`.
+
+    **Arguments:**
+
+    - `channels`: features of b, c and x.
+    - `taps`: tokens that the convolution sees, the last among them.
+    - `bias`: whether projections and convolution have one.
+    """
+
+    channels: PositiveInt
+    taps: Annotated[int, AtLeast(2)] = 3
+    bias: bool = False
+
+    def cache_shape(self, max_length: int) -> dict[str, Any]:
+        """Return the shape of the cache: the last inputs of the convolution, whatever the length."""
+        return {"stream": ConvShape(taps=self.taps - 1, channels=self.channels)}
+
+    def token_products(self, length: int) -> int:
+        """Count multiplications per token besides those of the projections."""
+        return self.channels * self.taps
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "GatedConvolution":
+        keys, channels = jax.random.split(key, 3), self.channels
+
+        def zeros(*shape: int) -> Array | None:
+            return jnp.zeros(shape) if self.bias else None
+
+        return GatedConvolution(
+            inputs=fan_in(keys[0], (embed_dim, 3, channels), jnp.float32, embed_dim),
+            inputs_bias=zeros(3, channels),
+            taps=fan_in(keys[1], (channels, self.taps), jnp.float32, self.taps),
+            taps_bias=zeros(channels),
+            out=fan_in(keys[2], (channels, embed_dim), jnp.float32, channels),
+            out_bias=zeros(embed_dim),
+            config=self,
+        )
+
+
+class GatedConvolution(eqx.Module):
+    """Gated short convolution `out(c * conv(b * x))`; `inputs` are those of b, c and x."""
+
+    inputs: Float[Array, "embed inputs mlp"]
+    inputs_bias: Float[Array, "inputs mlp"] | None
+    taps: Float[Array, "mlp taps"]
+    taps_bias: Float[Array, "mlp"] | None
+    out: Float[Array, "mlp embed"]
+    out_bias: Float[Array, "embed"] | None
+    config: GatedConvolutionConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
+        """Return the layer's output, and the new entries of the last inputs."""
+        pattern = "batch length embed, embed inputs mlp -> batch length inputs mlp"
+        projected = save(add_bias(ctx.einsum(pattern, x, self.inputs), self.inputs_bias), "qkv_proj")
+        before, after, stream = (projected[:, :, index] for index in range(3))
+        flat = ctx.constrain(before * stream, "batch length channels")
+        smooth, entries = convolved_stream(flat, self.taps, self.taps_bias, cached_part(past, "stream"), ctx)
+        gated = save(ctx.constrain(after * smooth, "batch length mlp"), "attention_out")
+        out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"stream": entries}
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """Call the layer for a block."""
+        return BranchResult(*self(x, ctx, past))
