@@ -19,6 +19,7 @@ from eqx_decoders.families.common import (
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import (
+    AUTO_MAP,
     Check,
     Flag,
     Group,
@@ -104,7 +105,7 @@ def latent_sizes(*, nope_dim: int = 128, keys: Mapping[str, str | None] = {}, **
     """Return the rows of sizes, all but `nope_dim` features being rotated; the options are those of `decoder_sizes`."""
     return (
         Unused("head_dim qk_head_dim", "they follow from the sizes with and without rotation"),
-        Unused("auto_map", "it names code in the same directory, which is neither run nor exported"),
+        AUTO_MAP,
         Integer("qk_nope_head_dim", "latent.nope_dim", nope_dim, name="_nope_dim"),
         Integer("qk_rope_head_dim", "latent.rope_dim", 64, name="_rope_dim"),
         decoder_sizes(
@@ -242,7 +243,7 @@ def v3_router_settings(
     divided = Flag("norm_topk_prob", "experts.router.renormalize", renormalize)
     return (
         Only("topk_method", "noaux_tc"),
-        Only("scoring_func", "sigmoid"),
+        Only("scoring_func", "sigmoid", "noaux_tc"),  # as dots.llm1's files have it
         router_settings(v3_router, divided, scale=scale, groups=groups, chosen=chosen),
     )
 
@@ -289,8 +290,7 @@ def v3_experts(
     """
     qk_norm = QKNorm(norm=shape.norm) if normalized else None
     mixer = shape.attention(rope=rope, qk_norm=qk_norm, out_bias=shape.attention_bias and output_bias)
-    config = deepseek_v3(shape=shape, mixer=mixer, **options)
-    return with_masks(config, masks) if masks else config
+    return with_masks(deepseek_v3(shape=shape, mixer=mixer, **options), masks)
 
 
 _LAYER = "model.layers.{layer}."

@@ -1,15 +1,17 @@
 """Blocks and settings that GLM-4 and GLM-4-0414 share."""
 
-from typing import Any
+import functools
 
 from eqx_decoders.families.common import LAYER, DecoderSizes, NormPlaces, decoder_sizes, fused_mlp
 from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import AUTO_MAP
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 ROPE = Rope(fraction=0.5, pairing="interleaved")
 SETTINGS = (
+    AUTO_MAP,
     decoder_sizes(num_kv_heads=2, head_dim=128, eps=1.5625e-7, attention_bias=True),
     rope_settings(fraction=0.5, pairing="interleaved"),
 )
@@ -21,6 +23,5 @@ def glm(shape: DecoderSizes, *, rope: Rope = ROPE, norms: NormPlaces = "pre") ->
     return shape.decoder(shape.block(shape.attention(rope=rope, out_bias=False), norms=norms))
 
 
-def glm_sizes(**sizes: Any) -> DecoderSizes:
-    """Return sizes with the vocabulary and the heads of the published models."""
-    return DecoderSizes(vocab_size=151_552, head_dim=128, num_kv_heads=2, **sizes)
+# of the published models
+glm_sizes = functools.partial(DecoderSizes, vocab_size=151_552, head_dim=128, num_kv_heads=2)

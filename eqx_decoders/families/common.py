@@ -180,10 +180,12 @@ def map_blocks(config: DecoderConfig, change: Callable[[BlockConfig], BlockConfi
     return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks))
 
 
-def with_masks(config: DecoderConfig, masks: Iterable[Mask]) -> DecoderConfig:
-    """Return the configuration with these masks of its layers, all of which have attention."""
-    pairs = zip(config.blocks, masks, strict=True)
-    blocks = (dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, mask=mask)) for block, mask in pairs)
+def with_masks(config: DecoderConfig, masks: tuple[Mask, ...]) -> DecoderConfig:
+    """Return the configuration with these masks of its layers, all of which have attention; as it is without masks."""
+    if not masks:
+        return config
+    mixers = (dataclasses.replace(mixer, mask=mask) for mixer, mask in zip(attentions(config), masks, strict=True))
+    blocks = (dataclasses.replace(block, mixer=mixer) for block, mixer in zip(config.blocks, mixers, strict=True))
     return dataclasses.replace(config, blocks=tuple(blocks))
 
 

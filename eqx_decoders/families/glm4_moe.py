@@ -17,7 +17,7 @@ from eqx_decoders.families._deepseek import (
 from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.families.settings_table import AUTO_MAP, Flag
 from eqx_decoders.layers.rope import Rope
 
 
@@ -26,6 +26,7 @@ FAMILY = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     settings=(
+        AUTO_MAP,
         decoder_sizes(num_kv_heads=8, eps=1e-5),
         rope_settings(fraction=0.5),
         Flag("use_qk_norm", lambda config: config.blocks[0].mixer.qk_norm is not None, False, name="normalized"),
@@ -37,7 +38,7 @@ FAMILY = Family(
     build=glm4_moe,
     weights=(*llama_weights(mlp=GATED_MLP + V3_EXPERTS), *DEPTH),
     fused=moe.fused_experts(MLP),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"moe_router_dtype": "scores are in float32"},
     copies=V3_COPIES,
 )
 
@@ -52,8 +53,8 @@ MODELS = {
     "glm4.5-air-106b-a12b": lambda: _model(
         _AIR, num_experts=128, expert_dim=1408, dense_layers=range(1), router=v3_router(scaling_factor=1.0)
     ),
-    "glm4.5-355b-a32b": lambda: _model(
+    **dict.fromkeys(("glm4.5-355b-a32b", "glm4.6-355b-a32b", "glm4.7-355b-a32b"), lambda: _model(
         _FULL, num_experts=160, expert_dim=1536, dense_layers=range(3), router=v3_router(scaling_factor=2.5),
         normalized=True,
-    ),
+    )),
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al. 2024): Qwen2's attention, experts, and a shared one with a gate."""
 
 import functools
-from typing import Any
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._qwen import EARLY_WINDOWS, IGNORED_WINDOW_KEYS
@@ -23,8 +22,7 @@ def qwen2_moe(
     """Return a decoder of Qwen2 blocks with experts; `dense_layers`, counted from 0, have `shape`'s MLP."""
     mixer = shape.attention(rope=rope, out_bias=False)
     mlps = (None if index in dense_layers else experts for index in range(shape.num_layers))
-    config = moe.need_experts(shape.decoder(shape.block(mixer, mlp) for mlp in mlps))
-    return with_masks(config, masks) if masks else config
+    return moe.need_experts(with_masks(shape.decoder(shape.block(mixer, mlp) for mlp in mlps), masks))
 
 
 _EXPERTS = (
@@ -49,15 +47,15 @@ FAMILY = Family(
 )
 
 _shape = functools.partial(DecoderSizes, vocab_size=151_936, head_dim=128, attention_bias=True)
+_experts = functools.partial(qwen_experts, renormalize=False)
 _14B = _shape(embed_dim=2048, num_layers=24, num_heads=16, num_kv_heads=16, mlp_dim=5632)
 _57B = _shape(embed_dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_dim=18_944)
 
-
-def _model(shape: DecoderSizes, **experts: Any) -> DecoderConfig:
-    return qwen2_moe(shape, experts=qwen_experts(shape, renormalize=False, **experts))
-
-
 MODELS = {
-    "qwen1.5-moe-a2.7b": lambda: _model(_14B, num_experts=60, num_experts_per_token=4, mlp_dim=1408, shared_dim=5632),
-    "qwen2-57b-a14b": lambda: _model(_57B, num_experts=64, num_experts_per_token=8, mlp_dim=2560, shared_dim=20_480),
+    "qwen1.5-moe-a2.7b": lambda: qwen2_moe(
+        _14B, experts=_experts(_14B, num_experts=60, num_experts_per_token=4, mlp_dim=1408, shared_dim=5632)
+    ),
+    "qwen2-57b-a14b": lambda: qwen2_moe(
+        _57B, experts=_experts(_57B, num_experts=64, num_experts_per_token=8, mlp_dim=2560, shared_dim=20_480)
+    ),
 }

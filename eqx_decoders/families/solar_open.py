@@ -7,7 +7,7 @@ from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Only
+from eqx_decoders.families.settings_table import AUTO_MAP, Only
 from eqx_decoders.layers.rope import YarnRope
 
 
@@ -17,6 +17,7 @@ FAMILY = Family(
     architecture="SolarOpenForCausalLM",
     settings=(
         # these stand in published files, and transformers does not read them
+        AUTO_MAP,
         Only("use_qk_norm", False),
         Only("first_k_dense_replace", 0),
         moe.mlp_like_experts(1280),
