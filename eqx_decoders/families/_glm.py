@@ -20,7 +20,8 @@ FUSED_MLP = fused_mlp(LAYER + "mlp.")
 
 def glm(shape: DecoderSizes, *, rope: Rope = ROPE, norms: NormPlaces = "pre") -> DecoderConfig:
     """Return a decoder of GLM-4 blocks; the output of attention never has a bias."""
-    return shape.decoder(shape.block(shape.attention(rope=rope, out_bias=False), norms=norms))
+    mixer = shape.attention(rope=rope, out_bias=False)
+    return shape.decoder(shape.block(mixer, shape.mlp(fused=True), norms=norms))
 
 
 # of the published models

@@ -9,7 +9,7 @@ from eqx_decoders.blocks.block import BlockConfig, MixerConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
-from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
@@ -318,10 +318,9 @@ GATED_MLP = gated_mlp(LAYER + "mlp.")
 def fused_mlp(
     prefix: str, path: str = "mlp.", gate_up: str = "gate_up_proj", down: str = "down_proj"
 ) -> tuple[Weight, ...]:
-    """Return the rows of a gated MLP without biases whose gate and up projection share a tensor."""
-    into = "mlp embed -> embed mlp"
+    """Return the rows of a gated MLP that is `fused`, without biases: gates are the first rows of one matrix."""
     return (
-        *sharing(f"{prefix}{gate_up}.weight", (path + "gate", into), (path + "up", into)),
+        Weight(f"{prefix}{gate_up}.weight", path + "gate_up", "(inputs mlp) embed -> embed inputs mlp"),
         Weight(f"{prefix}{down}.weight", path + "down", "embed mlp -> mlp embed"),
     )
 
