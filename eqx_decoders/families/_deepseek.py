@@ -1,14 +1,25 @@
 """Blocks, settings and tensors of DeepSeek-V2, DeepSeek-V3 and Kimi K2: latent attention, and experts."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from eqx_decoders.blocks.block import MixerConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import ENDS, GATED_MLP, PRE_NORMS, DecoderSizes, decoder_sizes, gated_mlp, map_blocks
+from eqx_decoders.families.common import (
+    ENDS,
+    GATED_MLP,
+    PRE_NORMS,
+    DecoderSizes,
+    decoder_sizes,
+    gated_mlp,
+    map_blocks,
+    with_masks,
+)  # fmt: skip
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import (
+    AUTO_MAP,
     Check,
     Flag,
     Group,
@@ -23,8 +34,10 @@ from eqx_decoders.families.settings_table import (
     value_at,
 )
 from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
@@ -51,19 +64,19 @@ def latent_attention(
 
 def deepseek(
     shape: DecoderSizes,
-    mixer: LatentAttentionConfig,
+    mixer: MixerConfig,
     *,
     router: RouterConfig,
     num_experts: int,
     num_experts_per_token: int,
     num_shared: int,
     expert_dim: int,
-    num_dense_layers: int,
+    dense_layers: Collection[int],
     mlp_bias: bool = False,
 ) -> DecoderConfig:
     """Return a decoder of DeepSeek blocks.
 
-    `shape`'s MLP is that of the first `num_dense_layers`; `num_shared` experts are used by every token.
+    `shape`'s MLP is that of the `dense_layers`, counted from 0; `num_shared` experts are used by every token.
     """
     experts = shape.experts(
         num_experts=num_experts,
@@ -73,7 +86,7 @@ def deepseek(
         shared=MLPConfig(mlp_dim=expert_dim * num_shared, activation=shape.activation, bias=mlp_bias),
     )
     dense, sparse = shape.block(mixer, shape.mlp(bias=mlp_bias)), shape.block(mixer, experts)
-    blocks = (dense if index < num_dense_layers else sparse for index in range(shape.num_layers))
+    blocks = (dense if index in dense_layers else sparse for index in range(shape.num_layers))
     return moe.need_experts(shape.decoder(blocks))
 
 
@@ -88,12 +101,12 @@ SAME_HEADS = Check(
 )
 
 
-def latent_sizes(*, keys: Mapping[str, str | None] = {}, **options: Any) -> tuple[Setting, ...]:
-    """Return the rows of sizes, some of whose features are rotated; the options are those of `decoder_sizes`."""
+def latent_sizes(*, nope_dim: int = 128, keys: Mapping[str, str | None] = {}, **options: Any) -> tuple[Setting, ...]:
+    """Return the rows of sizes, all but `nope_dim` features being rotated; the options are those of `decoder_sizes`."""
     return (
         Unused("head_dim qk_head_dim", "they follow from the sizes with and without rotation"),
-        Unused("auto_map", "it names code in the same directory, which is neither run nor exported"),
-        Integer("qk_nope_head_dim", "latent.nope_dim", 128, name="_nope_dim"),
+        AUTO_MAP,
+        Integer("qk_nope_head_dim", "latent.nope_dim", nope_dim, name="_nope_dim"),
         Integer("qk_rope_head_dim", "latent.rope_dim", 64, name="_rope_dim"),
         decoder_sizes(
             head_dim=lambda values: values["_nope_dim"] + values["_rope_dim"],
@@ -105,13 +118,18 @@ def latent_sizes(*, keys: Mapping[str, str | None] = {}, **options: Any) -> tupl
     )
 
 
-def latent_ranks(q_rank: int | None) -> tuple[Setting, ...]:
-    """Return the rows of latent attention besides its sizes; `q_rank` is transformers' default."""
+def latent_ranks(q_rank: int | None, value_dim: int = 128) -> tuple[Setting, ...]:
+    """Return the rows of latent attention besides its sizes; the arguments are transformers' defaults."""
     return (
         Integer("q_lora_rank", "latent.q_rank", q_rank, null=None),
         Integer("kv_lora_rank", "latent.kv_rank", 512),
-        Integer("v_head_dim", "latent.value_dim", 128),
+        Integer("v_head_dim", "latent.value_dim", value_dim),
     )
+
+
+def latent_mixer(q_rank: int | None, value_dim: int = 128) -> Group:
+    """Return the row of latent attention, whose rows of sizes and rotary embedding stand before it."""
+    return Group("mixer", latent_attention, latent_ranks(q_rank, value_dim), uses=("shape", "_rope", "_nope_dim"))
 
 
 def _num_shared(config: DecoderConfig) -> int:
@@ -119,9 +137,9 @@ def _num_shared(config: DecoderConfig) -> int:
     return max(1, value_at(experts, "shared.mlp_dim") // experts.mlp_dim)
 
 
-def num_shared(default: int, *, twin: str = "") -> Integer:
+def num_shared(default: int, *, key: str = "n_shared_experts", twin: str = "") -> Integer:
     """Return the row of the number of shared experts."""
-    return Integer("n_shared_experts", _num_shared, default, name="num_shared", twin=twin)
+    return Integer(key, _num_shared, default, name="num_shared", twin=twin)
 
 
 def router_settings(make: Callable[..., RouterConfig], *more: Setting, scale: float, groups: int, chosen: int) -> Group:
@@ -134,29 +152,33 @@ def router_settings(make: Callable[..., RouterConfig], *more: Setting, scale: fl
     return Group("router", make, (*more, *rows))
 
 
+def expert_settings(*, num_experts: int, chosen: int, shared: int, expert_dim: int) -> tuple[Setting, ...]:
+    """Return the rows of the experts besides their router; the numbers are transformers' defaults."""
+    return (
+        Only("moe_layer_freq", 1),
+        Only("ep_size", 1),
+        *moe.expert_counts("n_routed_experts", num=num_experts, chosen=chosen),
+        num_shared(shared),
+        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim, name="expert_dim"),
+    )
+
+
 def deepseek_settings(
     rope: Rule, *, num_experts: int, shared: int, expert_dim: int, num_dense_layers: int
 ) -> tuple[Setting, ...]:
     """Return the rows that all DeepSeeks have; `rope` is that of `_rope`, the numbers are transformers' defaults."""
     return (
-        Only("moe_layer_freq", 1),
-        Only("ep_size", 1),
         *latent_sizes(),
         rope,
-        Group("mixer", latent_attention, latent_ranks(1536), uses=("shape", "_rope", "_nope_dim")),
-        *moe.expert_counts("n_routed_experts", num=num_experts, chosen=8),
-        num_shared(shared),
-        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim, name="expert_dim"),
-        Integer(
-            "first_k_dense_replace", lambda config: moe.sparse_layers(config)[0], num_dense_layers, least=0,
-            name="num_dense_layers",
-        ),
-    )  # fmt: skip
+        latent_mixer(1536),
+        *expert_settings(num_experts=num_experts, chosen=8, shared=shared, expert_dim=expert_dim),
+        moe.dense_layers(num_dense_layers),
+    )
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
 MLP = "model.layers.{layer}.mlp."
-WEIGHTS = (
+LATENT = (
     *ENDS,
     *PRE_NORMS,
     Weight(_ATTENTION + "q_proj.weight", "mixer.query", "(heads qk_dim) embed -> embed heads qk_dim"),
@@ -171,9 +193,9 @@ WEIGHTS = (
     Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
     Weight(_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
     *GATED_MLP,
-    *moe.separate_experts(MLP),
-    *gated_mlp(MLP + "shared_experts.", "mlp.shared."),
 )
+EXPERTS = (*moe.separate_experts(MLP), *gated_mlp(MLP + "shared_experts.", "mlp.shared."))
+WEIGHTS = (*LATENT, *EXPERTS)
 
 
 # --- V3 ---
@@ -214,18 +236,26 @@ def _write_v3_rope(config: DecoderConfig) -> dict[str, Any]:
     return {"rope_interleave": rope is not None and rope.pairing == "interleaved", **write_rope(config)}
 
 
+def v3_router_settings(
+    *, scale: float, groups: int = 1, chosen: int = 1, renormalize: bool = True
+) -> tuple[Setting, ...]:
+    """Return the rows of V3's router; the arguments are transformers' defaults."""
+    divided = Flag("norm_topk_prob", "experts.router.renormalize", renormalize)
+    return (
+        Only("topk_method", "noaux_tc"),
+        Only("scoring_func", "sigmoid", "noaux_tc"),  # as dots.llm1's files have it
+        router_settings(v3_router, divided, scale=scale, groups=groups, chosen=chosen),
+    )
+
+
+V3_ROPE = Rule("_rope", _read_v3_rope, _write_v3_rope)
+DEPTHS = Integer(
+    "num_nextn_predict_layers", lambda config: config.mtp.num_depths if config.mtp else 0, 0, least=0, name="depths"
+)
 V3_SETTINGS = (
-    Only("topk_method", "noaux_tc"),
-    Only("scoring_func", "sigmoid"),
-    router_settings(
-        v3_router, Flag("norm_topk_prob", "experts.router.renormalize", True), scale=2.5, groups=8, chosen=4
-    ),
-    *deepseek_settings(
-        Rule("_rope", _read_v3_rope, _write_v3_rope), num_experts=256, shared=1, expert_dim=2048, num_dense_layers=3
-    ),
-    Integer(
-        "num_nextn_predict_layers", lambda config: config.mtp.num_depths if config.mtp else 0, 0, least=0, name="depths"
-    ),
+    *v3_router_settings(scale=2.5, groups=8, chosen=4),
+    *deepseek_settings(V3_ROPE, num_experts=256, shared=1, expert_dim=2048, num_dense_layers=3),
+    DEPTHS,
 )
 
 
@@ -240,15 +270,41 @@ def deepseek_v3(*, depths: int = 0, **options: Any) -> DecoderConfig:
     return dataclasses.replace(config, mtp=mtp)
 
 
+def v3_experts(
+    shape: DecoderSizes,
+    *,
+    rope: Rope,
+    normalized: bool = False,
+    output_bias: bool = True,
+    masks: tuple[Mask, ...] = (),
+    **options: Any,
+) -> DecoderConfig:
+    """Return a decoder of attention that is not latent, and V3's experts; the options are those of `deepseek_v3`.
+
+    **Arguments:**
+
+    - `shape`, `rope`: its sizes and rotary embedding.
+    - `normalized`: whether queries and keys are, each head for itself.
+    - `output_bias`: whether `attention_bias` means the output projection, too.
+    - `masks`: of all layers; without them all are causal.
+    """
+    qk_norm = QKNorm(norm=shape.norm) if normalized else None
+    mixer = shape.attention(rope=rope, qk_norm=qk_norm, out_bias=shape.attention_bias and output_bias)
+    return with_masks(deepseek_v3(shape=shape, mixer=mixer, **options), masks)
+
+
 _LAYER = "model.layers.{layer}."
-V3_WEIGHTS = (
-    *WEIGHTS,
+V3_EXPERTS = (
+    *EXPERTS,
     Weight(MLP + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+)
+DEPTH = (
     Weight(_LAYER + "enorm.weight", "embed_norm.scale", "norm -> norm"),
     Weight(_LAYER + "hnorm.weight", "stream_norm.scale", "norm -> norm"),
     Weight(_LAYER + "eh_proj.weight", "kernel", "embed joined -> joined embed"),
     Weight(_LAYER + "shared_head.norm.weight", "final_norm.scale", "norm -> norm"),
 )
+V3_WEIGHTS = (*LATENT, *V3_EXPERTS, *DEPTH)
 V3_COPIES = {
     _LAYER + "embed_tokens.weight": "model.embed_tokens.weight",
     _LAYER + "shared_head.head.weight": "lm_head.weight",
@@ -269,7 +325,7 @@ def v3_model(*, vocab_size: int, num_heads: int, rope: Rope, **options: Any) -> 
 def v3_671b() -> DecoderConfig:
     """Return DeepSeek-V3."""
     return v3_model(
-        vocab_size=129_280, num_heads=128, num_experts=256, num_dense_layers=3,
+        vocab_size=129_280, num_heads=128, num_experts=256, dense_layers=range(3),
         rope=YarnRope(factor=40.0, **V3_YARN),
         router=v3_router(groups=8, groups_per_token=4, scaling_factor=2.5),
     )  # fmt: skip

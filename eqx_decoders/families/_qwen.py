@@ -56,10 +56,14 @@ def qwen3_moe(
     return moe.need_experts(shape.decoder(blocks))
 
 
+def _read_window_settings(fields: Fields) -> tuple[int | None, int]:
+    """Return the size of windows, None where they are off, and the layer where they begin or end."""
+    on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None, least=0)
+    return (size or None) if on else None, fields.integer("max_window_layers", 28, least=0)
+
+
 def _read_late_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
-    first = fields.integer("max_window_layers", 28, least=0)
-    window = size if on else None
+    window, first = _read_window_settings(fields)
     return read_masks(
         fields, window, [window is not None and index >= first for index in range(values["shape"].num_layers)]
     )
@@ -74,6 +78,21 @@ def _write_late_windows(config: DecoderConfig) -> dict[str, Any]:
 
 # windows from layer `max_window_layers` on, or as `layer_types` says
 LATE_WINDOWS = Rule("masks", _read_late_windows, _write_late_windows)
+
+
+def _read_early_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
+    window, end = _read_window_settings(fields)
+    layers = range(values["shape"].num_layers)
+    return read_masks(fields, window, [window is not None and index % 2 == 0 and index < end for index in layers])
+
+
+def _write_early_windows(config: DecoderConfig) -> dict[str, Any]:
+    masks = write_masks(config, default=0)  # as transformers writes it
+    return masks | {"use_sliding_window": masks["sliding_window"] > 0}
+
+
+# windows in every other layer before layer `max_window_layers`, or as `layer_types` says
+EARLY_WINDOWS = Rule("masks", _read_early_windows, _write_early_windows)
 
 
 def _read_window(fields: Fields, values: Values) -> Mask:

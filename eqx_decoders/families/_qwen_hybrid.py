@@ -102,12 +102,12 @@ HYBRID_SETTINGS = (
 )
 
 
-def expert_settings(*, num: int, chosen: int) -> tuple[Setting, ...]:
+def expert_settings(*, num: int, chosen: int, expert_dim: int = 512, shared_dim: int = 512) -> tuple[Setting, ...]:
     """Return the rows of the experts; the arguments are transformers' defaults."""
     return (
         *moe.expert_counts("num_experts", num=num, chosen=chosen),
-        Integer("moe_intermediate_size", "experts.mlp_dim", 512),
-        Integer("shared_expert_intermediate_size", "experts.shared.mlp_dim", 512, name="shared_dim"),
+        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim),
+        Integer("shared_expert_intermediate_size", "experts.shared.mlp_dim", shared_dim, name="shared_dim"),
     )
 
 

@@ -180,6 +180,15 @@ def map_blocks(config: DecoderConfig, change: Callable[[BlockConfig], BlockConfi
     return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks))
 
 
+def with_masks(config: DecoderConfig, masks: tuple[Mask, ...]) -> DecoderConfig:
+    """Return the configuration with these masks of its layers, all of which have attention; as it is without masks."""
+    if not masks:
+        return config
+    mixers = (dataclasses.replace(mixer, mask=mask) for mixer, mask in zip(attentions(config), masks, strict=True))
+    blocks = (dataclasses.replace(block, mixer=mixer) for block, mixer in zip(config.blocks, mixers, strict=True))
+    return dataclasses.replace(config, blocks=tuple(blocks))
+
+
 def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
     """Return the attention of every layer; ConversionError where there is another mixer."""
     mixers = tuple(block.mixer for block in config.blocks)
@@ -268,7 +277,7 @@ ENDS = (
     Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
 )
-_LAYER = "model.layers.{layer}."
+LAYER = "model.layers.{layer}."
 
 
 def renamed(rows: Iterable[Weight], names: Mapping[str, str]) -> tuple[Weight, ...]:
@@ -312,7 +321,17 @@ def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
     )
 
 
-GATED_MLP = gated_mlp(_LAYER + "mlp.")
+GATED_MLP = gated_mlp(LAYER + "mlp.")
+
+
+def fused_mlp(
+    prefix: str, path: str = "mlp.", gate_up: str = "gate_up_proj", down: str = "down_proj"
+) -> tuple[Weight, ...]:
+    """Return the rows of a gated MLP that is `fused`, without biases: gates are the first rows of one matrix."""
+    return (
+        Weight(f"{prefix}{gate_up}.weight", path + "gate_up", "(inputs mlp) embed -> embed inputs mlp"),
+        Weight(f"{prefix}{down}.weight", path + "down", "embed mlp -> mlp embed"),
+    )
 
 
 def plain_mlp(prefix: str, path: str = "mlp.", up: str = "up_proj", down: str = "down_proj") -> tuple[Weight, ...]:
@@ -338,18 +357,23 @@ def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
     return tuple(row for path, name in names.items() for row in norm(prefix + name, path))
 
 
-PRE_NORMS = norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
+PRE_NORMS = norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
 _POST_NORMS = norm_weights(
-    _LAYER, post_mixer_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm"
+    LAYER, post_mixer_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm"
 )
 _NORMS: dict[NormPlaces, tuple[Weight, ...]] = {
     "pre": PRE_NORMS,
     "post": _POST_NORMS,
     "sandwich": _POST_NORMS
-    + norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm"),
+    + norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm"),
 }
 
 
-def llama_weights(norms: NormPlaces = "pre", mlp: tuple[Weight, ...] = GATED_MLP) -> tuple[Weight, ...]:
-    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLP or experts."""
-    return ENDS + self_attention(_LAYER) + _NORMS[norms] + mlp
+def llama_weights(
+    norms: NormPlaces | tuple[Weight, ...] = "pre", mlp: tuple[Weight, ...] = GATED_MLP
+) -> tuple[Weight, ...]:
+    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLP or experts.
+
+    Rows in the place of positions are those of norms with other names.
+    """
+    return ENDS + self_attention(LAYER) + (norms if isinstance(norms, tuple) else _NORMS[norms]) + mlp

@@ -53,7 +53,7 @@ _LITE = DecoderSizes(
 _FULL = DecoderSizes(
     vocab_size=102_400, embed_dim=5120, num_layers=60, num_heads=128, num_kv_heads=128, head_dim=192, mlp_dim=12_288
 )
-_COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, num_dense_layers=1)
+_COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, dense_layers=range(1))
 
 MODELS = {
     "deepseek2-16b": lambda: deepseek(

@@ -35,7 +35,7 @@ FAMILY = Family(
 MODELS = {
     "deepseek3-671b": v3_671b,
     "kimi-k2-1t": lambda: v3_model(
-        vocab_size=163_840, num_heads=64, num_experts=384, num_dense_layers=1,
+        vocab_size=163_840, num_heads=64, num_experts=384, dense_layers=range(1),
         rope=YarnRope(theta=50_000.0, factor=32.0, beta_fast=1.0, **V3_YARN),
         router=v3_router(groups=1, groups_per_token=1, scaling_factor=2.827),
     ),

@@ -19,7 +19,7 @@ def _layer_types(layers: int, dense: int) -> dict[str, list[str]]:
 
 
 def _check_layer_types(fields: Fields, values: Values) -> None:
-    for key, types in _layer_types(values["shape"].num_layers, values["num_dense_layers"]).items():
+    for key, types in _layer_types(values["shape"].num_layers, len(values["dense_layers"])).items():
         fields.allow_only(key, types)
 
 

@@ -3,6 +3,7 @@
 Nothing is rotated: positions come from the recurrence alone.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
@@ -26,15 +27,16 @@ def kimi_linear(
     delta: KimiDeltaAttentionConfig | None,
     full: tuple[bool, ...],
     experts: ExpertsConfig,
-    dense: tuple[bool, ...],
+    dense_layers: Collection[int],
     latent: LatentAttentionConfig,
 ) -> DecoderConfig:
-    """Return a decoder of Kimi Linear's blocks: latent attention where `full` is True, an MLP where `dense` is."""
+    """Return a decoder of Kimi Linear's blocks: latent attention where `full` is True, an MLP in `dense_layers`."""
 
-    def block(has_latent: bool, is_dense: bool) -> BlockConfig:
-        return shape.block(latent if has_latent or delta is None else delta, shape.mlp() if is_dense else experts)
+    def block(index: int) -> BlockConfig:
+        mlp = shape.mlp() if index in dense_layers else experts
+        return shape.block(latent if full[index] or delta is None else delta, mlp)
 
-    return moe.need_experts(shape.decoder(map(block, full, dense)))
+    return moe.need_experts(shape.decoder(map(block, range(shape.num_layers))))
 
 
 def kimi_experts(shape: DecoderSizes, *, mlp_dim: int, num_shared: int, num_experts: int, num_experts_per_token: int,
@@ -94,19 +96,6 @@ _NESTED = {"head_dim": "head_dim", "num_heads": "num_heads", "short_conv_kernel_
 _FLAT = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "taps"}
 
 
-def _read_dense(fields: Fields, values: Values) -> tuple[bool, ...]:
-    first_sparse, layers = fields.integer("first_k_dense_replace", 1, least=0), values["shape"].num_layers
-    kinds = fields.words("mlp_layer_types", ("dense", "sparse"), layers)
-    if kinds is None:
-        return tuple(index < first_sparse for index in range(layers))
-    return tuple(kind == "dense" for kind in kinds)
-
-
-def _write_dense(config: DecoderConfig) -> dict[str, Any]:
-    sparse = moe.sparse_layers(config)
-    return {"mlp_layer_types": ["sparse" if index in sparse else "dense" for index in range(len(config.blocks))]}
-
-
 # `twin` is the name in published files; transformers writes the other one
 _EXPERTS = (
     Integer("num_local_experts", "experts.num_experts", 256, twin="num_experts"),
@@ -164,7 +153,7 @@ FAMILY = Family(
         Rule("delta", _read_delta, _write_delta),
         hybrid_layers(LatentAttentionConfig),
         Group("experts", kimi_experts, _EXPERTS, uses=("shape",)),
-        Rule("dense", _read_dense, _write_dense),
+        moe.dense_layers(1, listed=True),
         Group("latent", latent_attention, latent_ranks(None), uses=("shape", "_nope_dim")),
     ),
     build=kimi_linear,
@@ -194,8 +183,7 @@ def _48b() -> DecoderConfig:
     )
     full = tuple((index + 1) % 4 == 0 or index == 26 for index in range(27))
     latent = latent_attention(shape, rope=None, q_rank=None)
-    dense = tuple(index < 1 for index in range(27))
-    return kimi_linear(shape, delta=delta, full=full, experts=experts, dense=dense, latent=latent)
+    return kimi_linear(shape, delta=delta, full=full, experts=experts, dense_layers=range(1), latent=latent)
 
 
 MODELS = {"kimi-linear-48b-a3b": _48b}

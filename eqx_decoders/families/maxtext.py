@@ -86,7 +86,7 @@ def _deepseek() -> DecoderConfig:
     router = v3_router(groups=1, groups_per_token=1, scaling_factor=2.5)
     experts: dict[str, Any] = dict(num_experts=16, num_experts_per_token=2, num_shared=1, expert_dim=512)
     mixer = latent_attention(shape, rope=rope, q_rank=384, kv_rank=128, nope_dim=32, value_dim=128)
-    plain = deepseek(shape, mixer, router=router, num_dense_layers=1, **experts)
+    plain = deepseek(shape, mixer, router=router, dense_layers=range(1), **experts)
     return with_indexer(plain, IndexerConfig(num_heads=16, head_dim=64, top_k=256))
 
 

@@ -30,13 +30,22 @@ def sparse_layers(config: DecoderConfig) -> list[int]:
     return [index for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
 
 
+def mlp_like_experts(default: int) -> Rule:
+    """Return the row that takes the width of experts as that of an MLP, where no layer has one."""
+
+    def read(fields: Fields, values: Values) -> None:
+        fields.content["intermediate_size"] = fields.integer("moe_intermediate_size", default)
+
+    return Rule("", read)
+
+
 def separate_experts(
-    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate"
 ) -> tuple[Weight, ...]:
     """Return the rows of a router, and of experts that are stored one by one as matrices `[out, in]`."""
     expert = prefix + "experts.{expert}."
     return (
-        Weight(prefix + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        Weight(prefix + f"{router}.weight", "mlp.router.kernel", "experts embed -> embed experts"),
         Weight(expert + f"{gate}.weight", "mlp.gate", "mlp embed -> embed mlp"),
         Weight(expert + f"{up}.weight", "mlp.up", "mlp embed -> embed mlp"),
         Weight(expert + f"{down}.weight", "mlp.down", "embed mlp -> mlp embed"),
@@ -68,6 +77,29 @@ def expert_counts(count: str, per_token: str = "num_experts_per_tok", *, num: in
         Integer(count, "experts.num_experts", num),
         Integer(per_token, "experts.num_experts_per_token", chosen),
     )
+
+
+_KINDS = ("dense", "sparse")
+
+
+def dense_layers(first: int, *, listed: bool = False) -> Rule:
+    """Return the row of the layers without experts: the first `first_k_dense_replace`, by default `first`.
+
+    Where they may be `listed`, `mlp_layer_types` says it of each layer.
+    """
+
+    def read(fields: Fields, values: Values) -> frozenset[int]:
+        layers, count = values["shape"].num_layers, fields.integer("first_k_dense_replace", first, least=0)
+        kinds = fields.words("mlp_layer_types", _KINDS, layers) if listed else None
+        return frozenset(i for i in range(layers) if (i < count if kinds is None else kinds[i] == "dense"))
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        sparse = sparse_layers(config)
+        if not listed:
+            return {"first_k_dense_replace": sparse[0]}
+        return {"mlp_layer_types": [_KINDS[index in sparse] for index in range(len(config.blocks))]}
+
+    return Rule("dense_layers", read, write)
 
 
 def sparse_steps() -> Rule:

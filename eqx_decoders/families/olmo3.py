@@ -3,10 +3,10 @@
 import functools
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.families._olmo import olmo_block
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
-from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -23,11 +23,9 @@ def olmo3(
     local_rope: Rope = Rope(theta=_THETA),
 ) -> DecoderConfig:
     """Return a decoder of Olmo 3 blocks; layers with a window have the rotary embedding `local_rope`."""
-    qk_norm = QKNorm(norm=shape.norm, over="heads")
 
     def block(mask: Mask) -> BlockConfig:
-        used = local_rope if isinstance(mask, SlidingWindow) else rope
-        return shape.block(shape.attention(mask=mask, rope=used, qk_norm=qk_norm), norms="post")
+        return olmo_block(shape, rope=local_rope if isinstance(mask, SlidingWindow) else rope, mask=mask)
 
     return shape.decoder(map(block, masks))
 

@@ -19,22 +19,16 @@ from eqx_decoders.families._qwen_hybrid import (
     with_depths,
 )
 from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Group, Rule, Values
+from eqx_decoders.families.settings_table import Group
 from eqx_decoders.model.decoder_config import DecoderConfig
-
-
-def _mlp_dim(fields: Fields, values: Values) -> None:
-    """Take the width of experts as that of an MLP: there is no dense layer, and so no width of one."""
-    fields.content["intermediate_size"] = fields.integer("moe_intermediate_size", 512)
 
 
 FAMILY = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     settings=(
-        Rule("", _mlp_dim),
+        moe.mlp_like_experts(512),
         decoder_sizes(num_kv_heads=2, head_dim=256, keys=NO_BIAS, paths={"intermediate_size": None}),
         Group("mlp", qwen_experts, expert_settings(num=256, chosen=8), uses=("shape",)),
         *QWEN3_5_SETTINGS,

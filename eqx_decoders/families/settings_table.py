@@ -254,6 +254,10 @@ class Unused(Setting):
             fields.content.pop(key, None)
 
 
+# for families whose published files have it; where it is not expected it is refused
+AUTO_MAP = Unused("auto_map", "it names code in the same directory, which is neither run nor exported")
+
+
 @dataclasses.dataclass(frozen=True)
 class Defaults(Setting):
     """Values of keys that are missing, as transformers' classes have them: an explicit null is none."""

@@ -18,7 +18,7 @@ SMALL = deepseek_custom(
     deepseek(
         SHAPE, latent_attention(SHAPE, rope=Rope(), q_rank=8, kv_rank=8, nope_dim=4, value_dim=8),
         router=v3_router(groups=1, groups_per_token=1, scaling_factor=2.5), num_experts=4,
-        num_experts_per_token=2, num_shared=1, expert_dim=8, num_dense_layers=1,
+        num_experts_per_token=2, num_shared=1, expert_dim=8, dense_layers=range(1),
     ),
     streams=2, engram_layers=(1,), num_heads=2, head_dim=4, vocab_bases=(11, 17), taps=2,
     token_classes=TokenClasses.of([index // 2 for index in range(32)]),

@@ -22,9 +22,9 @@ OWN = {"enorm.weight": (24,), "hnorm.weight": (24,), "eh_proj.weight": (24, 48),
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 
 
-def written(folder: pathlib.Path, depths: int = 2, **tensors) -> dict[str, np.ndarray]:
+def written(folder: pathlib.Path, depths: int = 2, fixture=FIXTURE, **tensors) -> dict[str, np.ndarray]:
     """The fixture, which has two layers, with so many layers more in `folder`; None takes a tensor away."""
-    shutil.copytree(FIXTURE, folder)
+    shutil.copytree(fixture, folder)
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": depths}
     (folder / "config.json").write_text(json.dumps(config))
     found, generator = load_file(folder / "model.safetensors"), np.random.default_rng(0)

@@ -68,6 +68,17 @@ PARAMETERS = {
     "olmo3-7b": 7_298_011_136,
     "olmo3-7b-pt": 7_298_011_136,
     "olmo3-32b": 32_233_522_176,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "glm4-9b": 9_399_951_360,
+    "glm4-9b-1m": 9_483_857_920,
+    "glm-edge-1.5b": 1_593_427_968,
+    "glm-edge-4b": 4_327_984_128,
+    "glm4-0414-9b": 9_400_279_040,
+    "glm4-0414-32b": 32_566_081_536,
+    "youtu-2b": 1_961_560_064,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
     "qwen3-30b-a3b": 30_532_122_624,
@@ -92,6 +103,18 @@ PARAMETERS = {
     "granite4-h-tiny": 6_939_037_248,
     "granite4-h-small": 32_207_337_984,
     "kimi-linear-48b-a3b": 49_122_681_728,
+    "flexolmo-7x7b": 33_270_665_216,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
+    # without multi-token prediction
+    "glm4.5-air-106b-a12b": 106_852_251_264,
+    "glm4.5-355b-a32b": 352_797_829_024,
+    "glm4.6-355b-a32b": 352_797_829_024,
+    "glm4.7-355b-a32b": 352_797_829_024,
+    "glm4.7-flash-30b-a3b": 29_943_393_920,
+    "dots1-142b-a14b": 142_774_381_696,
+    "hy3-295b-a21b": 295_033_543_488,
+    "solar-open-100b-a12b": 102_651_799_552,
 }
 
 
@@ -288,7 +311,63 @@ KIMI = V3 | dict(
     rope_theta=50000.0, routed_scaling_factor=2.827, topk_group=1, transformers_version="4.48.3", vocab_size=163840,
 )  # fmt: skip
 
+GLM4_9B = COMMON | dict(
+    architectures=["GlmForCausalLM"], model_type="glm", attention_bias=True, eos_token_id=[151329, 151336, 151338],
+    head_dim=128, hidden_size=4096, intermediate_size=13696, max_position_embeddings=131072, num_attention_heads=32,
+    num_hidden_layers=40, num_key_value_heads=2, pad_token_id=151329, rms_norm_eps=1.5625e-07, rope_theta=10000.0,
+    transformers_version="4.46.0.dev0", vocab_size=151552,
+)  # fmt: skip
+GLM4_32B = GLM4_9B | dict(
+    architectures=["Glm4ForCausalLM"], model_type="glm4", attention_bias=False, hidden_size=6144,
+    intermediate_size=23040, max_position_embeddings=32768, num_attention_heads=48, num_hidden_layers=61,
+    partial_rotary_factor=0.5, rms_norm_eps=1e-05, transformers_version="4.51.3",
+)  # fmt: skip
+GLM4_AIR = GLM4_9B | dict(
+    architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", first_k_dense_replace=1, intermediate_size=10944,
+    moe_intermediate_size=1408, n_group=1, n_routed_experts=128, n_shared_experts=1, norm_topk_prob=True,
+    num_attention_heads=96, num_experts_per_tok=8, num_hidden_layers=46, num_key_value_heads=8,
+    num_nextn_predict_layers=1, partial_rotary_factor=0.5, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=1000000,
+    routed_scaling_factor=1.0, topk_group=1, transformers_version="4.54.0", use_qk_norm=False,
+    auto_map={"AutoConfig": "configuration_glm4_moe.Glm4MoeConfig"},
+)  # fmt: skip
+GLM4_7 = GLM4_AIR | dict(
+    first_k_dense_replace=3, hidden_size=5120, intermediate_size=12288, max_position_embeddings=202752,
+    moe_intermediate_size=1536, moe_router_dtype="float32", n_routed_experts=160, num_hidden_layers=92,
+    routed_scaling_factor=2.5, scoring_func="sigmoid", topk_method="noaux_tc", use_qk_norm=True,
+)  # fmt: skip
+QWEN15_MOE = COMMON | dict(
+    architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", bos_token_id=151643, decoder_sparse_step=1,
+    eos_token_id=151645, hidden_size=2048, intermediate_size=5632, max_position_embeddings=32768, max_window_layers=21,
+    moe_intermediate_size=1408, norm_topk_prob=False, num_attention_heads=16, num_experts=60, num_experts_per_tok=4,
+    num_hidden_layers=24, num_key_value_heads=16, output_router_logits=False, rms_norm_eps=1e-06,
+    rope_theta=1000000.0, router_aux_loss_coef=0.001, shared_expert_intermediate_size=5632, sliding_window=32768,
+    transformers_version="4.40.0.dev0", use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+QWEN2_57B = QWEN15_MOE | dict(
+    eos_token_id=151643, hidden_size=3584, intermediate_size=18944, max_position_embeddings=131072,
+    max_window_layers=28, mlp_only_layers=[], moe_intermediate_size=2560, num_attention_heads=28, num_experts=64,
+    num_experts_per_tok=8, num_hidden_layers=28, num_key_value_heads=4, shared_expert_intermediate_size=20480,
+    sliding_window=131072, transformers_version="4.42.4",
+)  # fmt: skip
+SOLAR = dict(
+    architectures=["SolarOpenForCausalLM"], model_type="solar_open", bos_token_id=1, eos_token_id=2,
+    auto_map={"AutoConfig": "configuration_solar_open.SolarOpenConfig"}, first_k_dense_replace=0, head_dim=128,
+    hidden_size=4096, intermediate_size=10240, max_position_embeddings=131072, moe_intermediate_size=1280,
+    n_routed_experts=128, n_shared_experts=1, norm_topk_prob=True, num_attention_heads=64, num_experts_per_tok=8,
+    num_hidden_layers=48, num_key_value_heads=8, pad_token_id=2, partial_rotary_factor=1.0, rms_norm_eps=1e-05,
+    rope_scaling=dict(factor=2.0, original_max_position_embeddings=65536, type="yarn"), rope_theta=1000000,
+    routed_scaling_factor=1.0, tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.57.1",
+    use_cache=True, vocab_size=196608,
+)  # fmt: skip
+
 PUBLISHED = {
+    "THUDM/glm-4-9b-chat-hf": ("glm4-9b", GLM4_9B),
+    "THUDM/GLM-4-32B-0414": ("glm4-0414-32b", GLM4_32B),
+    "PrimeIntellect/INTELLECT-3-Base": ("glm4.5-air-106b-a12b", GLM4_AIR),
+    "zai-org/GLM-4.7": ("glm4.7-355b-a32b", GLM4_7),
+    "Qwen/Qwen1.5-MoE-A2.7B": ("qwen1.5-moe-a2.7b", QWEN15_MOE),
+    "Qwen/Qwen2-57B-A14B": ("qwen2-57b-a14b", QWEN2_57B),
+    "upstage/Solar-Open-100B": ("solar-open-100b-a12b", SOLAR),
     "mistralai/Mixtral-8x7B-v0.1": ("mixtral-8x7b", MIXTRAL),
     "mistralai/Mixtral-8x22B-Instruct-v0.1": ("mixtral-8x22b", MIXTRAL_LARGE),
     "Qwen/Qwen3-30B-A3B": ("qwen3-30b-a3b-base", QWEN3),
@@ -351,6 +430,16 @@ READ = [
     (V3, dict(norm_topk_prob=False)),
     (V3, dict(rope_interleave=False)),
     (V3, dict(n_group=4)),
+    (GLM4_9B, dict(attention_bias=False)),
+    (GLM4_9B, dict(partial_rotary_factor=1.0)),
+    (GLM4_32B, dict(attention_bias=True)),
+    (GLM4_AIR, dict(use_qk_norm=True)),
+    (GLM4_AIR, dict(first_k_dense_replace=0)),
+    (QWEN15_MOE, dict(norm_topk_prob=True)),
+    (QWEN15_MOE, dict(qkv_bias=False)),
+    (QWEN15_MOE, dict(shared_expert_intermediate_size=8)),
+    (SOLAR, dict(attention_bias=True)),
+    (SOLAR, dict(moe_intermediate_size=8)),
 ]
 # The same for what is not implemented.
 REFUSED = [
@@ -367,6 +456,12 @@ REFUSED = [
     (V2, dict(ep_size=8)),
     (V3, dict(topk_method="greedy")),
     (V3, dict(scoring_func="softmax")),
+    (GLM4_9B, dict(sliding_window=8)),
+    (GLM4_AIR, dict(scoring_func="softmax")),
+    (QWEN15_MOE, dict(use_qk_norm=True)),
+    (SOLAR, dict(partial_rotary_factor=0.5)),
+    (SOLAR, dict(use_qk_norm=True)),
+    (SOLAR, dict(first_k_dense_replace=1)),
 ]
 
 

@@ -1,0 +1,58 @@
+"""Hy3 (Tencent Hunyuan 2026): Qwen3's attention, and DeepSeek-V3's experts without groups."""
+
+import functools
+
+from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import num_shared, v3_experts, v3_router
+from eqx_decoders.families.common import GATED_MLP, LAYER, DecoderSizes, decoder_sizes, gated_mlp, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, Only
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.rope import Rope
+
+
+_THETA = 11_158_840.0
+_COMPUTED = "enable_moe_fp32_combine enable_attention_fp32_softmax enable_lm_head_fp32 use_grouped_mm"
+_MLP = LAYER + "mlp."
+hy_v3 = functools.partial(v3_experts, normalized=True)
+FAMILY = Family(
+    model_type="hy_v3",
+    architecture="HYV3ForCausalLM",
+    settings=(
+        # these stand in published files, and transformers does not read them
+        *(Only(key, True) for key in ("qk_norm", "route_norm")),
+        *(Only(f"moe_router_{key}", True) for key in ("use_sigmoid", "enable_expert_bias")),
+        decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5),
+        rope_settings(theta=_THETA),
+        Group("router", v3_router, (Number("router_scaling_factor", "experts.router.scaling_factor", 2.826),)),
+        *moe.expert_counts("num_experts", num=192, chosen=8),
+        num_shared(1, key="num_shared_experts"),
+        Integer("moe_intermediate_size", "experts.mlp_dim", 1536, name="expert_dim", twin="expert_hidden_dim"),
+        Flag("mlp_bias", "experts.shared.bias", False, name="mlp_bias"),
+        moe.dense_layers(1, listed=True),
+    ),
+    build=hy_v3,
+    weights=(
+        *llama_weights(mlp=GATED_MLP + moe.separate_experts(_MLP, router="router.gate")),
+        Weight(_MLP + "expert_bias", "mlp.router.selection_bias", "experts -> experts"),
+        *gated_mlp(_MLP + "shared_mlp.", "mlp.shared."),
+    ),
+    modules={r"\.shared_mlp\.": ".shared_experts."},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | dict.fromkeys(_COMPUTED.split(), "how it is computed, not what")
+    | {"num_nextn_predict_layers": "transformers leaves such layers out"},
+    ignored_tensors=lambda config: rf"model\.layers\.{len(config.blocks)}\..*|.*rotary_emb\.inv_freq",
+)
+
+_295B = DecoderSizes(
+    vocab_size=120_832, embed_dim=4096, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=13_312,
+    eps=1e-5, init_std=0.006,
+)  # fmt: skip
+
+MODELS = {
+    "hy3-295b-a21b": lambda: hy_v3(
+        _295B, rope=Rope(theta=_THETA), router=v3_router(scaling_factor=2.826), num_experts=192,
+        num_experts_per_token=8, num_shared=1, expert_dim=1536, dense_layers=range(1),
+    ),
+}  # fmt: skip

@@ -1,0 +1,61 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al. 2024): Qwen2's attention, experts, and a shared one with a gate."""
+
+import functools
+
+from eqx_decoders.families import moe
+from eqx_decoders.families._qwen import EARLY_WINDOWS, IGNORED_WINDOW_KEYS
+from eqx_decoders.families._qwen_hybrid import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
+from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, llama_weights, with_masks
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Defaults, Flag, Group
+from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def qwen2_moe(
+    shape: DecoderSizes, *, experts: ExpertsConfig, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = (),
+    dense_layers: frozenset[int] = frozenset(),
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder of Qwen2 blocks with experts; `dense_layers`, counted from 0, have `shape`'s MLP."""
+    mixer = shape.attention(rope=rope, out_bias=False)
+    mlps = (None if index in dense_layers else experts for index in range(shape.num_layers))
+    return moe.need_experts(with_masks(shape.decoder(shape.block(mixer, mlp) for mlp in mlps), masks))
+
+
+_EXPERTS = (
+    *expert_settings(num=60, chosen=4, expert_dim=1408, shared_dim=5632),
+    Flag("norm_topk_prob", "experts.router.renormalize", False),
+)
+FAMILY = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    settings=(
+        Defaults({"intermediate_size": 5632}),
+        decoder_sizes(num_kv_heads=16, attention_bias=True, keys={"attention_bias": "qkv_bias"}),
+        Group("experts", qwen_experts, _EXPERTS, uses=("shape",)),
+        moe.sparse_steps(),
+        EARLY_WINDOWS,
+        rope_settings(),
+    ),
+    build=qwen2_moe,
+    weights=llama_weights(mlp=GATED_MLP + EXPERTS),
+    fused=FUSED_EXPERTS,
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_WINDOW_KEYS,
+)
+
+_shape = functools.partial(DecoderSizes, vocab_size=151_936, head_dim=128, attention_bias=True)
+_experts = functools.partial(qwen_experts, renormalize=False)
+_14B = _shape(embed_dim=2048, num_layers=24, num_heads=16, num_kv_heads=16, mlp_dim=5632)
+_57B = _shape(embed_dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_dim=18_944)
+
+MODELS = {
+    "qwen1.5-moe-a2.7b": lambda: qwen2_moe(
+        _14B, experts=_experts(_14B, num_experts=60, num_experts_per_token=4, mlp_dim=1408, shared_dim=5632)
+    ),
+    "qwen2-57b-a14b": lambda: qwen2_moe(
+        _57B, experts=_experts(_57B, num_experts=64, num_experts_per_token=8, mlp_dim=2560, shared_dim=20_480)
+    ),
+}

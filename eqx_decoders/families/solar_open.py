@@ -1,0 +1,45 @@
+"""Solar Open (Upstage 2025): Llama's attention, and DeepSeek-V3's experts in every layer."""
+
+import functools
+
+from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router, v3_router_settings
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import AUTO_MAP, Only
+from eqx_decoders.layers.rope import YarnRope
+
+
+solar_open = functools.partial(v3_experts, output_bias=False, dense_layers=())
+FAMILY = Family(
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    settings=(
+        # these stand in published files, and transformers does not read them
+        AUTO_MAP,
+        Only("use_qk_norm", False),
+        Only("first_k_dense_replace", 0),
+        moe.mlp_like_experts(1280),
+        decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5, paths={"intermediate_size": None}),
+        rope_settings(theta=1e6),
+        *v3_router_settings(scale=1.0),
+        *expert_settings(num_experts=128, chosen=8, shared=1, expert_dim=1280),
+    ),
+    build=solar_open,
+    weights=llama_weights(mlp=V3_EXPERTS),
+    fused=moe.fused_experts(MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+)
+
+_100B = DecoderSizes(
+    vocab_size=196_608, embed_dim=4096, num_layers=48, num_heads=64, num_kv_heads=8, head_dim=128, mlp_dim=1280,
+    eps=1e-5,
+)  # fmt: skip
+
+MODELS = {
+    "solar-open-100b-a12b": lambda: solar_open(
+        _100B, rope=YarnRope(theta=1e6, factor=2.0, original_length=65_536), router=v3_router(scaling_factor=1.0),
+        num_experts=128, num_experts_per_token=8, num_shared=1, expert_dim=1280,
+    ),
+}  # fmt: skip
