@@ -4,9 +4,12 @@ from collections.abc import Callable
 
 from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
+    cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    falcon,
     gemma,
     gemma2,
     gemma3,
@@ -15,6 +18,7 @@ from eqx_decoders.families import (
     gemma4_vision,
     gpt2,
     gpt3,
+    gpt_neox,
     gpt_oss,
     granite_hybrid,
     idefics3,
@@ -23,6 +27,7 @@ from eqx_decoders.families import (
     llama4,
     llama4_vision,
     maxtext,
+    minimax_m2,
     mistral,
     mistral3,
     mixtral,
@@ -41,6 +46,7 @@ from eqx_decoders.families import (
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
+    starcoder2,
     tiny_vision,
 )
 from eqx_decoders.families.hf_table import Family
@@ -53,6 +59,7 @@ _PUBLISHED = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
     *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),
+    *(starcoder2, gpt_neox, falcon, cohere, cohere2, minimax_m2),
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),

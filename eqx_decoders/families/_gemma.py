@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes
+from eqx_decoders.families.common import DecoderSizes, NormPlaces, attentions, decoder_sizes
 from eqx_decoders.families.settings_table import Group, Integer
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -14,10 +14,12 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 IGNORED_ACTIVATION_KEY = {"hidden_act": "transformers reads hidden_activation"}
 
 
-def gemma_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_cap: float | None) -> DecoderConfig:
+def gemma_decoder(
+    shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_cap: float | None, norms: NormPlaces = "sandwich"
+) -> DecoderConfig:
     """Return a decoder with norms around both layers of a block, which store w - 1, and scaled embeddings."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
-    blocks = (shape.block(mixer, norm=norm, norms="sandwich") for mixer in mixers)
+    blocks = (shape.block(mixer, norm=norm, norms=norms) for mixer in mixers)
     return shape.decoder(blocks, norm, embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from eqx_decoders.blocks.block import BlockConfig, MixerConfig
+from eqx_decoders.blocks.residual.residual import Parallel
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
@@ -77,6 +78,7 @@ class DecoderSizes:
         mlp: MLPConfig | ExpertsConfig | None = None,
         norm: NormConfig | None = None,
         norms: NormPlaces = "pre",
+        **options: Any,
     ) -> BlockConfig:
         """Return a layer with norms before attention and MLP, after them, or both.
 
@@ -84,14 +86,15 @@ class DecoderSizes:
         """
         before = None if norms == "post" else norm or self.norm
         after = None if norms == "pre" else norm or self.norm
-        return BlockConfig(
-            mixer=mixer,
-            mlp=mlp or self.mlp(),
-            pre_mixer_norm=before,
-            post_mixer_norm=after,
-            pre_mlp_norm=before,
-            post_mlp_norm=after,
-        )
+        around = dict(pre_mixer_norm=before, post_mixer_norm=after, pre_mlp_norm=before, post_mlp_norm=after)
+        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), **{**around, **options})
+
+    def parallel_block(
+        self, mixer: MixerConfig, mlp: MLPConfig | None = None, norm: NormConfig | None = None, *, norms: int = 1
+    ) -> BlockConfig:
+        """Return a layer whose attention and MLP read the same stream, through one norm or two of their own."""
+        shared = {"pre_mlp_norm": None} if norms == 1 else {}
+        return self.block(mixer, mlp, norm, residual=Parallel(), **shared)
 
     def decoder(
         self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
@@ -110,7 +113,7 @@ class DecoderSizes:
 
 def decoder_sizes(
     *,
-    num_kv_heads: int | None = None,
+    num_kv_heads: Any = None,
     head_dim: Any = None,
     eps: float = 1e-6,
     tied: bool = False,
@@ -257,6 +260,16 @@ def hybrid_layers(*attention: type) -> Rule:
     return Rule("full", read, write)
 
 
+def same_window(default: int | None) -> Rule:
+    """Return the row of the mask of all layers: a window of `sliding_window` tokens, or causal where it is null."""
+
+    def read(fields: Fields, values: Values) -> Mask:
+        window = fields.integer("sliding_window", default, null=None)
+        return Causal() if window is None else SlidingWindow(window)
+
+    return Rule("mask", read, lambda config: {"sliding_window": find_window(config)})
+
+
 def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int | None:
     """Return the size of the windows, or of the chunks; None where no layer has one."""
     return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, kind)), default=None)
@@ -266,9 +279,10 @@ def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int |
 ENDS = (
     Weight("model.embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
     Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
+    Weight("model.norm.bias", "final_norm.bias", "norm -> norm"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
 )
-_LAYER = "model.layers.{layer}."
+LAYER = "model.layers.{layer}."
 
 
 def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
@@ -291,6 +305,19 @@ def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
     )
 
 
+def fused_attention(prefix: str, qkv: str, out: str) -> tuple[Weight, ...]:
+    """Return the rows of attention whose tensor `qkv` has, for each key head, its queries, its key and its value."""
+    into = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
+    kernels = ((f"mixer.{path}", f"({heads} head_dim) embed -> embed {heads} head_dim") for path, heads in into.items())
+    biases = ((f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim") for path, heads in into.items())
+    return (
+        *sharing(f"{prefix}{qkv}.weight", *kernels, within="kv_heads"),
+        *sharing(f"{prefix}{qkv}.bias", *biases, within="kv_heads"),
+        Weight(f"{prefix}{out}.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        Weight(f"{prefix}{out}.bias", "mixer.out_bias", "embed -> embed"),
+    )
+
+
 def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
     """Return the rows of a gated MLP."""
     return (
@@ -303,7 +330,7 @@ def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
     )
 
 
-GATED_MLP = gated_mlp(_LAYER + "mlp.")
+GATED_MLP = gated_mlp(LAYER + "mlp.")
 
 
 def plain_mlp(prefix: str, path: str = "mlp.", up: str = "up_proj", down: str = "down_proj") -> tuple[Weight, ...]:
@@ -316,11 +343,11 @@ def plain_mlp(prefix: str, path: str = "mlp.", up: str = "up_proj", down: str = 
     )
 
 
-def norm(name: str, path: str) -> tuple[Weight, ...]:
-    """Return the rows of a norm."""
+def norm(name: str, path: str, *, beside: str = "") -> tuple[Weight, ...]:
+    """Return the rows of a norm, which count only where the block has the weight `beside` unless that is empty."""
     return (
-        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm"),
-        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm"),
+        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm", beside=beside),
+        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm", beside=beside),
     )
 
 
@@ -329,18 +356,23 @@ def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
     return tuple(row for path, name in names.items() for row in norm(prefix + name, path))
 
 
-PRE_NORMS = norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
+PRE_NORMS = norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
 _POST_NORMS = norm_weights(
-    _LAYER, post_mixer_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm"
+    LAYER, post_mixer_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm"
 )
 _NORMS: dict[NormPlaces, tuple[Weight, ...]] = {
     "pre": PRE_NORMS,
     "post": _POST_NORMS,
     "sandwich": _POST_NORMS
-    + norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm"),
+    + norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm"),
 }
 
 
-def llama_weights(norms: NormPlaces = "pre", mlp: tuple[Weight, ...] = GATED_MLP) -> tuple[Weight, ...]:
-    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLP or experts."""
-    return ENDS + self_attention(_LAYER) + _NORMS[norms] + mlp
+def llama_weights(
+    norms: NormPlaces | tuple[Weight, ...] = "pre", mlp: tuple[Weight, ...] = GATED_MLP
+) -> tuple[Weight, ...]:
+    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLP or experts.
+
+    Rows in the place of positions are those of norms with other names.
+    """
+    return ENDS + self_attention(LAYER) + (norms if isinstance(norms, tuple) else _NORMS[norms]) + mlp

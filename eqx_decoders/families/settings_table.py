@@ -18,6 +18,7 @@ before it for a default. Values whose names begin with `_` are for the rows afte
 import abc
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar
 
@@ -171,6 +172,18 @@ class Number(Key):
     """Finite number above 0."""
 
     reader = "number"
+
+
+class Inverse(Number):
+    """Number above 0 whose inverse is the value: a factor where the configuration has a divisor."""
+
+    def value(self, fields: Fields, default: Any, null: Any) -> Any:
+        return 1.0 / super().value(fields, default, null)
+
+    def text(self, value: Any) -> Any:
+        """Return the shortest number with exactly this inverse: a neighbor of the inverse, which is rounded, may be."""
+        near = (math.nextafter(1.0 / value, toward) for toward in (0.0, 1.0 / value, math.inf))
+        return min((each for each in near if 1.0 / each == value), key=lambda x: len(repr(x)), default=1.0 / value)
 
 
 class Flag(Key):
