@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
+    bamba,
     cohere,
     cohere2,
     deepseek_v2,
@@ -18,6 +19,7 @@ from eqx_decoders.families import (
     gemma4_vision,
     gpt2,
     gpt3,
+    gpt_bigcode,
     gpt_neox,
     gpt_oss,
     granite_hybrid,
@@ -26,11 +28,14 @@ from eqx_decoders.families import (
     llama,
     llama4,
     llama4_vision,
+    mamba2,
     maxtext,
     minimax_m2,
+    ministral,
     mistral,
     mistral3,
     mixtral,
+    nemotron,
     nemotron_h,
     olmo3,
     qwen2,
@@ -46,8 +51,10 @@ from eqx_decoders.families import (
     qwen3_vl,
     qwen3_vl_moe,
     smolvlm,
+    stablelm,
     starcoder2,
     tiny_vision,
+    vaultgemma,
 )
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
@@ -60,6 +67,7 @@ _PUBLISHED = (
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
     *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),
     *(starcoder2, gpt_neox, falcon, cohere, cohere2, minimax_m2),
+    *(nemotron, stablelm, ministral, vaultgemma, gpt_bigcode, mamba2, bamba),
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
