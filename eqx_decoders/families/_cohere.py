@@ -18,7 +18,6 @@ def cohere_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit
 COHERE_SETTINGS: tuple[Setting, ...] = (
     decoder_sizes(eps=1e-5, tied=True, keys={"rms_norm_eps": "layer_norm_eps"}),
     Inverse("logit_scale", "logit_divisor", 0.0625),
-    Only("use_qk_norm", False),
     # the next six stand in published files, and transformers does not read them
     Only("use_parallel_block", True),
     Only("use_gated_activation", True),

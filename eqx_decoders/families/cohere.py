@@ -6,6 +6,7 @@ from eqx_decoders.families._cohere import COHERE_SETTINGS, IGNORED_COHERE_KEYS, 
 from eqx_decoders.families.common import DecoderSizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Only
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -18,7 +19,11 @@ def cohere(shape: DecoderSizes, *, rope: Rope, logit_divisor: float = 16.0) -> D
 FAMILY = Family(
     model_type="cohere",
     architecture="CohereForCausalLM",
-    settings=(*COHERE_SETTINGS, rope_settings(theta=500_000.0, pairing="interleaved")),
+    settings=(
+        *COHERE_SETTINGS,
+        Only("use_qk_norm", False, written=True),  # Command R+ has norms with a scale for each head
+        rope_settings(theta=500_000.0, pairing="interleaved"),
+    ),
     build=cohere,
     weights=llama_weights(),
     ignored_keys=IGNORED_COHERE_KEYS,

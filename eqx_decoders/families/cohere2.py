@@ -6,7 +6,7 @@ from eqx_decoders.families._cohere import COHERE_SETTINGS, IGNORED_COHERE_KEYS, 
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Integer
+from eqx_decoders.families.settings_table import Check, Integer, Only
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -25,6 +25,7 @@ FAMILY = Family(
     architecture="Cohere2ForCausalLM",
     settings=(
         *COHERE_SETTINGS,
+        Only("use_qk_norm", False),
         Check(
             lambda values: values["shape"].head_dim * values["shape"].num_heads == values["shape"].embed_dim,
             "head_dim must be hidden_size / num_attention_heads: transformers reads no other.",
