@@ -11,7 +11,7 @@ def _default_mlp(fields: Fields, values: Values) -> None:
         fields.content["n_inner"] = 4 * fields.integer("n_embd")
 
 
-GPT2_KEYS = {
+KEYS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "num_hidden_layers": "n_layer",
@@ -22,11 +22,11 @@ GPT2_KEYS = {
     **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias")),
 }
 # what stands before the sizes
-GPT2_DEFAULTS: tuple[Setting, ...] = (
+DEFAULTS: tuple[Setting, ...] = (
     # which transformers takes as well
     Renamed(
         {
-            key: GPT2_KEYS[key]
+            key: KEYS[key]
             for key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
         }
     ),
@@ -34,19 +34,19 @@ GPT2_DEFAULTS: tuple[Setting, ...] = (
     Rule("", _default_mlp),
 )
 _SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
-IGNORED_GPT2_KEYS = {
+IGNORED_KEYS = {
     **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
     "n_ctx": "an older name of n_positions",
     **dict.fromkeys(("n_special", "predict_special_tokens"), "of the first GPT"),
 }
 # the causal mask, which old files store
-IGNORED_GPT2_TENSORS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
-GPT2_LAYER = "transformer.h.{layer}."
+IGNORED_TENSORS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+LAYER = "transformer.h.{layer}."
 # embeddings, norms and the head
-GPT2_ENDS = (
+ENDS = (
     Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
     Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
-    *norm_weights(GPT2_LAYER, pre_mixer_norm="ln_1", pre_mlp_norm="ln_2"),
+    *norm_weights(LAYER, pre_mixer_norm="ln_1", pre_mlp_norm="ln_2"),
     *norm_weights("transformer.", final_norm="ln_f"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
 )

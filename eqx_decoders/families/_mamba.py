@@ -1,14 +1,53 @@
 """Settings and weights of Mamba-2 in the checkpoints of several families."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Only, Rule, Values, first_layer
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MambaSizes:
+    """Sizes of a decoder whose layers have recurrences only; `eps` is that of the norms."""
+
+    vocab_size: int
+    embed_dim: int
+    num_layers: int
+    eps: float = 1e-5
+    tied: bool = False
+    init_std: float = 0.1
+
+
+def mamba_decoder(shape: MambaSizes, mixer: Mamba2Config) -> DecoderConfig:
+    """Return a decoder with this recurrence in each layer."""
+    norm = RMSNormConfig(eps=shape.eps)
+    block = BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=norm)
+    return DecoderConfig(
+        vocab_size=shape.vocab_size, embed_dim=shape.embed_dim, blocks=(block,) * shape.num_layers, final_norm=norm,
+        tied=shape.tied, init_std=shape.init_std,
+    )  # fmt: skip
+
+
+MAMBA_SIZES = Group(
+    "shape",
+    MambaSizes,
+    (
+        Integer("vocab_size", "vocab_size", 32_768),
+        Integer("hidden_size", "embed_dim", 4096),
+        Layers("num_hidden_layers", "blocks", 64, name="num_layers"),
+        Number("layer_norm_epsilon", "final_norm.eps", 1e-5),
+        Flag("tie_word_embeddings", "tied", False),
+        Number("initializer_range", "init_std", 0.1),
+    ),
+)
 
 
 def mamba_weights(prefix: str) -> tuple[Weight, ...]:
@@ -53,12 +92,12 @@ def mamba_settings(
         **options: Any,
     ) -> Mamba2Config:  # fmt: skip
         inner = expand * shape.embed_dim
-        value_dim = value_dim or inner // num_heads
-        if num_heads * value_dim != inner:
-            sizes = f"{key('mamba_n_heads')}={num_heads} x {key('mamba_d_head')}={value_dim}"
+        features = value_dim or inner // num_heads
+        if num_heads * features != inner:
+            sizes = f"{key('mamba_n_heads')}={num_heads} x {key('mamba_d_head')}={features}"
             raise ConfigError(f"{sizes} must be {key('mamba_expand')} x hidden_size={inner}.")
         low, high = limits
-        return Mamba2Config(num_heads=num_heads, value_dim=value_dim, dt_min=low, dt_max=high, eps=shape.eps, **options)
+        return Mamba2Config(num_heads=num_heads, value_dim=features, dt_min=low, dt_max=high, eps=shape.eps, **options)
 
     rows = (
         Integer(key("mamba_n_heads"), "mamba.num_heads", 128),

@@ -47,10 +47,7 @@ FAMILY = Family(
         *norm_weights("model.", final_norm="final_layernorm"),
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    ignored_keys={
-        **dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep"), "how it is run"),
-        "z_loss_coefficient": "of training only",
-    },
+    ignored_keys=dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"), "how it is run"),
 )
 
 _9B = DecoderSizes(

@@ -12,9 +12,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def cohere2(
-    shape: DecoderSizes, *, masks: tuple[Mask, ...], rope: Rope, logit_divisor: float = 16.0
-) -> DecoderConfig:
+def cohere2(shape: DecoderSizes, *, masks: tuple[Mask, ...], rope: Rope, logit_divisor: float = 16.0) -> DecoderConfig:
     """Return a decoder of Command R7B's blocks; only layers with a window have the rotary embedding."""
     mixers = (shape.attention(mask=mask, rope=rope if isinstance(mask, SlidingWindow) else None) for mask in masks)
     return cohere_decoder(shape, mixers, logit_divisor)

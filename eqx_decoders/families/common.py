@@ -93,7 +93,7 @@ class DecoderSizes:
         self, mixer: MixerConfig, mlp: MLPConfig | None = None, norm: NormConfig | None = None, *, norms: int = 1
     ) -> BlockConfig:
         """Return a layer whose attention and MLP read the same stream, through one norm or two of their own."""
-        shared = {"pre_mlp_norm": None} if norms == 1 else {}
+        shared: dict[str, Any] = {"pre_mlp_norm": None} if norms == 1 else {}
         return self.block(mixer, mlp, norm, residual=Parallel(), **shared)
 
     def decoder(
@@ -109,6 +109,14 @@ class DecoderSizes:
             init_std=self.init_std,
             **options,
         )
+
+
+def gpt_sizes(
+    embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None, **options: Any
+) -> DecoderSizes:
+    """Return sizes whose heads divide the stream, with an MLP that is four times as wide as it."""
+    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, head_dim=embed_dim // num_heads)
+    return DecoderSizes(embed_dim=embed_dim, num_layers=num_layers, mlp_dim=4 * embed_dim, **heads, **options)
 
 
 def decoder_sizes(

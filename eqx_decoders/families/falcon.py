@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, norm, norm_weights, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, gpt_sizes, norm, plain_mlp
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Only, Renamed, Rule, Values, value_at
+from eqx_decoders.families.settings_table import Only, Renamed, Rule, Values, only, value_at
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -24,8 +24,11 @@ def _read_form(fields: Fields, values: Values) -> int:
     heads, new = fields.integer("num_attention_heads"), fields.flag("new_decoder_architecture", False)
     multi_query, own = fields.flag("multi_query", True), fields.integer("num_kv_heads", heads)
     fields.content["num_kv_heads"] = own if new else 1 if multi_query else heads
-    fields.content.setdefault("ffn_hidden_size", 4 * fields.integer("hidden_size"))
-    return fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
+    fields.content["ffn_hidden_size"] = fields.integer("ffn_hidden_size", 4 * fields.integer("hidden_size"))
+    norms = fields.integer("num_ln_in_parallel_attn", 2 if new else 1)
+    if norms > 2 or (norms == 2 and not new):
+        raise fields.error(f"num_ln_in_parallel_attn={norms} needs new_decoder_architecture=true, and is at most 2.")
+    return norms
 
 
 def _write_form(config: DecoderConfig) -> dict[str, Any]:
@@ -49,7 +52,7 @@ FAMILY = Family(
         Renamed({"n_embed": "hidden_size"}),
         Only("alibi", False, written=True),
         Only("parallel_attn", True, written=True),  # of the published models only Falcon-RW differs, which has ALiBi
-        Only("apply_residual_connection_post_layernorm", False),
+        *only(apply_residual_connection_post_layernorm=False),
         Rule("norms", _read_form),
         decoder_sizes(eps=1e-5, tied=True, activation="gelu", keys=_KEYS),
         Rule("", lambda fields, values: None, _write_form),  # its number of key heads counts
@@ -63,24 +66,17 @@ FAMILY = Family(
         *norm(_LAYER + "ln_mlp", "pre_mlp_norm"),
         *fused_attention(_LAYER + "self_attention.", "query_key_value", "dense"),
         *plain_mlp(_LAYER + "mlp.", up="dense_h_to_4h", down="dense_4h_to_h"),
-        *norm_weights("transformer.", final_norm="ln_f"),
+        *norm("transformer.ln_f", "final_norm"),
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
     prefix="transformer.",
-    ignored_keys={
-        "ff_factor": "ffn_hidden_size says it",
-        "auto_map": "names code in the same directory, which is not run",
-    },
+    ignored_keys={"ff_factor": "ffn_hidden_size says it", "auto_map": "names code, which is not run"},
 )
 
 
-def _model(embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, *, norms: int = 2, **options: Any):
-    shape = DecoderSizes(
-        vocab_size=65_024, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        head_dim=embed_dim // num_heads, mlp_dim=4 * embed_dim, eps=1e-5, activation="gelu",
-        tied=options.pop("tied", True),
-    )  # fmt: skip
-    return falcon(shape, norms=norms, **options)
+def _model(*sizes: int, norms: int = 2, tied: bool = True, rope: Rope = Rope()) -> DecoderConfig:
+    shape = gpt_sizes(*sizes, vocab_size=65_024, eps=1e-5, activation="gelu", tied=tied)
+    return falcon(shape, norms=norms, rope=rope)
 
 
 MODELS = {

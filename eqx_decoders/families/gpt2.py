@@ -4,14 +4,7 @@ import functools
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families._gpt2 import (
-    GPT2_DEFAULTS,
-    GPT2_ENDS,
-    GPT2_KEYS,
-    GPT2_LAYER,
-    IGNORED_GPT2_KEYS,
-    IGNORED_GPT2_TENSORS,
-)
+from eqx_decoders.families import _gpt2
 from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes
 from eqx_decoders.families.config_reader import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
@@ -50,9 +43,9 @@ FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     settings=(
-        *GPT2_DEFAULTS,
+        *_gpt2.DEFAULTS,
         decoder_sizes(
-            eps=1e-5, tied=True, activation="gelu_new", keys=GPT2_KEYS, words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
+            eps=1e-5, tied=True, activation="gelu_new", keys=_gpt2.KEYS, words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
         ),
         Integer("n_positions", "positions.max_positions"),
         Flag("scale_attn_weights", lambda config: _scales(config)[0] != 1.0, True, name="scaled"),
@@ -65,19 +58,21 @@ FAMILY = Family(
     ),
     build=gpt2,
     weights=(
-        *GPT2_ENDS,
-        Weight(GPT2_LAYER + "attn.c_attn.weight", "mixer.qkv", "embed (qkv_heads head_dim) -> embed qkv_heads head_dim"),
-        Weight(GPT2_LAYER + "attn.c_attn.bias", "mixer.qkv_bias", "(qkv_heads head_dim) -> qkv_heads head_dim"),
-        Weight(GPT2_LAYER + "attn.c_proj.weight", "mixer.out", "(heads head_dim) embed -> heads head_dim embed"),
-        Weight(GPT2_LAYER + "attn.c_proj.bias", "mixer.out_bias", "embed -> embed"),
-        Weight(GPT2_LAYER + "mlp.c_fc.weight", "mlp.up", "embed mlp -> embed mlp"),
-        Weight(GPT2_LAYER + "mlp.c_fc.bias", "mlp.up_bias", "mlp -> mlp"),
-        Weight(GPT2_LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
-        Weight(GPT2_LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
+        *_gpt2.ENDS,
+        Weight(
+            _gpt2.LAYER + "attn.c_attn.weight", "mixer.qkv", "embed (qkv_heads head_dim) -> embed qkv_heads head_dim"
+        ),
+        Weight(_gpt2.LAYER + "attn.c_attn.bias", "mixer.qkv_bias", "(qkv_heads head_dim) -> qkv_heads head_dim"),
+        Weight(_gpt2.LAYER + "attn.c_proj.weight", "mixer.out", "(heads head_dim) embed -> heads head_dim embed"),
+        Weight(_gpt2.LAYER + "attn.c_proj.bias", "mixer.out_bias", "embed -> embed"),
+        Weight(_gpt2.LAYER + "mlp.c_fc.weight", "mlp.up", "embed mlp -> embed mlp"),
+        Weight(_gpt2.LAYER + "mlp.c_fc.bias", "mlp.up_bias", "mlp -> mlp"),
+        Weight(_gpt2.LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
+        Weight(_gpt2.LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
     ),
     prefix="transformer.",
-    ignored_tensors=IGNORED_GPT2_TENSORS,
-    ignored_keys=IGNORED_GPT2_KEYS | {"reorder_and_upcast_attn": "scores and softmax are in float32 here anyway"},
+    ignored_tensors=_gpt2.IGNORED_TENSORS,
+    ignored_keys=_gpt2.IGNORED_KEYS | {"reorder_and_upcast_attn": "scores and softmax are in float32 here anyway"},
 )
 
 _shape = functools.partial(DecoderSizes, vocab_size=50_257, head_dim=64, eps=1e-5, tied=True, activation="gelu_tanh")

@@ -2,15 +2,8 @@
 
 import functools
 
-from eqx_decoders.families._gpt2 import (
-    GPT2_DEFAULTS,
-    GPT2_ENDS,
-    GPT2_KEYS,
-    GPT2_LAYER,
-    IGNORED_GPT2_KEYS,
-    IGNORED_GPT2_TENSORS,
-)
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, plain_mlp
+from eqx_decoders.families import _gpt2
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, gpt_sizes, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Integer, value_at
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -25,8 +18,8 @@ def gpt_bigcode(shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool 
     return shape.decoder(shape.block(mixer, mlp, norm), norm, positions=LearnedPositions(max_positions=max_positions))
 
 
-def _has_one_key_head(config: DecoderConfig) -> bool:
-    return value_at(config, "attention").num_kv_heads == 1
+def _is_scaled(config: DecoderConfig) -> bool:
+    return value_at(config, "attention").query_scale is None
 
 
 _IGNORED = {
@@ -39,32 +32,29 @@ FAMILY = Family(
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
     settings=(
-        *GPT2_DEFAULTS,
-        Flag("multi_query", _has_one_key_head, True, name="_multi_query"),
+        *_gpt2.DEFAULTS,
+        Flag("multi_query", lambda config: value_at(config, "attention").num_kv_heads == 1, True, name="_multi_query"),
         decoder_sizes(
             num_kv_heads=lambda values: 1 if values["_multi_query"] else values["num_heads"],
-            eps=1e-5, tied=True, activation="gelu_pytorch_tanh", keys=GPT2_KEYS,
+            eps=1e-5, tied=True, activation="gelu_pytorch_tanh", keys=_gpt2.KEYS,
         ),
         Integer("n_positions", "positions.max_positions"),
-        Flag("scale_attn_weights", lambda config: value_at(config, "attention").query_scale is None, True, name="scaled"),
+        Flag("scale_attn_weights", _is_scaled, True, name="scaled"),
     ),
     build=gpt_bigcode,
     weights=(
-        *GPT2_ENDS,
-        *fused_attention(GPT2_LAYER + "attn.", "c_attn", "c_proj"),
-        *plain_mlp(GPT2_LAYER + "mlp.", up="c_fc", down="c_proj"),
+        *_gpt2.ENDS,
+        *fused_attention(_gpt2.LAYER + "attn.", "c_attn", "c_proj"),
+        *plain_mlp(_gpt2.LAYER + "mlp.", up="c_fc", down="c_proj"),
     ),
     prefix="transformer.",
-    ignored_tensors=IGNORED_GPT2_TENSORS,
-    ignored_keys=IGNORED_GPT2_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_tensors=_gpt2.IGNORED_TENSORS,
+    ignored_keys=_gpt2.IGNORED_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
 )  # fmt: skip
 
 
-def _model(embed_dim: int, num_layers: int, num_heads: int, *, vocab_size: int = 49_152, max_positions: int = 8192):
-    shape = DecoderSizes(
-        vocab_size=vocab_size, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=1,
-        head_dim=embed_dim // num_heads, mlp_dim=4 * embed_dim, eps=1e-5, tied=True, activation="gelu_tanh",
-    )  # fmt: skip
+def _model(*sizes: int, vocab_size: int = 49_152, max_positions: int = 8192) -> DecoderConfig:
+    shape = gpt_sizes(*sizes, vocab_size=vocab_size, num_kv_heads=1, eps=1e-5, tied=True, activation="gelu_tanh")
     return gpt_bigcode(shape, max_positions=max_positions)
 
 

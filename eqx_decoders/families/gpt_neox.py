@@ -1,8 +1,9 @@
 """GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023): attention and MLP in parallel, each with its norm."""
 
 import functools
+from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, norm_weights, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, gpt_sizes, norm, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Number, Renamed
@@ -12,15 +13,12 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_ROPE = Rope(fraction=0.25)
-
-
-def gpt_neox(shape: DecoderSizes, *, rope: Rope = _ROPE, parallel: bool = True) -> DecoderConfig:
+def gpt_neox(shape: DecoderSizes, *, rope: Rope = Rope(fraction=0.25), parallel: bool = True) -> DecoderConfig:
     """Return a decoder of GPT-NeoX blocks, whose attention and MLP follow one another unless `parallel`."""
-    norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
-    mixer = shape.attention(rope=rope)
-    block = shape.parallel_block(mixer, mlp, norm, norms=2) if parallel else shape.block(mixer, mlp, norm)
-    return shape.decoder(block, norm)
+    mixer, mlp = shape.attention(rope=rope), shape.mlp(gated=False, bias=True)
+    layer_norm = LayerNormConfig(eps=shape.eps)
+    options: dict[str, Any] = {"residual": "parallel"} if parallel else {}
+    return shape.decoder(shape.block(mixer, mlp, layer_norm, **options), layer_norm)
 
 
 _KEYS = {"rms_norm_eps": "layer_norm_eps", "num_key_value_heads": None, "head_dim": None}
@@ -40,10 +38,11 @@ FAMILY = Family(
     build=gpt_neox,
     weights=(
         Weight("gpt_neox.embed_in.weight", "embedding.table", "vocab embed -> vocab embed"),
-        *norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm"),
+        *norm(_LAYER + "input_layernorm", "pre_mixer_norm"),
+        *norm(_LAYER + "post_attention_layernorm", "pre_mlp_norm"),
         *fused_attention(_LAYER + "attention.", "query_key_value", "dense"),
         *plain_mlp(_LAYER + "mlp.", up="dense_h_to_4h", down="dense_4h_to_h"),
-        *norm_weights("gpt_neox.", final_norm="final_layer_norm"),
+        *norm("gpt_neox.final_layer_norm", "final_norm"),
         Weight("embed_out.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
     prefix="gpt_neox.",
@@ -53,12 +52,8 @@ FAMILY = Family(
 )
 
 
-def _model(embed_dim: int, num_layers: int, num_heads: int, vocab_size: int = 50_304, activation: str = "gelu"):
-    shape = DecoderSizes(
-        vocab_size=vocab_size, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_heads,
-        head_dim=embed_dim // num_heads, mlp_dim=4 * embed_dim, eps=1e-5, activation=activation, attention_bias=True,
-    )  # fmt: skip
-    return gpt_neox(shape)
+def _model(*sizes: int, vocab_size: int = 50_304, activation: str = "gelu") -> DecoderConfig:
+    return gpt_neox(gpt_sizes(*sizes, vocab_size=vocab_size, eps=1e-5, activation=activation, attention_bias=True))
 
 
 MODELS = {
@@ -70,7 +65,7 @@ MODELS = {
     "pythia-1b": functools.partial(_model, 2048, 16, 8),
     "pythia-1.4b": functools.partial(_model, 2048, 24, 16),
     "pythia-2.8b": functools.partial(_model, 2560, 32, 32),
-    "pythia-6.9b": functools.partial(_model, 4096, 32, 32, 50_432),
-    "pythia-12b": functools.partial(_model, 5120, 36, 40, 50_688),
-    "gpt-neox-20b": functools.partial(_model, 6144, 44, 64, 50_432, "gelu_tanh"),
+    "pythia-6.9b": functools.partial(_model, 4096, 32, 32, vocab_size=50_432),
+    "pythia-12b": functools.partial(_model, 5120, 36, 40, vocab_size=50_688),
+    "gpt-neox-20b": functools.partial(_model, 6144, 44, 64, vocab_size=50_432, activation="gelu_tanh"),
 }

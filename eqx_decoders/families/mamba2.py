@@ -1,48 +1,20 @@
 """Mamba-2 (Dao & Gu 2024): recurrences alone, without attention and MLPs."""
 
-import dataclasses
 import functools
 
-from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families._mamba import mamba_settings, mamba_weights
+from eqx_decoders.families._mamba import MAMBA_SIZES, MambaSizes, mamba_decoder, mamba_settings, mamba_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only
+from eqx_decoders.families.settings_table import Only
 from eqx_decoders.families.weight_rows import Weight
-from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MambaSizes:
-    """Sizes of a decoder whose layers have recurrences only; `eps` is that of the norms."""
-
-    vocab_size: int
-    embed_dim: int
-    num_layers: int
-    eps: float = 1e-5
-    tied: bool = False
-    init_std: float = 0.1
-
-
 def mamba2(shape: MambaSizes, *, mamba: Mamba2Config) -> DecoderConfig:
     """Return a decoder with a Mamba-2 in each layer."""
-    norm = RMSNormConfig(eps=shape.eps)
-    block = BlockConfig(mixer=mamba, mlp=None, pre_mixer_norm=norm)
-    return DecoderConfig(
-        vocab_size=shape.vocab_size, embed_dim=shape.embed_dim, blocks=(block,) * shape.num_layers, final_norm=norm,
-        tied=shape.tied, init_std=shape.init_std,
-    )  # fmt: skip
+    return mamba_decoder(shape, mamba)
 
 
-_SIZES = (
-    Integer("vocab_size", "vocab_size", 32_768),
-    Integer("hidden_size", "embed_dim", 4096),
-    Layers("num_hidden_layers", "blocks", 64, name="num_layers"),
-    Number("layer_norm_epsilon", "final_norm.eps", 1e-5),
-    Flag("tie_word_embeddings", "tied", False),
-    Number("initializer_range", "init_std", 0.1),
-)
 _KEYS = {
     "mamba_n_heads": "num_heads", "mamba_d_head": "head_dim", "mamba_expand": "expand", "mamba_n_groups": "n_groups",
     "mamba_d_state": "state_size", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
@@ -58,7 +30,7 @@ FAMILY = Family(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
     settings=(
-        Group("shape", MambaSizes, _SIZES),
+        MAMBA_SIZES,
         Only("hidden_act", "silu", written=True),
         mamba_settings(num_groups=8, key_dim=128, value_dim=64, keys=_KEYS),
     ),

@@ -1,13 +1,10 @@
 """MiniMax M2 (MiniMax 2025): norms over all heads, partial RoPE, experts by sigmoid scores with a selection bias."""
 
-from typing import Any
-
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Only, Rule, Values, value_at
+from eqx_decoders.families.rope_config import rope_settings, rotary_dim
+from eqx_decoders.families.settings_table import Only, only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -15,30 +12,11 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_ROPE = Rope(theta=5e6, fraction=0.5)
-
-
-def minimax_m2(
-    shape: DecoderSizes, *, num_experts: int = 256, num_experts_per_token: int = 8, rope: Rope = _ROPE
-) -> DecoderConfig:
-    """Return a decoder of MiniMax M2's blocks."""
+def minimax_m2(shape: DecoderSizes, *, rope: Rope = Rope(theta=5e6, fraction=0.5), **counts: int) -> DecoderConfig:
+    """Return a decoder of MiniMax M2's blocks; `counts` are `num_experts` and `num_experts_per_token`."""
     router = RouterConfig(score="sigmoid", order="score_first", renormalize=True, selection_bias=True)
-    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, over="heads"))
     return shape.decoder(shape.block(mixer, shape.experts(router=router, **counts)))
-
-
-def _read_rotary_dim(fields: Fields, values: Values) -> None:
-    """Read the number of rotated features, which published files give, as a fraction of a head's."""
-    rotated = fields.integer("rotary_dim", None)
-    if rotated is not None:
-        fields.supply("partial_rotary_factor", rotated / values["shape"].head_dim)
-
-
-def _write_rotary_dim(config: DecoderConfig) -> dict[str, Any]:
-    attention = value_at(config, "attention")
-    rotated = attention.rope.rotated(attention.head_dim)
-    return {"rotary_dim": rotated} if rotated / attention.head_dim == attention.rope.fraction else {}
 
 
 _IGNORED = {
@@ -54,15 +32,11 @@ FAMILY = Family(
     settings=(
         decoder_sizes(num_kv_heads=8, head_dim=128, keys=NO_BIAS, paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=256, chosen=8),
-        # the next seven stand in published files, and transformers does not read them
-        Only("use_qk_norm", True),
-        Only("qk_norm_type", "per_layer"),
-        Only("scoring_func", "sigmoid"),
-        Only("use_routing_bias", True),
-        Only("shared_intermediate_size", 0),
-        Only("attn_type_list", lambda values: [1] * values["shape"].num_layers),
+        # these stand in published files, and transformers does not read them
+        *only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
+        *only(shared_intermediate_size=0, attn_type_list=lambda values: [1] * values["shape"].num_layers),
         Only("sliding_window"),
-        Rule("", _read_rotary_dim, _write_rotary_dim),
+        rotary_dim(),
         rope_settings(theta=5e6, fraction=1.0),
     ),
     build=minimax_m2,
@@ -74,10 +48,8 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
 )
 
-MODELS = {
-    "minimax-m2-229b-a10b": lambda: minimax_m2(
-        DecoderSizes(
-            vocab_size=200_064, embed_dim=3072, num_layers=62, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=1536
-        )
-    )
-}
+_229B = DecoderSizes(
+    vocab_size=200_064, embed_dim=3072, num_layers=62, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=1536
+)
+
+MODELS = {"minimax-m2-229b-a10b": lambda: minimax_m2(_229B, num_experts=256, num_experts_per_token=8)}

@@ -1,11 +1,11 @@
-"""Ministral 8B (Mistral AI 2024): Mistral's block, with a window in some of the layers."""
+"""Ministral 8B (Mistral AI 2024): Mistral's block, with a window in three of four layers."""
 
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights, read_masks, write_masks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Rule, Values
-from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -37,4 +37,6 @@ _8B = DecoderSizes(
     eps=1e-5,
 )  # fmt: skip
 
-MODELS = {}
+MODELS = {
+    "ministral-8b": lambda: ministral(_8B, rope=Rope(theta=1e8), masks=(Causal(), *(SlidingWindow(32_768),) * 3) * 9)
+}

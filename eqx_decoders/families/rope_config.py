@@ -17,6 +17,7 @@ from eqx_decoders.families.settings_table import (
     Setting,
     Values,
     read_all,
+    value_at,
     write_all,
 )
 from eqx_decoders.layers.mask import Causal, SlidingWindow
@@ -83,6 +84,25 @@ def rope_settings(name: str = "rope", **options: Any) -> Rule:
         lambda fields, values: read_rope(fields, **options),
         functools.partial(write_rope, partial=options.get("fraction") is not None),
     )
+
+
+def rotary_dim() -> Rule:
+    """Return the row of the number of rotated features of a head, before that of the rotary embedding.
+
+    It is read as `partial_rotary_factor`, and written where this says the same.
+    """
+
+    def read(fields: Fields, values: Values) -> None:
+        rotated = fields.integer("rotary_dim", None)
+        if rotated is not None:
+            fields.supply("partial_rotary_factor", rotated / values["shape"].head_dim)
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        attention = value_at(config, "attention")
+        rotated = attention.rope.rotated(attention.head_dim)
+        return {"rotary_dim": rotated} if rotated / attention.head_dim == attention.rope.fraction else {}
+
+    return Rule("", read, write)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

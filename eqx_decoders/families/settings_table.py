@@ -254,6 +254,11 @@ class Only(Setting):
         return {self.key: self.allowed[0] if self.allowed else None} if self.written else {}
 
 
+def only(**values: Any) -> tuple[Only, ...]:
+    """Return the rows of keys that may have one value each; they are not written."""
+    return tuple(Only(key, value) for key, value in values.items())
+
+
 @dataclasses.dataclass(frozen=True)
 class Unused(Setting):
     """Keys that say nothing here, and that are no part of an export, unlike `ignored_keys`; with the reason."""

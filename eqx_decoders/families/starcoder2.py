@@ -5,7 +5,7 @@ import functools
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp, same_window
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Only
+from eqx_decoders.families.settings_table import only
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -26,9 +26,7 @@ FAMILY = Family(
             num_kv_heads=2, eps=1e-5, tied=True, activation="gelu_pytorch_tanh", attention_bias=True,
             keys={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias"},
         ),
-        Only("mlp_type", "default"),
-        Only("norm_type", "layer_norm"),
-        Only("scale_attn_weights", True),
+        *only(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True),
         same_window(None),
         rope_settings(),
     ),
@@ -36,7 +34,7 @@ FAMILY = Family(
     weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.", up="c_fc", down="c_proj")),
     ignored_keys={
         **dict.fromkeys(("embedding_dropout", "residual_dropout"), "dropout happens in training only"),
-        **dict.fromkeys(("activation_function", "layer_norm_epsilon"), "another name, which transformers does not read"),
+        **dict.fromkeys(("activation_function", "layer_norm_epsilon"), "transformers reads others"),
         **dict.fromkeys(
             ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), "softmax is in float32 here anyway"
         ),
@@ -48,7 +46,7 @@ _shape = functools.partial(
 )
 _3B = _shape(embed_dim=3072, num_layers=30, num_heads=24, num_kv_heads=2, mlp_dim=12_288, init_std=0.018042)
 _7B = _shape(embed_dim=4608, num_layers=32, num_heads=36, num_kv_heads=4, mlp_dim=18_432, init_std=0.018042)
-_15B = _shape(embed_dim=6144, num_layers=40, num_heads=48, num_kv_heads=4, mlp_dim=24_576, init_std=0.01275)
+_15B = _shape(embed_dim=6144, num_layers=40, num_heads=48, num_kv_heads=4, mlp_dim=24_576, init_std=0.01275, tied=False)
 _WINDOW = SlidingWindow(4096)
 
 MODELS = {
