@@ -40,7 +40,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.mesh_config import MeshConfig
@@ -118,6 +118,14 @@ OPTIONS: dict[type, tuple] = {
         LinearRope(factor=2.0),
         lambda c: mixer(rope=c),
         dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False, factor=4.0),
+    ),
+    DynamicRope: (
+        DynamicRope(factor=2.0, original_length=3),
+        lambda c: mixer(rope=c),
+        dict(
+            theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False, factor=4.0,
+            original_length=4,
+        ),
     ),
     ProportionalRope: (
         ProportionalRope(theta=100.0, fraction=0.75),
@@ -543,7 +551,7 @@ DATA = {
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
     "EncoderSizes", "ConformerSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
-    "Check", "Rule", "Group", "Table", "RopesByLayer",
+    "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "DecodingPlan", "PlannedStep", "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring",

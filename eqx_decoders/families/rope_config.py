@@ -21,7 +21,7 @@ from eqx_decoders.families.settings_table import (
     write_all,
 )
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -63,6 +63,14 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
         ),
     ),
     "yarn": (YarnRope, _YARN),
+    "dynamic": (
+        DynamicRope,
+        (
+            Number("factor", "factor"),
+            Rule("original_length", lambda fields, values: values["_length"]),
+            _needs("original_length", "rope_type=dynamic needs max_position_embeddings: add it."),
+        ),
+    ),
     "proportional": (
         ProportionalRope,
         (Number("factor", lambda rope: ABSENT if rope.factor == 1.0 else rope.factor, 1.0, name="factor"),),
@@ -71,6 +79,7 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
 _IGNORED = {
     "default": ("factor", "original_max_position_embeddings"),
     "linear": ("original_max_position_embeddings",),
+    "dynamic": ("original_max_position_embeddings",),
 }
 
 
@@ -266,6 +275,8 @@ def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any
     outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
     scaling = {key: value for key, value in table.items() if key not in outside}
     old = {"rope_scaling": scaling} if scaling != {"rope_type": "default"} else {}
+    if isinstance(getattr(mixer, "rope", None), DynamicRope):
+        outside["max_position_embeddings"] = mixer.rope.original_length
     return {"rope_parameters": table} | outside | old
 
 
