@@ -123,7 +123,12 @@ OPTIONS: dict[type, tuple] = {
         DynamicRope(factor=2.0, original_length=3),
         lambda c: mixer(rope=c),
         dict(
-            theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), interleaved_sections=False, factor=4.0,
+            theta=100.0,
+            fraction=0.5,
+            pairing="interleaved",
+            sections=(1, 0),
+            interleaved_sections=False,
+            factor=4.0,
             original_length=4,
         ),
     ),

@@ -125,6 +125,7 @@ PARAMETERS = {
     "stable-code-3b": 2_795_443_200,
     "stablelm2-1.6b": 1_644_515_328,
     "ministral-8b": 8_019_808_256,
+    "internlm3-8b": 8_804_241_408,
     "vaultgemma-1b": 1_038_741_120,
     "santacoder-1.1b": 1_124_886_528,
     "starcoder-164m": 164_144_128,
