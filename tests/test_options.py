@@ -41,7 +41,7 @@ from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, NTKRope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.mesh_config import MeshConfig
@@ -117,6 +117,11 @@ OPTIONS: dict[type, tuple] = {
         Rope(),
         lambda c: mixer(rope=c),
         ROPE,
+    ),
+    DynamicRope: (
+        DynamicRope(factor=2.0, original_length=3),
+        lambda c: mixer(rope=c),
+        ROPE | dict(factor=4.0, original_length=4),
     ),
     LinearRope: (LinearRope(factor=2.0), lambda c: mixer(rope=c), ROPE | dict(factor=4.0)),
     NTKRope: (NTKRope(alpha=2.0), lambda c: mixer(rope=c), ROPE | dict(alpha=4.0)),
@@ -535,7 +540,7 @@ DATA = {
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
     "EncoderSizes", "ConformerSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
-    "Check", "Rule", "Group", "Table", "RopesByLayer",
+    "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "DecodingPlan", "PlannedStep", "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring",

@@ -4,21 +4,41 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes
-from eqx_decoders.families.settings_table import Group, Integer
+from eqx_decoders.families.common import DecoderSizes, NormPlaces, attentions, cycle_masks, decoder_sizes
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Group, Integer, Number
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 IGNORED_ACTIVATION_KEY = {"hidden_act": "transformers reads hidden_activation"}
 
 
-def gemma_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_cap: float | None) -> DecoderConfig:
+def gemma_decoder(
+    shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_cap: float | None, norms: NormPlaces = "sandwich"
+) -> DecoderConfig:
     """Return a decoder with norms around both layers of a block, which store w - 1, and scaled embeddings."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
-    blocks = (shape.block(mixer, norm=norm, norms="sandwich") for mixer in mixers)
+    blocks = (shape.block(mixer, norm=norm, norms=norms) for mixer in mixers)
     return shape.decoder(blocks, norm, embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
+
+
+def gemma2(
+    shape: DecoderSizes,
+    *,
+    masks: tuple[Mask, ...],
+    query_scalar: int = 256,
+    rope: Rope = Rope(),
+    attention_cap: float | None = 50.0,
+    logit_cap: float | None = 30.0,
+    norms: NormPlaces = "sandwich",
+) -> DecoderConfig:
+    """Return a decoder of Gemma 2 blocks; queries are multiplied by `query_scalar ** -0.5`."""
+    options: dict[str, Any] = dict(rope=rope, query_scale=query_scalar**-0.5, soft_cap=attention_cap)
+    return gemma_decoder(shape, (shape.attention(mask=mask, **options) for mask in masks), logit_cap, norms)
 
 
 def _query_scalar(config: DecoderConfig) -> int:
@@ -43,6 +63,13 @@ def gemma_sizes(**options: Any) -> Group:
 GEMMA_SETTINGS = (
     gemma_sizes(),
     Integer("query_pre_attn_scalar", _query_scalar, 256, name="query_scalar"),
+)
+GEMMA2_SETTINGS = (
+    *GEMMA_SETTINGS,
+    cycle_masks(2, default=4096),
+    rope_settings(),
+    Number("attn_logit_softcapping", "attention.soft_cap", 50.0, null=None, name="attention_cap"),
+    Number("final_logit_softcapping", "logit_soft_cap", 30.0, null=None, name="logit_cap"),
 )
 
 

@@ -1,6 +1,53 @@
-"""Weights of Mamba-2 in the checkpoints of several families."""
+"""Settings and weights of Mamba-2 in the checkpoints of several families."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MambaSizes:
+    """Sizes of a decoder whose layers have recurrences only; `eps` is that of the norms."""
+
+    vocab_size: int
+    embed_dim: int
+    num_layers: int
+    eps: float = 1e-5
+    tied: bool = False
+    init_std: float = 0.1
+
+
+def mamba_decoder(shape: MambaSizes, mixer: Mamba2Config) -> DecoderConfig:
+    """Return a decoder with this recurrence in each layer."""
+    norm = RMSNormConfig(eps=shape.eps)
+    block = BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=norm)
+    return DecoderConfig(
+        vocab_size=shape.vocab_size, embed_dim=shape.embed_dim, blocks=(block,) * shape.num_layers, final_norm=norm,
+        tied=shape.tied, init_std=shape.init_std,
+    )  # fmt: skip
+
+
+MAMBA_SIZES = Group(
+    "shape",
+    MambaSizes,
+    (
+        Integer("vocab_size", "vocab_size", 32_768),
+        Integer("hidden_size", "embed_dim", 4096),
+        Layers("num_hidden_layers", "blocks", 64, name="num_layers"),
+        Number("layer_norm_epsilon", "final_norm.eps", 1e-5),
+        Flag("tie_word_embeddings", "tied", False),
+        Number("initializer_range", "init_std", 0.1),
+    ),
+)
 
 
 def mamba_weights(prefix: str) -> tuple[Weight, ...]:
@@ -27,3 +74,71 @@ def mamba_weights(prefix: str) -> tuple[Weight, ...]:
         Weight(prefix + "norm.weight", "mixer.norm_scale", "(heads value_dim) -> heads value_dim"),
         Weight(prefix + "out_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
     )
+
+
+def mamba_settings(
+    *, num_groups: int = 1, key_dim: int = 256, value_dim: int | None = None, keys: Mapping[str, str] = {}
+) -> Group:
+    """Return the rows of the value `mamba`, after those of a `shape` with `embed_dim` and `eps`.
+
+    The arguments are transformers' defaults; `keys` maps Granite's and Bamba's keys to the family's.
+    """
+
+    def key(name: str) -> str:
+        return keys.get(name, name)
+
+    def make(
+        shape: Any, *, num_heads: int, expand: int, value_dim: int | None, limits: tuple[float, float | None],
+        **options: Any,
+    ) -> Mamba2Config:  # fmt: skip
+        inner = expand * shape.embed_dim
+        features = value_dim or inner // num_heads
+        if num_heads * features != inner:
+            sizes = f"{key('mamba_n_heads')}={num_heads} x {key('mamba_d_head')}={features}"
+            raise ConfigError(f"{sizes} must be {key('mamba_expand')} x hidden_size={inner}.")
+        low, high = limits
+        return Mamba2Config(num_heads=num_heads, value_dim=features, dt_min=low, dt_max=high, eps=shape.eps, **options)
+
+    rows = (
+        Integer(key("mamba_n_heads"), "mamba.num_heads", 128),
+        Integer(key("mamba_expand"), _expand, 2, name="expand"),
+        _ValueDim(key("mamba_d_head"), "mamba.value_dim", value_dim),
+        Only(key("mamba_proj_bias"), False, written=True),
+        Integer(key("mamba_n_groups"), "mamba.num_groups", num_groups),
+        Integer(key("mamba_d_state"), "mamba.key_dim", key_dim),
+        Integer(key("mamba_d_conv"), "mamba.taps", 4),
+        Flag(key("mamba_conv_bias"), "mamba.taps_bias", True),
+        Rule("limits", _read_limits, _write_limits),
+    )
+    return Group("mamba", make, rows, uses=("shape",), layer="mamba")
+
+
+class _ValueDim(Integer):
+    """Features of a head; "auto" is the default."""
+
+    def value(self, fields: Fields, default: Any, null: Any) -> Any:
+        return default if fields.take(self.key, None) == "auto" else super().value(fields, default, null)
+
+
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
+
+
+def _read_limits(fields: Fields, values: Values) -> tuple[float, float | None]:
+    """Read the bounds of a step: two numbers, the second None where it is infinite."""
+    limits = fields.take("time_step_limit", [0.0, _INFINITE])
+    low, high = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
+    infinite = high == _INFINITE or high == float("inf")
+    bounds = Fields({"time_step_limit[0]": low, "time_step_limit[1]": 1.0 if infinite else high}, fields.where)
+    least = 0.0 if low == 0 and not isinstance(low, bool) else bounds.number("time_step_limit[0]")
+    greatest = bounds.number("time_step_limit[1]")
+    return least, None if infinite else greatest
+
+
+def _write_limits(config: DecoderConfig) -> dict[str, Any]:
+    mamba = first_layer(config, "mamba")
+    return {"time_step_limit": [mamba.dt_min, _INFINITE if mamba.dt_max is None else mamba.dt_max]}
+
+
+def _expand(config: DecoderConfig) -> int:
+    mamba = first_layer(config, "mamba")
+    return mamba.num_heads * mamba.value_dim // config.embed_dim

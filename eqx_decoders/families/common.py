@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from eqx_decoders.blocks.block import BlockConfig, MixerConfig
+from eqx_decoders.blocks.residual.residual import Parallel
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
@@ -77,6 +78,7 @@ class DecoderSizes:
         mlp: MLPConfig | ExpertsConfig | None = None,
         norm: NormConfig | None = None,
         norms: NormPlaces = "pre",
+        **options: Any,
     ) -> BlockConfig:
         """Return a layer with norms before attention and MLP, after them, or both.
 
@@ -84,14 +86,15 @@ class DecoderSizes:
         """
         before = None if norms == "post" else norm or self.norm
         after = None if norms == "pre" else norm or self.norm
-        return BlockConfig(
-            mixer=mixer,
-            mlp=mlp or self.mlp(),
-            pre_mixer_norm=before,
-            post_mixer_norm=after,
-            pre_mlp_norm=before,
-            post_mlp_norm=after,
-        )
+        around = dict(pre_mixer_norm=before, post_mixer_norm=after, pre_mlp_norm=before, post_mlp_norm=after)
+        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), **{**around, **options})
+
+    def parallel_block(
+        self, mixer: MixerConfig, mlp: MLPConfig | None = None, norm: NormConfig | None = None, *, norms: int = 1
+    ) -> BlockConfig:
+        """Return a layer whose attention and MLP read the same stream, through one norm or two of their own."""
+        shared: dict[str, Any] = {"pre_mlp_norm": None} if norms == 1 else {}
+        return self.block(mixer, mlp, norm, residual=Parallel(), **shared)
 
     def decoder(
         self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
@@ -108,9 +111,17 @@ class DecoderSizes:
         )
 
 
+def gpt_sizes(
+    embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None, **options: Any
+) -> DecoderSizes:
+    """Return sizes whose heads divide the stream, with an MLP that is four times as wide as it."""
+    heads = dict(num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, head_dim=embed_dim // num_heads)
+    return DecoderSizes(embed_dim=embed_dim, num_layers=num_layers, mlp_dim=4 * embed_dim, **heads, **options)
+
+
 def decoder_sizes(
     *,
-    num_kv_heads: int | None = None,
+    num_kv_heads: Any = None,
     head_dim: Any = None,
     eps: float = 1e-6,
     tied: bool = False,
@@ -266,6 +277,16 @@ def hybrid_layers(*attention: type) -> Rule:
     return Rule("full", read, write)
 
 
+def same_window(default: int | None) -> Rule:
+    """Return the row of the mask of all layers: a window of `sliding_window` tokens, or causal where it is null."""
+
+    def read(fields: Fields, values: Values) -> Mask:
+        window = fields.integer("sliding_window", default, null=None)
+        return Causal() if window is None else SlidingWindow(window)
+
+    return Rule("mask", read, lambda config: {"sliding_window": find_window(config)})
+
+
 def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int | None:
     """Return the size of the windows, or of the chunks; None where no layer has one."""
     return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, kind)), default=None)
@@ -275,6 +296,7 @@ def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int |
 ENDS = (
     Weight("model.embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
     Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
+    Weight("model.norm.bias", "final_norm.bias", "norm -> norm"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
 )
 LAYER = "model.layers.{layer}."
@@ -306,6 +328,19 @@ def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
         Weight(attention + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
         Weight(attention + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
         Weight(attention + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
+    )
+
+
+def fused_attention(prefix: str, qkv: str, out: str) -> tuple[Weight, ...]:
+    """Return the rows of attention whose tensor `qkv` has, for each key head, its queries, its key and its value."""
+    into = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
+    kernels = ((f"mixer.{path}", f"({heads} head_dim) embed -> embed {heads} head_dim") for path, heads in into.items())
+    biases = ((f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim") for path, heads in into.items())
+    return (
+        *sharing(f"{prefix}{qkv}.weight", *kernels, within="kv_heads"),
+        *sharing(f"{prefix}{qkv}.bias", *biases, within="kv_heads"),
+        Weight(f"{prefix}{out}.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        Weight(f"{prefix}{out}.bias", "mixer.out_bias", "embed -> embed"),
     )
 
 
@@ -344,11 +379,11 @@ def plain_mlp(prefix: str, path: str = "mlp.", up: str = "up_proj", down: str = 
     )
 
 
-def norm(name: str, path: str) -> tuple[Weight, ...]:
-    """Return the rows of a norm."""
+def norm(name: str, path: str, *, beside: str = "") -> tuple[Weight, ...]:
+    """Return the rows of a norm, which count only where the block has the weight `beside` unless that is empty."""
     return (
-        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm"),
-        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm"),
+        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm", beside=beside),
+        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm", beside=beside),
     )
 
 

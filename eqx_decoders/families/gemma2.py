@@ -1,42 +1,16 @@
 """Gemma 2 (Gemma Team 2024): Gemma with norms around both layers, soft caps, and a window in every other layer."""
 
 import functools
-from typing import Any
 
-from eqx_decoders.families._gemma import GEMMA_SETTINGS, IGNORED_ACTIVATION_KEY, gemma_decoder
-from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
+from eqx_decoders.families._gemma import GEMMA2_SETTINGS, IGNORED_ACTIVATION_KEY, gemma2
+from eqx_decoders.families.common import DecoderSizes, llama_weights
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Number
-from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.rope import Rope
-from eqx_decoders.model.decoder_config import DecoderConfig
-
-
-def gemma2(
-    shape: DecoderSizes,
-    *,
-    masks: tuple[Mask, ...],
-    query_scalar: int = 256,
-    rope: Rope = Rope(),
-    attention_cap: float | None = 50.0,
-    logit_cap: float | None = 30.0,
-) -> DecoderConfig:
-    """Return a decoder of Gemma 2 blocks; queries are multiplied by `query_scalar ** -0.5`."""
-    options: dict[str, Any] = dict(rope=rope, query_scale=query_scalar**-0.5, soft_cap=attention_cap)
-    return gemma_decoder(shape, (shape.attention(mask=mask, **options) for mask in masks), logit_cap)
 
 
 FAMILY = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    settings=(
-        *GEMMA_SETTINGS,
-        cycle_masks(2, default=4096),
-        rope_settings(),
-        Number("attn_logit_softcapping", "attention.soft_cap", 50.0, null=None, name="attention_cap"),
-        Number("final_logit_softcapping", "logit_soft_cap", 30.0, null=None, name="logit_cap"),
-    ),
+    settings=GEMMA2_SETTINGS,
     build=gemma2,
     weights=llama_weights(norms="sandwich"),
     ignored_keys=IGNORED_ACTIVATION_KEY,

@@ -4,10 +4,11 @@ import functools
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes, norm_weights
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
+from eqx_decoders.families import _gpt2
+from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes
+from eqx_decoders.families.config_reader import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Defaults, Flag, Integer, Renamed, Rule, Values
+from eqx_decoders.families.settings_table import Flag, Integer
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -34,42 +35,17 @@ def gpt2(
     return shape.decoder(blocks, norm, positions=LearnedPositions(max_positions=max_positions))
 
 
-def _default_mlp(fields: Fields, values: Values) -> None:
-    if fields.take("n_inner", None) is None:
-        fields.content["n_inner"] = 4 * fields.integer("n_embd")
-
-
 def _scales(config: DecoderConfig) -> list[float | None]:
     return [mixer.query_scale for mixer in attentions(config)]
 
 
-_KEYS = {
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-    "hidden_act": "activation_function",
-    "rms_norm_eps": "layer_norm_epsilon",
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias")),
-}
-_SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
-_LAYER = "transformer.h.{layer}."
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     settings=(
-        # which transformers takes as well
-        Renamed(
-            {
-                key: _KEYS[key]
-                for key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
-            }
-        ),
-        Defaults(dict(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)),
-        Rule("", _default_mlp),
+        *_gpt2.DEFAULTS,
         decoder_sizes(
-            eps=1e-5, tied=True, activation="gelu_new", keys=_KEYS, words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
+            eps=1e-5, tied=True, activation="gelu_new", keys=_gpt2.KEYS, words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
         ),
         Integer("n_positions", "positions.max_positions"),
         Flag("scale_attn_weights", lambda config: _scales(config)[0] != 1.0, True, name="scaled"),
@@ -82,28 +58,21 @@ FAMILY = Family(
     ),
     build=gpt2,
     weights=(
-        Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
-        Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
-        *norm_weights(_LAYER, pre_mixer_norm="ln_1", pre_mlp_norm="ln_2"),
-        Weight(_LAYER + "attn.c_attn.weight", "mixer.qkv", "embed (qkv_heads head_dim) -> embed qkv_heads head_dim"),
-        Weight(_LAYER + "attn.c_attn.bias", "mixer.qkv_bias", "(qkv_heads head_dim) -> qkv_heads head_dim"),
-        Weight(_LAYER + "attn.c_proj.weight", "mixer.out", "(heads head_dim) embed -> heads head_dim embed"),
-        Weight(_LAYER + "attn.c_proj.bias", "mixer.out_bias", "embed -> embed"),
-        Weight(_LAYER + "mlp.c_fc.weight", "mlp.up", "embed mlp -> embed mlp"),
-        Weight(_LAYER + "mlp.c_fc.bias", "mlp.up_bias", "mlp -> mlp"),
-        Weight(_LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
-        Weight(_LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
-        *norm_weights("transformer.", final_norm="ln_f"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+        *_gpt2.ENDS,
+        Weight(
+            _gpt2.LAYER + "attn.c_attn.weight", "mixer.qkv", "embed (qkv_heads head_dim) -> embed qkv_heads head_dim"
+        ),
+        Weight(_gpt2.LAYER + "attn.c_attn.bias", "mixer.qkv_bias", "(qkv_heads head_dim) -> qkv_heads head_dim"),
+        Weight(_gpt2.LAYER + "attn.c_proj.weight", "mixer.out", "(heads head_dim) embed -> heads head_dim embed"),
+        Weight(_gpt2.LAYER + "attn.c_proj.bias", "mixer.out_bias", "embed -> embed"),
+        Weight(_gpt2.LAYER + "mlp.c_fc.weight", "mlp.up", "embed mlp -> embed mlp"),
+        Weight(_gpt2.LAYER + "mlp.c_fc.bias", "mlp.up_bias", "mlp -> mlp"),
+        Weight(_gpt2.LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
+        Weight(_gpt2.LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
     ),
     prefix="transformer.",
-    ignored_tensors=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # the causal mask, which old files store
-    ignored_keys={
-        **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
-        "n_ctx": "an older name of n_positions",
-        **dict.fromkeys(("n_special", "predict_special_tokens"), "of the first GPT"),
-        "reorder_and_upcast_attn": "scores and softmax are in float32 here anyway",
-    },
+    ignored_tensors=_gpt2.IGNORED_TENSORS,
+    ignored_keys=_gpt2.IGNORED_KEYS | {"reorder_and_upcast_attn": "scores and softmax are in float32 here anyway"},
 )
 
 _shape = functools.partial(DecoderSizes, vocab_size=50_257, head_dim=64, eps=1e-5, tied=True, activation="gelu_tanh")

@@ -7,9 +7,8 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Sequential
-from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import moe
-from eqx_decoders.families._mamba import mamba_weights
+from eqx_decoders.families._mamba import mamba_settings, mamba_weights
 from eqx_decoders.families.common import ENDS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers, self_attention
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
@@ -17,11 +16,9 @@ from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import (
     ABSENT,
     Defaults,
-    Flag,
     Group,
     Integer,
     Number,
-    Only,
     Renamed,
     Rule,
     Unused,
@@ -59,63 +56,6 @@ def granite_hybrid(
 
     scales: dict[str, Any] = dict(embedding_scale=embedding_scale, logit_divisor=logit_divisor)
     return shape.decoder(map(block, full), **scales)
-
-
-def _mamba(
-    shape: DecoderSizes, *, num_heads: int, expand: int, value_dim: int | None, limits: tuple[float, float | None],
-    **options: Any,
-) -> Mamba2Config:  # fmt: skip
-    inner = expand * shape.embed_dim
-    value_dim = value_dim or inner // num_heads
-    if num_heads * value_dim != inner:
-        raise ConfigError(
-            f"mamba_n_heads={num_heads} x mamba_d_head={value_dim} must be mamba_expand x hidden_size={inner}."
-        )
-    low, high = limits
-    return Mamba2Config(num_heads=num_heads, value_dim=value_dim, dt_min=low, dt_max=high, eps=shape.eps, **options)
-
-
-def _without_auto(fields: Fields, values: Values) -> None:
-    if fields.content.get("mamba_d_head") == "auto":
-        fields.content["mamba_d_head"] = None
-
-
-_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
-
-
-def _read_limits(fields: Fields, values: Values) -> tuple[float, float | None]:
-    """Read the bounds of a step: two numbers, the second None where it is infinite."""
-    limits = fields.take("time_step_limit", [0.0, _INFINITE])
-    low, high = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
-    infinite = high == _INFINITE or high == float("inf")
-    bounds = Fields({"time_step_limit[0]": low, "time_step_limit[1]": 1.0 if infinite else high}, fields.where)
-    least = 0.0 if low == 0 and not isinstance(low, bool) else bounds.number("time_step_limit[0]")
-    greatest = bounds.number("time_step_limit[1]")
-    return least, None if infinite else greatest
-
-
-def _write_limits(config: DecoderConfig) -> dict[str, Any]:
-    mamba = first_layer(config, "mamba")
-    return {"time_step_limit": [mamba.dt_min, _INFINITE if mamba.dt_max is None else mamba.dt_max]}
-
-
-def _expand(config: DecoderConfig) -> int:
-    mamba = first_layer(config, "mamba")
-    return mamba.num_heads * mamba.value_dim // config.embed_dim
-
-
-_MAMBA = (
-    Integer("mamba_n_heads", "mamba.num_heads", 128),
-    Integer("mamba_expand", _expand, 2, name="expand"),
-    Rule("", _without_auto),
-    Integer("mamba_d_head", "mamba.value_dim", None),
-    Only("mamba_proj_bias", False, written=True),
-    Integer("mamba_n_groups", "mamba.num_groups", 1),
-    Integer("mamba_d_state", "mamba.key_dim", 256),
-    Integer("mamba_d_conv", "mamba.taps", 4),
-    Flag("mamba_conv_bias", "mamba.taps_bias", True),
-    Rule("limits", _read_limits, _write_limits),
-)
 
 
 def _write_no_mamba(config: DecoderConfig) -> dict[str, Any]:
@@ -178,7 +118,7 @@ FAMILY = Family(
         decoder_sizes(keys={"head_dim": None}, paths={"intermediate_size": _of_experts("mlp_dim", ABSENT)}),
         Group("mlp", _mlp, _EXPERTS, uses=("shape",)),
         hybrid_layers(AttentionConfig),
-        Group("mamba", _mamba, _MAMBA, uses=("shape",), layer="mamba"),
+        mamba_settings(),
         Rule("", lambda fields, values: None, _write_no_mamba),
         Rule("rope", _read_rope, _write_rope),
         Number("attention_multiplier", "attention.query_scale", 1.0),

@@ -3,12 +3,10 @@
 import functools
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, find_window, llama_weights
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights, same_window
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Rule, Values
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -26,16 +24,11 @@ def mixtral(
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), experts))
 
 
-def _read_mask(fields: Fields, values: Values) -> Mask:
-    window = fields.integer("sliding_window", None)
-    return Causal() if window is None else SlidingWindow(window)
-
-
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     settings=(
-        Rule("mask", _read_mask, lambda config: {"sliding_window": find_window(config)}),
+        same_window(None),
         decoder_sizes(num_kv_heads=8, eps=1e-5, keys=NO_BIAS, paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=8, chosen=2),
         rope_settings(theta=1e6),

@@ -17,10 +17,11 @@ from eqx_decoders.families.settings_table import (
     Setting,
     Values,
     read_all,
+    value_at,
     write_all,
 )
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -62,6 +63,14 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
         ),
     ),
     "yarn": (YarnRope, _YARN),
+    "dynamic": (
+        DynamicRope,
+        (
+            Number("factor", "factor"),
+            Rule("original_length", lambda fields, values: values["_length"]),
+            _needs("original_length", "rope_type=dynamic needs max_position_embeddings: add it."),
+        ),
+    ),
     "proportional": (
         ProportionalRope,
         (Number("factor", lambda rope: ABSENT if rope.factor == 1.0 else rope.factor, 1.0, name="factor"),),
@@ -70,6 +79,7 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
 _IGNORED = {
     "default": ("factor", "original_max_position_embeddings"),
     "linear": ("original_max_position_embeddings",),
+    "dynamic": ("original_max_position_embeddings",),
 }
 
 
@@ -83,6 +93,25 @@ def rope_settings(name: str = "rope", **options: Any) -> Rule:
         lambda fields, values: read_rope(fields, **options),
         functools.partial(write_rope, partial=options.get("fraction") is not None),
     )
+
+
+def rotary_dim() -> Rule:
+    """Return the row of the number of rotated features of a head, before that of the rotary embedding.
+
+    It is read as `partial_rotary_factor`, and written where this says the same.
+    """
+
+    def read(fields: Fields, values: Values) -> None:
+        rotated = fields.integer("rotary_dim", None)
+        if rotated is not None:
+            fields.supply("partial_rotary_factor", rotated / values["shape"].head_dim)
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        attention = value_at(config, "attention")
+        rotated = attention.rope.rotated(attention.head_dim)
+        return {"rotary_dim": rotated} if rotated / attention.head_dim == attention.rope.fraction else {}
+
+    return Rule("", read, write)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,6 +279,8 @@ def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any
     outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
     scaling = {key: value for key, value in table.items() if key not in outside}
     old = {"rope_scaling": scaling} if scaling != {"rope_type": "default"} else {}
+    if isinstance(getattr(mixer, "rope", None), DynamicRope):
+        outside["max_position_embeddings"] = mixer.rope.original_length
     return {"rope_parameters": table} | outside | old
 
 

@@ -18,6 +18,7 @@ before it for a default. Values whose names begin with `_` are for the rows afte
 import abc
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar
 
@@ -173,6 +174,18 @@ class Number(Key):
     reader = "number"
 
 
+class Inverse(Number):
+    """Number above 0 whose inverse is the value: a factor where the configuration has a divisor."""
+
+    def value(self, fields: Fields, default: Any, null: Any) -> Any:
+        return 1.0 / super().value(fields, default, null)
+
+    def text(self, value: Any) -> Any:
+        """Return the shortest number with exactly this inverse: a neighbor of the inverse, which is rounded, may be."""
+        near = (math.nextafter(1.0 / value, toward) for toward in (0.0, 1.0 / value, math.inf))
+        return min((each for each in near if 1.0 / each == value), key=lambda x: len(repr(x)), default=1.0 / value)
+
+
 class Flag(Key):
     """True or false."""
 
@@ -239,6 +252,11 @@ class Only(Setting):
 
     def write(self, config: Any) -> dict[str, Any]:
         return {self.key: self.allowed[0] if self.allowed else None} if self.written else {}
+
+
+def only(**values: Any) -> tuple[Only, ...]:
+    """Return the rows of keys that may have one value each; they are not written."""
+    return tuple(Only(key, value) for key, value in values.items())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ Embed
 
 Choose masks and positions
     `Causal`, `SlidingWindow`, `Chunked`, `Bidirectional`, `Spans` and `spans_of`; `Rope`, `LinearRope`, `Llama3Rope`,
-    `YarnRope`, `ProportionalRope`.
+    `YarnRope`, `DynamicRope`, `ProportionalRope`.
 
 Call the maths
     `attend` by one of `KERNELS` (a `Kernel` each), `max_scores`; `delta_rule`, `linear_recurrence`.
@@ -106,6 +106,7 @@ from eqx_decoders.layers.recurrent.kimi_delta import (
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
 from eqx_decoders.layers.recurrent.recurrence import delta_rule as delta_rule, linear_recurrence as linear_recurrence
 from eqx_decoders.layers.rope import (
+    DynamicRope as DynamicRope,
     LinearRope as LinearRope,
     Llama3Rope as Llama3Rope,
     ProportionalRope as ProportionalRope,

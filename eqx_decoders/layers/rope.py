@@ -214,6 +214,30 @@ class Llama3Rope(Rope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicRope(Rope):
+    """RoPE whose base grows with the length of the text beyond `original_length` (NTK-aware; InternLM 3).
+
+    With L the greater of `original_length` and the last position of a row + 1, the base of `d` rotated features is
+    `theta (factor L / original_length - (factor - 1))^(d / (d - 2))`. As in transformers, keys in a cache keep the base
+    of their own call: beyond `original_length` a text in pieces differs from the whole.
+
+    **Arguments:**
+
+    - `factor`: how fast the base grows.
+    - `original_length`: the context length that the model was trained on, in tokens.
+    """
+
+    factor: Annotated[float, InRange(least=1)]
+    original_length: PositiveInt
+
+    def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
+        last = jnp.max(positions, axis=tuple(range(1, positions.ndim))).astype(jnp.float32)
+        beyond = jnp.maximum(last + 1.0, self.original_length) / self.original_length - 1.0
+        powers = -2.0 * jnp.arange(dim // 2, dtype=jnp.float32) / max(dim - 2, 1)
+        return super().angles(positions, dim) * (1.0 + self.factor * beyond)[:, None, None] ** powers[None, None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
     """YaRN (Peng et al. 2023): interpolate slow pairs, leave fast ones, and sharpen the attention.
 

@@ -9,7 +9,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import rope_config
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from tests.families.samples import decode, mixers, sample
 
 
@@ -45,6 +45,7 @@ ROPES = [
         dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1, mscale_all_dim=2.0, attention_factor=1.5)),
         YarnRope(factor=2.0, original_length=128, mscale_all_dim=2.0, attention_factor=1.5),
     ),
+    (dict(rope_scaling=dict(type="dynamic", factor=2)), DynamicRope(factor=2.0, original_length=128)),
     (
         dict(rope_parameters=dict(rope_type="yarn", factor=2, mscale=1.0, beta_fast=16)),
         YarnRope(factor=2.0, original_length=128, beta_fast=16.0),
@@ -61,7 +62,7 @@ def test_spellings_of_a_rotary_embedding(keys, rope):
 @pytest.mark.parametrize(
     "keys, sentence",
     [
-        (dict(rope_parameters=dict(rope_type="dynamic", factor=2)), "rope_parameters: rope_type=dynamic is not known"),
+        (dict(rope_parameters=dict(rope_type="spiral", factor=2)), "rope_parameters: rope_type=spiral is not known"),
         (dict(rope_parameters=dict(rope_type="yarn")), "factor is missing"),
         (
             dict(rope_parameters=dict(rope_type="linear", factor=0.5)),

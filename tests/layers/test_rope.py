@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope, rotate
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope, rotate
 from tests.compare import assert_close
 from tests.layers.common import normal
 from tests.oracles import (
@@ -25,6 +25,7 @@ ROPES = [
     (Rope(fraction=0.5), plain_frequencies(1e4, 4), 1.0),
     (Rope(fraction=0.25, pairing="interleaved"), [1.0], 1.0),
     (LinearRope(factor=4.0), [f / 4 for f in plain_frequencies(1e4, 8)], 1.0),
+    (DynamicRope(factor=4.0, original_length=64), plain_frequencies(1e4, 8), 1.0),
     # Gemma 4: pairs over the whole head, of which the last ones rest; a part of a pair counts as none
     (ProportionalRope(fraction=0.5), [*plain_frequencies(1e4, 8)[:2], 0.0, 0.0], 1.0),
     (ProportionalRope(fraction=0.7, factor=2.0), [*(f / 2 for f in plain_frequencies(1e4, 8)[:2]), 0.0, 0.0], 1.0),
@@ -45,6 +46,16 @@ YARN = [
 @pytest.mark.parametrize("rope, frequencies, magnitude", ROPES, ids=lambda x: str(x)[:40])
 def test_rotation_is_the_loop(rope, frequencies, magnitude):
     check_rotation(rope, frequencies, magnitude)
+
+
+def test_the_base_grows_beyond_the_original_length():
+    """Row by row; padding has positions of -1."""
+    rope, positions = DynamicRope(factor=4.0, original_length=6), jnp.array([[0, 1, 2, 5], [0, 3, 8, -1]])
+    for row, last in enumerate((5, 8)):
+        base = 1e4 * (4.0 * max(last + 1, 6) / 6 - 3.0) ** (8 / 6)
+        by_hand = np.maximum(positions[row], 0)[:, None] * base ** (-np.arange(4) / 4)
+        assert_close(rope.angles(jnp.asarray(positions), 8)[row], by_hand)
+    assert_close(rope.angles(positions[:1], 8), Rope().angles(positions[:1], 8))
 
 
 def check_rotation(rope, frequencies, magnitude):

@@ -56,6 +56,7 @@ def rewritten(directory, change) -> pathlib.Path:
 # further checkpoints of kinds of which another is tried in the quick tests
 MORE = ("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense")
 MORE += ("gpt_oss_yarn", "deepseek3_groups", "llama_bf16", "glm", "dots1", "hy_v3", "solar_open", "flex_olmo", "youtu")
+MORE += ("falcon_mqa", "cohere_bias", "ministral_mixed", "vaultgemma")
 
 
 @pytest.fixture(
@@ -124,7 +125,7 @@ def test_export_is_what_was_imported(loaded, tmp_path):
     spelled = {"rope_parameters", "decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers"}
     both = [key for key in before if key in after and key not in spelled]
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
-    off = {"use_bidirectional_attention", "add_cross_attention"}
+    off = {"use_bidirectional_attention", "add_cross_attention", "is_decoder"}
     # an MLP's width where no layer has one
     derived = {
         "intermediate_size",

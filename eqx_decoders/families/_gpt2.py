@@ -1,0 +1,52 @@
+"""Settings and tensors that GPT-2 and GPT-BigCode share."""
+
+from eqx_decoders.families.common import norm_weights
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.settings_table import Defaults, Renamed, Rule, Setting, Values
+from eqx_decoders.families.weight_rows import Weight
+
+
+def _default_mlp(fields: Fields, values: Values) -> None:
+    if fields.take("n_inner", None) is None:
+        fields.content["n_inner"] = 4 * fields.integer("n_embd")
+
+
+KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "rms_norm_eps": "layer_norm_epsilon",
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias")),
+}
+# what stands before the sizes
+DEFAULTS: tuple[Setting, ...] = (
+    # which transformers takes as well
+    Renamed(
+        {
+            key: KEYS[key]
+            for key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+        }
+    ),
+    Defaults(dict(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)),
+    Rule("", _default_mlp),
+)
+_SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+IGNORED_KEYS = {
+    **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
+    "n_ctx": "an older name of n_positions",
+    **dict.fromkeys(("n_special", "predict_special_tokens"), "of the first GPT"),
+}
+# the causal mask, which old files store
+IGNORED_TENSORS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+LAYER = "transformer.h.{layer}."
+# embeddings, norms and the head
+ENDS = (
+    Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
+    Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
+    *norm_weights(LAYER, pre_mixer_norm="ln_1", pre_mlp_norm="ln_2"),
+    *norm_weights("transformer.", final_norm="ln_f"),
+    Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+)

@@ -1,0 +1,59 @@
+"""Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2, few layers of attention, half of RoPE, an MLP in each layer."""
+
+from eqx_decoders.families._mamba import mamba_settings, mamba_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, gated_mlp, norm_weights, self_attention
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Check, Flag, Numbers, Only
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def bamba(
+    shape: DecoderSizes, *, mamba: Mamba2Config, full: tuple[int, ...], rope: Rope, mlp_bias: bool = False
+) -> DecoderConfig:
+    """Return a decoder of Bamba blocks: attention in the layers `full`, counted from 0, else `mamba`."""
+    attention, mlp = shape.attention(rope=rope), shape.mlp(bias=mlp_bias)
+    return shape.decoder(shape.block(attention if i in full else mamba, mlp) for i in range(shape.num_layers))
+
+
+def _full(config: DecoderConfig) -> list[int]:
+    return [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)]
+
+
+FAMILY = Family(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    settings=(
+        decoder_sizes(num_kv_heads=8, eps=1e-5, keys={"head_dim": None}),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        Numbers("attn_layer_indices", _full, (), name="full"),
+        Check(lambda values: bool(values["full"]), "no layer has attention: check attn_layer_indices."),
+        rope_settings(fraction=0.5),
+        Check(lambda values: values["rope"].fraction == 0.5, "transformers always rotates half of a head."),
+        Only("attn_rotary_emb", lambda values: values["shape"].head_dim // 2),
+        mamba_settings(),
+    ),
+    build=bamba,
+    weights=(
+        Weight("model.embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_ff_layernorm"),
+        *self_attention(LAYER),
+        *mamba_weights(LAYER + "mamba."),
+        *gated_mlp(LAYER + "feed_forward."),
+        *norm_weights("model.", final_norm="final_layernorm"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    ),
+    ignored_keys=dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"), "how it is run"),
+)
+
+_9B = DecoderSizes(
+    vocab_size=128_256, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
+    eps=1e-5,
+)  # fmt: skip
+_MAMBA = Mamba2Config(num_heads=128, value_dim=64, num_groups=1, key_dim=128)
+
+MODELS = {"bamba-9b": lambda: bamba(_9B, mamba=_MAMBA, full=(9, 18, 27), rope=Rope(fraction=0.5))}

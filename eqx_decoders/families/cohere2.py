@@ -1,0 +1,48 @@
+"""Command R7B and Command A (Cohere 2025): Command R's blocks, windows with RoPE and full layers without positions."""
+
+import functools
+
+from eqx_decoders.families._cohere import COHERE_SETTINGS, IGNORED_COHERE_KEYS, cohere_decoder
+from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Check, Integer, Only
+from eqx_decoders.layers.mask import Mask, SlidingWindow
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def cohere2(shape: DecoderSizes, *, masks: tuple[Mask, ...], rope: Rope, logit_divisor: float = 16.0) -> DecoderConfig:
+    """Return a decoder of Command R7B's blocks; only layers with a window have the rotary embedding."""
+    mixers = (shape.attention(mask=mask, rope=rope if isinstance(mask, SlidingWindow) else None) for mask in masks)
+    return cohere_decoder(shape, mixers, logit_divisor)
+
+
+FAMILY = Family(
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    settings=(
+        *COHERE_SETTINGS,
+        Only("use_qk_norm", False),
+        Check(
+            lambda values: values["shape"].head_dim * values["shape"].num_heads == values["shape"].embed_dim,
+            "head_dim must be hidden_size / num_attention_heads: transformers reads no other.",
+        ),
+        Integer("sliding_window_pattern", None, 4, name="_period"),
+        cycle_masks(),
+        rope_settings(pairing="interleaved"),
+    ),
+    build=cohere2,
+    weights=llama_weights(),
+    ignored_keys=IGNORED_COHERE_KEYS,
+)
+
+_shape = functools.partial(DecoderSizes, vocab_size=256_000, num_kv_heads=8, head_dim=128, eps=1e-5, tied=True)
+_7B = _shape(embed_dim=4096, num_layers=32, num_heads=32, mlp_dim=14_336)
+_111B = _shape(embed_dim=12_288, num_layers=64, num_heads=96, mlp_dim=36_864)
+_ROPE = Rope(theta=50_000.0, pairing="interleaved")
+
+MODELS = {
+    "command-r7b": lambda: cohere2(_7B, masks=_7B.cycle_masks(4096, 4), rope=_ROPE, logit_divisor=4.0),
+    "command-a-111b": lambda: cohere2(_111B, masks=_111B.cycle_masks(4096, 4), rope=_ROPE, logit_divisor=4.0),
+}

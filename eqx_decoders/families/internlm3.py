@@ -1,0 +1,50 @@
+"""InternLM 3 (Shanghai AI Laboratory 2025): Llama with two key heads, and RoPE for texts of a bounded length."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Check, Flag, Renamed
+from eqx_decoders.layers.rope import DynamicRope, Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def internlm3(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
+    """Return a decoder of Llama's blocks."""
+    return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
+
+
+def _with_architecture(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Name transformers' class, which is Llama's, where a file names that of the code beside it."""
+    named = content.get("architectures")
+    return {**content, "architectures": ["LlamaForCausalLM"] if named == ["InternLM3ForCausalLM"] else named}
+
+
+FAMILY = Family(
+    model_type="internlm3",
+    architecture="LlamaForCausalLM",
+    settings=(
+        Renamed({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
+        decoder_sizes(num_kv_heads=2, head_dim=128, eps=1e-5),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        Check(
+            lambda values: values["mlp_bias"] == values["shape"].attention_bias,
+            "qkv_bias and bias must be equal: with one of them transformers has no biases of attention's output.",
+        ),
+        rope_settings(),
+    ),
+    build=internlm3,
+    weights=llama_weights(),
+    own_settings=_with_architecture,
+    ignored_keys={"auto_map": "names code in the same directory, which is not run"},
+)
+
+_8B = DecoderSizes(
+    vocab_size=128_512, embed_dim=4096, num_layers=48, num_heads=32, num_kv_heads=2, head_dim=128, mlp_dim=10_240,
+    eps=1e-5,
+)  # fmt: skip
+_ROPE = DynamicRope(theta=5e7, factor=6.0, original_length=32_768)
+
+MODELS = {"internlm3-8b": lambda: internlm3(_8B, rope=_ROPE)}

@@ -1,0 +1,55 @@
+"""MiniMax M2 (MiniMax 2025): norms over all heads, partial RoPE, experts by sigmoid scores with a selection bias."""
+
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings, rotary_dim
+from eqx_decoders.families.settings_table import Only, only
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def minimax_m2(shape: DecoderSizes, *, rope: Rope = Rope(theta=5e6, fraction=0.5), **counts: int) -> DecoderConfig:
+    """Return a decoder of MiniMax M2's blocks; `counts` are `num_experts` and `num_experts_per_token`."""
+    router = RouterConfig(score="sigmoid", order="score_first", renormalize=True, selection_bias=True)
+    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, over="heads"))
+    return shape.decoder(shape.block(mixer, shape.experts(router=router, **counts)))
+
+
+_IGNORED = {
+    "the only ones are of layers of another kind": "layernorm_full_attention_beta layernorm_linear_attention_beta "
+    "layernorm_mlp_beta mlp_intermediate_size shared_moe_mode",
+    "layers of multi-token prediction are not published": "use_mtp num_mtp_modules mtp_transformer_layers",
+    "names code in the same directory, which is not run": "auto_map",
+}
+_MOE = "model.layers.{layer}.block_sparse_moe."
+FAMILY = Family(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    settings=(
+        decoder_sizes(num_kv_heads=8, head_dim=128, keys=NO_BIAS, paths=moe.EXPERT_PATHS),
+        *moe.expert_counts("num_local_experts", num=256, chosen=8),
+        # these stand in published files, and transformers does not read them
+        *only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
+        *only(shared_intermediate_size=0, attn_type_list=lambda values: [1] * values["shape"].num_layers),
+        Only("sliding_window"),
+        rotary_dim(),
+        rope_settings(theta=5e6, fraction=1.0),
+    ),
+    build=minimax_m2,
+    weights=(
+        *llama_weights(mlp=moe.separate_experts(_MOE, gate="w1", up="w3", down="w2")),
+        Weight(_MOE + "e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+    ),
+    fused=moe.fused_experts("model.layers.{layer}.mlp."),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+)
+
+_229B = DecoderSizes(
+    vocab_size=200_064, embed_dim=3072, num_layers=62, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=1536
+)
+
+MODELS = {"minimax-m2-229b-a10b": lambda: minimax_m2(_229B, num_experts=256, num_experts_per_token=8)}

@@ -1,0 +1,56 @@
+"""StarCoder2 (Lozhkov et al. 2024): LayerNorm, an MLP without a gate, biases everywhere, a window in every layer."""
+
+import functools
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp, same_window
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import only
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def starcoder2(shape: DecoderSizes, *, rope: Rope = Rope(), mask: Mask = Causal()) -> DecoderConfig:
+    """Return a decoder of StarCoder2 blocks; the MLP has biases where attention has them."""
+    norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=shape.attention_bias)
+    return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), mlp, norm), norm)
+
+
+FAMILY = Family(
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    settings=(
+        decoder_sizes(
+            num_kv_heads=2, eps=1e-5, tied=True, activation="gelu_pytorch_tanh", attention_bias=True,
+            keys={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias"},
+        ),
+        *only(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True),
+        same_window(None),
+        rope_settings(),
+    ),
+    build=starcoder2,
+    weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.", up="c_fc", down="c_proj")),
+    ignored_keys={
+        **dict.fromkeys(("embedding_dropout", "residual_dropout"), "dropout happens in training only"),
+        **dict.fromkeys(("activation_function", "layer_norm_epsilon"), "transformers reads others"),
+        **dict.fromkeys(
+            ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), "softmax is in float32 here anyway"
+        ),
+    },
+)  # fmt: skip
+
+_shape = functools.partial(
+    DecoderSizes, vocab_size=49_152, head_dim=128, eps=1e-5, tied=True, activation="gelu_tanh", attention_bias=True
+)
+_3B = _shape(embed_dim=3072, num_layers=30, num_heads=24, num_kv_heads=2, mlp_dim=12_288, init_std=0.018042)
+_7B = _shape(embed_dim=4608, num_layers=32, num_heads=36, num_kv_heads=4, mlp_dim=18_432, init_std=0.018042)
+_15B = _shape(embed_dim=6144, num_layers=40, num_heads=48, num_kv_heads=4, mlp_dim=24_576, init_std=0.01275, tied=False)
+_WINDOW = SlidingWindow(4096)
+
+MODELS = {
+    "starcoder2-3b": lambda: starcoder2(_3B, rope=Rope(theta=999_999.4420358813), mask=_WINDOW),
+    "starcoder2-7b": lambda: starcoder2(_7B, rope=Rope(theta=1e6), mask=_WINDOW),
+    "starcoder2-15b": lambda: starcoder2(_15B, rope=Rope(theta=100_000.0), mask=_WINDOW),
+}
