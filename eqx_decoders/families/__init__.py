@@ -30,6 +30,8 @@ from eqx_decoders.families import (
     gpt_neox,
     gpt_oss,
     granite_hybrid,
+    hunyuan,
+    hunyuan_moe,
     hy_v3,
     idefics3,
     internlm3,
@@ -92,7 +94,7 @@ _PUBLISHED = (
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
-    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe),
+    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe),
 )
 
 

@@ -21,7 +21,7 @@ from eqx_decoders.families.settings_table import (
     write_all,
 )
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, NTKRope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -49,6 +49,7 @@ _YARN = (
     Number("mscale_all_dim", "mscale_all_dim", None),
     Flag("truncate", lambda rope: ABSENT if rope.truncate else False, True, name="truncate"),
 )
+_BY_ALPHA = "dynamic, alpha"  # the type that Hunyuan's files call dynamic, too: there `alpha` says all
 # Classes of rotary embeddings by `rope_type`, with the rows that each has of its own.
 _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
     "default": (Rope, ()),
@@ -71,6 +72,7 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
             _needs("original_length", "rope_type=dynamic needs max_position_embeddings: add it."),
         ),
     ),
+    _BY_ALPHA: (NTKRope, (Number("alpha", "alpha"),)),
     "proportional": (
         ProportionalRope,
         (Number("factor", lambda rope: ABSENT if rope.factor == 1.0 else rope.factor, 1.0, name="factor"),),
@@ -80,6 +82,7 @@ _IGNORED = {
     "default": ("factor", "original_max_position_embeddings"),
     "linear": ("original_max_position_embeddings",),
     "dynamic": ("original_max_position_embeddings",),
+    _BY_ALPHA: ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
 
 
@@ -234,7 +237,8 @@ def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rop
 
 def _rope(fields: Fields, outer: _Outer) -> Rope:
     """Read one table of rotary settings."""
-    kind = fields.word("rope_type", {name: name for name in _TYPES}, "default")
+    kind = fields.word("rope_type", {name: name for name in _TYPES if name != _BY_ALPHA}, "default")
+    kind = _BY_ALPHA if kind == "dynamic" and fields.content.get("alpha") is not None else kind
     partial = outer.default_fraction is not None or kind == "proportional"
     common = outer.common(
         _inner(fields, "rope_theta", outer.theta),
@@ -296,7 +300,7 @@ def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
         raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
     kind, settings = next((kind, rows) for kind, (rope_type, rows) in _TYPES.items() if rope_type is type(rope))
     written = {key: value for key, value in write_all(settings, rope).items() if value is not None}
-    table: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.theta, **written}
+    table: dict[str, Any] = {"rope_type": kind.split(",")[0], "rope_theta": rope.theta, **written}
     if partial or rope.fraction != 1.0:
         table["partial_rotary_factor"] = rope.fraction
     if rope.sections:
