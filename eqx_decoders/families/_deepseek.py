@@ -114,14 +114,9 @@ def latent_ranks(q_rank: int | None) -> tuple[Setting, ...]:
     )
 
 
-def _num_shared(config: DecoderConfig) -> int:
-    experts = value_at(config, "experts")
-    return max(1, value_at(experts, "shared.mlp_dim") // experts.mlp_dim)
-
-
 def num_shared(default: int, *, twin: str = "") -> Integer:
     """Return the row of the number of shared experts."""
-    return Integer("n_shared_experts", _num_shared, default, name="num_shared", twin=twin)
+    return moe.num_shared("n_shared_experts", default, twin=twin)
 
 
 def router_settings(make: Callable[..., RouterConfig], *more: Setting, scale: float, groups: int, chosen: int) -> Group:
@@ -147,11 +142,8 @@ def deepseek_settings(
         *moe.expert_counts("n_routed_experts", num=num_experts, chosen=8),
         num_shared(shared),
         Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim, name="expert_dim"),
-        Integer(
-            "first_k_dense_replace", lambda config: moe.sparse_layers(config)[0], num_dense_layers, least=0,
-            name="num_dense_layers",
-        ),
-    )  # fmt: skip
+        moe.num_dense_layers("first_k_dense_replace", num_dense_layers),
+    )
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
