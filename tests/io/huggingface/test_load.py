@@ -56,6 +56,7 @@ def rewritten(directory, change) -> pathlib.Path:
 # further checkpoints of kinds of which another is tried in the quick tests
 MORE = ("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense")
 MORE += ("gpt_oss_yarn", "deepseek3_groups", "llama_bf16")
+MORE += ("exaone4_full", "granite_moe", "ernie4_5", "seed_oss", "helium")
 
 
 @pytest.fixture(
