@@ -86,15 +86,15 @@ _IGNORED = {
 }
 
 
-def rope_settings(name: str = "rope", **options: Any) -> Rule:
+def rope_settings(name: str = "rope", *, required: bool = True, **options: Any) -> Rule:
     """Return the row of the rotary embedding of all layers; the options are those of `read_rope`.
 
-    With a default for partial rotation it is always written.
+    With a default for partial rotation it is always written. Unless it is `required` no layer needs to have one.
     """
     return Rule(
         name,
         lambda fields, values: read_rope(fields, **options),
-        functools.partial(write_rope, partial=options.get("fraction") is not None),
+        functools.partial(write_rope, partial=options.get("fraction") is not None, required=required),
     )
 
 
@@ -115,6 +115,25 @@ def rotary_dim() -> Rule:
         return {"rotary_dim": rotated} if rotated / attention.head_dim == attention.rope.fraction else {}
 
     return Rule("", read, write)
+
+
+def rotated_layers() -> Rule:
+    """Return the row of the layers with rotary embeddings, `rotated`: `no_rope_layers` has a 1 for each of them.
+
+    Where it is missing every `no_rope_layer_interval`-th layer has none.
+    """
+
+    def read(fields: Fields, values: Values) -> frozenset[int]:
+        count, interval = values["shape"].num_layers, fields.integer("no_rope_layer_interval", 4)
+        flags = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
+        if len(flags) != count:
+            raise fields.error(f"no_rope_layers has {len(flags)} entries, but there are {count} layers.")
+        return frozenset(index for index in range(count) if flags[index])
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {"no_rope_layers": [int(mixer.rope is not None) for mixer in attentions(config)]}
+
+    return Rule("rotated", read, write)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,12 +292,15 @@ def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
     return inner
 
 
-def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any]:
+def write_rope(config: DecoderConfig, *, partial: bool = False, required: bool = True) -> dict[str, Any]:
     """Return the rotary embedding of all layers, as `rope_parameters` and in the spelling of transformers 4.
 
-    `partial` is for families whose `fraction` has a default: it is always written.
+    `partial` is for families whose `fraction` has a default: it is always written. Nothing is written where no layer
+    has one, unless it is `required`.
     """
     mixer = next((block.mixer for block in config.blocks if getattr(block.mixer, "rope", None)), None)
+    if mixer is None and not required:
+        return {}
     table = _table(getattr(mixer, "rope", None), partial)
     outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
     scaling = {key: value for key, value in table.items() if key not in outside}

@@ -25,6 +25,7 @@ PUBLISHED = {
     "gemma4_audio": LAYER_SCALAR | CLIPS,
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,
+    **dict.fromkeys(("afmoe", "ernie4_5_moe"), CORRECTION_BIAS),  # there a parameter without a gradient
 }
 DIRECTORIES = sorted(file.parent.name for file in FIXTURES.glob("*/config.json") if "fp8" not in file.parent.name)
 

@@ -57,6 +57,7 @@ def rewritten(directory, change) -> pathlib.Path:
 MORE = ("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense")
 MORE += ("gpt_oss_yarn", "deepseek3_groups", "llama_bf16", "glm", "dots1", "hy_v3", "solar_open", "flex_olmo", "youtu")
 MORE += ("falcon_mqa", "cohere_bias", "ministral_mixed", "vaultgemma")
+MORE += ("exaone4_full", "granite_moe", "ernie4_5", "seed_oss", "helium")
 
 
 @pytest.fixture(
