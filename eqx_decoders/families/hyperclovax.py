@@ -1,30 +1,22 @@
 """HyperCLOVA X SEED Think (NAVER 2025): Granite's multipliers, and norms on outputs too, before they are multiplied."""
 
-import math
 from typing import Any
 
 from eqx_decoders.families._granite import STREAM_SCALES, granite
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, norm_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Number
+from eqx_decoders.families.settings_table import Flag, Inverse, Number
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def hyperclovax(
-    shape: DecoderSizes, *, post_norms: bool = True, mlp_bias: bool = False, logit_scale: float = 1.0, **options: Any
+    shape: DecoderSizes, *, post_norms: bool = True, mlp_bias: bool = False, **options: Any
 ) -> DecoderConfig:
-    """Return a decoder of HyperCLOVA X blocks; logits are multiplied, the other options are those of `granite`."""
+    """Return a decoder of HyperCLOVA X blocks; the other options are those of `granite`."""
     norms = "sandwich" if post_norms else "pre"
-    return granite(shape, shape.mlp(bias=mlp_bias), norms=norms, logit_divisor=1 / logit_scale, **options)
-
-
-def _logit_scale(config: DecoderConfig) -> float:
-    """Return the shortest number whose inverse is the divisor of logits, as it is rounded."""
-    scale = 1 / config.logit_divisor
-    near = (scale, math.nextafter(scale, 0.0), math.nextafter(scale, math.inf))
-    return min((x for x in near if 1 / x == config.logit_divisor), key=lambda x: len(repr(x)), default=scale)
+    return granite(shape, shape.mlp(bias=mlp_bias), norms=norms, **options)
 
 
 FAMILY = Family(
@@ -36,7 +28,7 @@ FAMILY = Family(
         Flag("use_post_norm", lambda config: config.blocks[0].post_mixer_norm is not None, True, name="post_norms"),
         rope_settings(),
         Number("attention_multiplier", "attention.query_scale", lambda values: values["shape"].head_dim ** -0.5),
-        Number("logits_scaling", _logit_scale, 1.0, name="logit_scale"),
+        Inverse("logits_scaling", "logit_divisor", 1.0),
         *STREAM_SCALES,
     ),
     build=hyperclovax,

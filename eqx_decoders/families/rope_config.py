@@ -301,12 +301,13 @@ def write_rope(config: DecoderConfig, *, partial: bool = False, required: bool =
     mixer = next((block.mixer for block in config.blocks if getattr(block.mixer, "rope", None)), None)
     if mixer is None and not required:
         return {}
-    table = _table(getattr(mixer, "rope", None), partial)
+    rope: Rope | None = getattr(mixer, "rope", None)
+    table = _table(rope, partial)
     outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
     scaling = {key: value for key, value in table.items() if key not in outside}
     old = {"rope_scaling": scaling} if scaling != {"rope_type": "default"} else {}
-    if isinstance(getattr(mixer, "rope", None), DynamicRope):
-        outside["max_position_embeddings"] = mixer.rope.original_length
+    if isinstance(rope, DynamicRope):
+        outside["max_position_embeddings"] = rope.original_length
     return {"rope_parameters": table} | outside | old
 
 
