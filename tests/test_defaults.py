@@ -57,6 +57,7 @@ DEFAULTS = {
     "Rope": ROPE,
     "LinearRope": ROPE,
     "NTKRope": ROPE,
+    "DynamicRope": ROPE,
     "AxialRope": ROPE,
     "ProportionalRope": ROPE | dict(factor=1.0),
     "Llama3Rope": ROPE

@@ -1,25 +1,18 @@
 """Hunyuan, dense (Tencent 2025): queries and keys are normalized after they are rotated, by a base wider by alpha."""
 
+from eqx_decoders.families._hunyuan import IGNORED_KEYS, NAMES, attention
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.rope import NTKRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def hunyuan(shape: DecoderSizes, *, rope: Rope) -> DecoderConfig:
     """Return a decoder of Hunyuan blocks."""
-    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, when="after_rope"))
-    return shape.decoder(shape.block(mixer))
+    return shape.decoder(shape.block(attention(shape, rope)))
 
 
-NAMES = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
-IGNORED_KEYS = {
-    "pretraining_tp": "how it was trained",
-    "eod_token_id": "generation_config.json says where a text ends",
-    "sep_token_id": "it changes no output",
-}
 FAMILY = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",

@@ -1,11 +1,10 @@
 """Hunyuan with experts (Tencent 2025): Hunyuan's attention, and a shared expert beside those that a token chooses."""
 
 from eqx_decoders.families import moe
+from eqx_decoders.families._hunyuan import IGNORED_KEYS, NAMES, attention
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gated_mlp, llama_weights, renamed
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.hunyuan import IGNORED_KEYS, NAMES
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import NTKRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -21,8 +20,7 @@ def hunyuan_moe(
         router=RouterConfig(order="score_first", renormalize=True),
         shared_dim=shape.mlp_dim,
     )
-    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, when="after_rope"))
-    return shape.decoder(shape.block(mixer, experts))
+    return shape.decoder(shape.block(attention(shape, rope), experts))
 
 
 _MLP = "model.layers.{layer}.mlp."

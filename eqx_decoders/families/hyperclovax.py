@@ -43,6 +43,6 @@ _14B = DecoderSizes(
 
 MODELS = {
     "hyperclovax-seed-think-14b": lambda: hyperclovax(
-        _14B, rope=Rope(theta=1e8), query_scale=1 / 128, embedding_scale=10.0, logit_scale=0.125
+        _14B, rope=Rope(theta=1e8), query_scale=1 / 128, embedding_scale=10.0, logit_divisor=8.0
     ),
 }

@@ -43,7 +43,7 @@ FAMILY = Family(
     architecture="Ministral3ForCausalLM",
     settings=(
         decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5, keys=NO_BIAS),
-        Only("sliding_window", None),
+        Only("sliding_window", None, written=True),
         Rule("growth", _read_growth, lambda config: {}),
         Rule("rope", _read_rope, _write_rope),
     ),

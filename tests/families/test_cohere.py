@@ -36,9 +36,9 @@ def test_only_windows_have_positions():
         assert (mixer.rope is None) == (not isinstance(mixer.mask, SlidingWindow))
 
 
-def test_norms_of_single_heads_are_refused():
-    with pytest.raises(ed.ConversionError, match="use_qk_norm=true changes what the model computes"):
-        decode(sample("cohere", use_qk_norm=True))
+def test_r_plus_has_a_scale_for_each_head():
+    (first, *_), plain = mixers(ed.get_config("command-r-plus-104b")), mixers(ed.get_config("command-r-35b"))[0]
+    assert first.qk_norm.over == "each_head" and plain.qk_norm is None
 
 
 @pytest.mark.parametrize("kind", ["cohere", "cohere2"])

@@ -126,16 +126,10 @@ def test_export_is_what_was_imported(loaded, tmp_path):
     spelled = {"rope_parameters", "decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers"}
     both = [key for key in before if key in after and key not in spelled]
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
-    off = {"use_bidirectional_attention", "add_cross_attention", "is_decoder"}
-    # an MLP's width where no layer has one
-    derived = {
-        "intermediate_size",
-        "_sliding_window_pattern",
-        "sliding_window_pattern",
-        "head_dim",
-        "qk_head_dim",
-        "num_local_experts",
-    }
+    off = {"use_bidirectional_attention", "add_cross_attention", "is_decoder", "full_attn_idxs"}
+    # an MLP's width where no layer has one, and how a width that is written was found
+    derived = {"intermediate_size", "head_dim", "qk_head_dim", "num_local_experts"}
+    derived |= {"block_multiple_of", "block_ffn_dim_multiplier", "_sliding_window_pattern", "sliding_window_pattern"}
     assert set(before) - set(after) <= off | derived
     assert before["dtype"] == after["dtype"]
 
