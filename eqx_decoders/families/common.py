@@ -381,11 +381,11 @@ def plain_mlp(prefix: str, path: str = "mlp.", up: str = "up_proj", down: str = 
     )
 
 
-def norm(name: str, path: str, *, beside: str = "") -> tuple[Weight, ...]:
-    """Return the rows of a norm, which count only where the block has the weight `beside` unless that is empty."""
+def norm(name: str, path: str, *, needs: str = "") -> tuple[Weight, ...]:
+    """Return the rows of a norm, which count only where the block has the weight `needs` unless that is empty."""
     return (
-        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm", beside=beside),
-        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm", beside=beside),
+        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm", needs=needs),
+        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm", needs=needs),
     )
 
 

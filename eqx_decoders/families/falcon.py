@@ -62,7 +62,7 @@ FAMILY = Family(
     weights=(
         Weight("transformer.word_embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
         *norm(_LAYER + "input_layernorm", "pre_mixer_norm"),
-        *norm(_LAYER + "ln_attn", "pre_mixer_norm", beside="pre_mlp_norm.scale"),
+        *norm(_LAYER + "ln_attn", "pre_mixer_norm", needs="pre_mlp_norm.scale"),
         *norm(_LAYER + "ln_mlp", "pre_mlp_norm"),
         *fused_attention(_LAYER + "self_attention.", "query_key_value", "dense"),
         *plain_mlp(_LAYER + "mlp.", up="dense_h_to_4h", down="dense_4h_to_h"),

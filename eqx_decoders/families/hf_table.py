@@ -173,8 +173,8 @@ class Family:
         for weight in self.weights:
             owned = [stack for stack in stacks if owners[stack] == weight.owner]
             for stack in owned if "{layer}" in weight.name else [""]:
-                path, beside = weight.inside(stack), f"{stack}.{weight.beside}"
-                if path in leaves and weight.fits(words[path]) and (not weight.beside or beside in leaves):
+                path, needed = weight.inside(stack), f"{stack}.{weight.needs}"
+                if path in leaves and weight.fits(words[path]) and (not weight.needs or needed in leaves):
                     rows[path] = (weight, stack)
         lacking = sorted(set(leaves) - set(rows))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)

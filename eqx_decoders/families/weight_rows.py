@@ -42,7 +42,7 @@ class Weight:
     - `pattern`: from the tensor's dimensions to the weight's, for `einops.rearrange`. For a part of a tensor it is
         written as if this were the whole.
     - `part`: the part of a tensor that several weights share.
-    - `beside`: path of another weight of the same block, without which the row does not count; empty for none. Of two
+    - `needs`: path of another weight of the same block, without which the row does not count; empty for none. Of two
         rows that count the later one does, so this one names a tensor that another weight's presence renames.
     """
 
@@ -50,7 +50,7 @@ class Weight:
     path: str
     pattern: str
     part: Part | None = None
-    beside: str = ""
+    needs: str = ""
 
     def fits(self, words: Axes) -> bool:
         """Return True for a weight with these axes: an MLP's and its experts' gates have the same path."""
