@@ -35,8 +35,11 @@ FAMILY = Family(
 
 def _of_depth(depth: int) -> DecoderSizes:
     """Return the sizes of a model by its number of layers, which sets all others."""
-    sizes = dict(embed_dim=64 * depth, num_layers=depth, mlp_dim=256 * depth, head_dim=128)
-    return DecoderSizes(vocab_size=65_536, num_heads=depth // 2, num_kv_heads=depth // 2, activation="relu2", **sizes)
+    heads, embed = depth // 2, 64 * depth
+    return DecoderSizes(
+        vocab_size=65_536, embed_dim=embed, num_layers=depth, num_heads=heads, num_kv_heads=heads, head_dim=128,
+        mlp_dim=4 * embed, activation="relu2",
+    )  # fmt: skip
 
 
 MODELS = {"nanochat-d20": lambda: nanochat(_of_depth(20)), "nanochat-d32": lambda: nanochat(_of_depth(32))}

@@ -80,10 +80,11 @@ def active_parameters(model: Decoder) -> dict[str, int]:
     """
     words, counts = axes(model), {}
     for name, leaf in named_leaves(model).items():
-        inside, size = [word for word in words[name] if word != "layers"], math.prod(leaf.shape)
-        if inside[0] == "experts" and len(inside) > 1:
+        first, *others = *(word for word in words[name] if word != "layers"), ""  # a number of each layer has no other
+        size = math.prod(leaf.shape)
+        if first == "experts" and len(others) > 1:
             size = size * _experts_per_token(name, model.config) // leaf.shape[words[name].index("experts")]
-        counts[name] = 0 if inside[0] in ("vocab", "rows") and name != "embedding.table" else size
+        counts[name] = 0 if first in ("vocab", "rows") and name != "embedding.table" else size
     return counts
 
 

@@ -11,7 +11,12 @@ from tests.models import rich_decoder
 
 @pytest.mark.parametrize(
     "name, total, active",
-    [("llama3-8b", 8.03, 8.03), ("qwen3-30b-a3b", 30.53, 3.35), ("deepseek3-671b", 671.03, 37.55)],
+    [
+        ("llama3-8b", 8.03, 8.03),
+        ("qwen3-30b-a3b", 30.53, 3.35),
+        ("deepseek3-671b", 671.03, 37.55),
+        ("gemma4-e2b-vision", 5.10, 2.76),  # with single numbers in each layer of its encoders
+    ],
 )
 def test_published_sizes(name, total, active):
     info = ed.describe_model(name)
