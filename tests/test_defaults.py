@@ -56,6 +56,7 @@ DEFAULTS = {
     "LayerNormConfig": dict(eps=1e-5, scale=True, bias=True),
     "Rope": ROPE,
     "LinearRope": ROPE,
+    "LongRope": ROPE | dict(factor=1.0),
     "NTKRope": ROPE,
     "DynamicRope": ROPE,
     "AxialRope": ROPE,

@@ -41,7 +41,16 @@ from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, NTKRope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import (
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    NTKRope,
+    ProportionalRope,
+    Rope,
+    YarnRope,
+)
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.mesh_config import MeshConfig
@@ -124,6 +133,13 @@ OPTIONS: dict[type, tuple] = {
         ROPE | dict(factor=4.0, original_length=4),
     ),
     LinearRope: (LinearRope(factor=2.0), lambda c: mixer(rope=c), ROPE | dict(factor=4.0)),
+    LongRope: (
+        LongRope(short_factors=(1.0, 2.0, 3.0, 4.0), long_factors=(3.0, 4.0, 5.0, 6.0), original_length=3),
+        lambda c: mixer(rope=c, head_dim=int(8 / c.fraction)),  # of which 8 features are rotated
+        ROPE
+        | dict(short_factors=(2.0, 3.0, 4.0, 5.0), long_factors=(5.0, 9.0, 1.0, 1.0), original_length=40)
+        | dict(factor=4.0, attention_factor=2.0),
+    ),
     NTKRope: (NTKRope(alpha=2.0), lambda c: mixer(rope=c), ROPE | dict(alpha=4.0)),
     ProportionalRope: (
         ProportionalRope(theta=100.0, fraction=0.75),

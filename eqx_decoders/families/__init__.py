@@ -66,6 +66,7 @@ from eqx_decoders.families import (
     olmo2,
     olmo3,
     olmoe,
+    phi3,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
@@ -108,7 +109,7 @@ _PUBLISHED = (
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
-    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe),
+    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
 )
 
 

@@ -21,7 +21,16 @@ from eqx_decoders.families.settings_table import (
     write_all,
 )
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, NTKRope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import (
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    NTKRope,
+    ProportionalRope,
+    Rope,
+    YarnRope,
+)
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -49,6 +58,20 @@ _YARN = (
     Number("mscale_all_dim", "mscale_all_dim", None),
     Flag("truncate", lambda rope: ABSENT if rope.truncate else False, True, name="truncate"),
 )
+
+
+def _factors(key: str, name: str) -> Rule:
+    """Return the row of numbers above 0, one for each pair."""
+
+    def read(fields: Fields, values: Values) -> tuple[float, ...]:
+        found = fields.take(key)
+        if not isinstance(found, list) or not all(isinstance(x, int | float) and x > 0 for x in found):
+            raise fields.error(f"{key} must be a list of numbers above 0.")
+        return tuple(map(float, found))
+
+    return Rule(name, read, lambda rope: {key: list(getattr(rope, name))})
+
+
 _BY_ALPHA = "dynamic, alpha"  # the type that Hunyuan's files call dynamic, too: there `alpha` says all
 # Classes of rotary embeddings by `rope_type`, with the rows that each has of its own.
 _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
@@ -64,6 +87,16 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
         ),
     ),
     "yarn": (YarnRope, _YARN),
+    "longrope": (
+        LongRope,
+        (
+            *_ORIGINAL_LENGTH,
+            _factors("short_factor", "short_factors"),
+            _factors("long_factor", "long_factors"),
+            Number("factor", "factor", lambda values: max(1.0, _default_factor(values) or 1.0)),
+            Number("attention_factor", "attention_factor", None),
+        ),
+    ),
     "dynamic": (
         DynamicRope,
         (
@@ -256,6 +289,8 @@ def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rop
 
 def _rope(fields: Fields, outer: _Outer) -> Rope:
     """Read one table of rotary settings."""
+    if "short_factor" in fields.content:
+        fields.content["rope_type"] = "longrope"  # which old files call su, or yarn
     kind = fields.word("rope_type", {name: name for name in _TYPES if name != _BY_ALPHA}, "default")
     kind = _BY_ALPHA if kind == "dynamic" and fields.content.get("alpha") is not None else kind
     partial = outer.default_fraction is not None or kind == "proportional"

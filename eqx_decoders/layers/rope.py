@@ -238,6 +238,42 @@ class DynamicRope(Rope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope(Rope):
+    """LongRoPE (Ding et al. 2024): each pair's frequency is divided by a number of its own, another for long texts.
+
+    A row is long where its last position is not below `original_length`. As in transformers, keys in a cache keep the
+    numbers of their own call: a text in pieces that becomes long differs from the whole.
+
+    **Arguments:**
+
+    - `short_factors`, `long_factors`: divisors of the frequencies, one for each pair.
+    - `original_length`: the context length that the model was trained on, in tokens.
+    - `factor`: extension of the context, of which `magnitude` is made: `sqrt(1 + ln(factor) / ln(original_length))`.
+    - `attention_factor`: multiplies cosine and sine in place of that.
+    """
+
+    short_factors: tuple[PositiveFloat, ...]
+    long_factors: tuple[PositiveFloat, ...]
+    original_length: Annotated[int, InRange(above=1)]
+    factor: Annotated[float, InRange(least=1)] = 1.0
+    attention_factor: PositiveFloat | None = None
+
+    def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(self, name))
+            check(count == dim // 2, f"LongRope.{name} has {count} numbers, but heads have {dim // 2} rotated pairs.")
+        short, long = (1.0 / jnp.asarray(x, jnp.float32)[None] for x in (self.short_factors, self.long_factors))
+        is_long = jnp.max(positions, axis=tuple(range(1, positions.ndim))) >= self.original_length
+        return super().angles(positions, dim) * jnp.where(is_long[:, None], long, short)[:, None]
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
     """YaRN (Peng et al. 2023): interpolate slow pairs, leave fast ones, and sharpen the attention.
 

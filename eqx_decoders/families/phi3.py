@@ -1,0 +1,68 @@
+"""Phi-3 and Phi-4 (Abdin et al. 2024): Llama's block with fused matrices; LongRoPE for long texts, windows."""
+
+from typing import Any
+
+from eqx_decoders.families.common import (
+    ENDS,
+    LAYER,
+    NO_BIAS,
+    PRE_NORMS,
+    DecoderSizes,
+    decoder_sizes,
+    fused_mlp,
+    same_window,
+)
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Rule, value_at
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.rope import LongRope, Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def phi3(shape: DecoderSizes, *, rope: Rope = Rope(), mask: Mask = Causal()) -> DecoderConfig:
+    """Return a decoder of Phi-3 blocks."""
+    return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask, fused_qkv=True), shape.mlp(fused=True)))
+
+
+def _write_original_length(config: DecoderConfig) -> dict[str, Any]:
+    """Return the length beside the table of rotary settings, too, where transformers looks for it."""
+    rope = value_at(config, "attention.rope")
+    return {"original_max_position_embeddings": rope.original_length} if isinstance(rope, LongRope) else {}
+
+
+_ATTENTION = LAYER + "self_attn."
+FAMILY = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    settings=(
+        decoder_sizes(eps=1e-5, keys={**NO_BIAS, "head_dim": None}),
+        same_window(None),
+        rope_settings(fraction=1.0),
+        Rule("", lambda fields, values: None, _write_original_length),
+    ),
+    build=phi3,
+    weights=(
+        *ENDS,
+        *PRE_NORMS,
+        Weight(_ATTENTION + "qkv_proj.weight", "mixer.qkv", "(qkv_heads head_dim) embed -> embed qkv_heads head_dim"),
+        Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        *fused_mlp(LAYER + "mlp."),
+    ),
+    ignored_keys=dict.fromkeys(("attention_bias", "mlp_bias"), "transformers has no such key here"),
+)
+
+_MINI = DecoderSizes(
+    vocab_size=32_064, embed_dim=3072, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=96, mlp_dim=8192,
+    eps=1e-5,
+)  # fmt: skip
+_14B: dict[str, Any] = dict(
+    embed_dim=5120, num_layers=40, num_heads=40, num_kv_heads=10, head_dim=128, mlp_dim=17_920, eps=1e-5
+)
+
+MODELS = {
+    "phi3-mini-3.8b": lambda: phi3(_MINI, mask=SlidingWindow(2047)),
+    "phi3-medium-14b": lambda: phi3(DecoderSizes(vocab_size=32_064, **_14B), mask=SlidingWindow(2047)),
+    "phi4-14b": lambda: phi3(DecoderSizes(vocab_size=100_352, **_14B), rope=Rope(theta=250_000.0)),
+}
