@@ -298,6 +298,7 @@ ENDS = (
     Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
     Weight("model.norm.bias", "final_norm.bias", "norm -> norm"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    Weight("lm_head.bias", "head_bias", "vocab -> vocab"),
 )
 LAYER = "model.layers.{layer}."
 
@@ -326,8 +327,8 @@ def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
         *rows,
         Weight(attention + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         Weight(attention + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
-        Weight(attention + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
-        Weight(attention + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
+        *norm(attention + "q_norm", "mixer.query_norm"),
+        *norm(attention + "k_norm", "mixer.key_norm"),
     )
 
 
