@@ -12,9 +12,9 @@ def wide(x) -> np.ndarray | None:
     return None if x is None else np.asarray(x, np.float64)
 
 
-def norm_by_hand(layer, x, scale=None):
-    """RMSNorm or LayerNorm of one vector, with the layer's scale or a part of it."""
-    config, scale = layer.config, wide(layer.scale) if scale is None else scale
+def norm_by_hand(layer, x):
+    """RMSNorm or LayerNorm of one vector."""
+    config, scale = layer.config, wide(layer.scale)
     bias = wide(getattr(layer, "bias", None))
     x = x - sum(x) / len(x) if isinstance(config, LayerNormConfig) else x
     y = x / math.sqrt(sum(v * v for v in x) / len(x) + config.eps)
@@ -201,7 +201,7 @@ def project(x, weight, bias):
     return y if bias is None else y + wide(bias)
 
 
-def ready_by_hand(layer, x, norm, positions):
+def ready_by_hand(layer, x, norm, scales, positions):
     """Queries or keys: normalised and rotated, row by row."""
     config, out = layer.config, np.array(x)
     for b, t in np.ndindex(x.shape[:2]):
@@ -210,10 +210,8 @@ def ready_by_hand(layer, x, norm, positions):
         def normalise(row):
             if config.qk_norm.over == "heads":
                 return norm_by_hand(norm, row.reshape(-1)).reshape(row.shape)
-            if config.qk_norm.over == "each_head":
-                scales = wide(norm.scale).reshape(row.shape)
-                return np.stack([norm_by_hand(norm, head, scale) for head, scale in zip(row, scales, strict=True)])
-            return np.stack([norm_by_hand(norm, head) for head in row])
+            heads = np.stack([norm_by_hand(norm, head) for head in row])
+            return heads if scales is None else heads * wide(scales)
 
         if config.qk_norm and config.qk_norm.when == "before_rope":
             row = normalise(row)
@@ -239,8 +237,8 @@ def heads_by_hand(layer, x):
 def attention_by_hand(layer, x, positions, segments):
     c = layer.config
     query, key, value = heads_by_hand(layer, x)
-    query = ready_by_hand(layer, query, layer.query_norm, positions)
-    key = ready_by_hand(layer, key, layer.key_norm, positions)
+    query = ready_by_hand(layer, query, layer.query_norm, layer.query_norm_scale, positions)
+    key = ready_by_hand(layer, key, layer.key_norm, layer.key_norm_scale, positions)
     if layer.value_norm is not None:
         value = np.apply_along_axis(lambda vector: norm_by_hand(layer.value_norm, vector), -1, value)
     value = np.clip(value, -c.qkv_clip, c.qkv_clip) if c.qkv_clip else value

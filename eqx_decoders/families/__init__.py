@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
+    afmoe,
+    arcee,
     bamba,
     bitnet,
     cohere,
@@ -12,6 +14,9 @@ from eqx_decoders.families import (
     deepseek_v3,
     deepseek_v32,
     dots1,
+    ernie4_5,
+    ernie4_5_moe,
+    exaone4,
     falcon,
     flex_olmo,
     gemma,
@@ -30,8 +35,15 @@ from eqx_decoders.families import (
     gpt_neox,
     gpt_oss,
     gptj,
+    granite,
     granite_hybrid,
+    granite_moe,
+    granite_moe_shared,
+    helium,
+    hunyuan,
+    hunyuan_moe,
     hy_v3,
+    hyperclovax,
     idefics3,
     internlm3,
     kimi_linear,
@@ -69,6 +81,8 @@ from eqx_decoders.families import (
     qwen3_omni,
     qwen3_vl,
     qwen3_vl_moe,
+    seed_oss,
+    smollm3,
     smolvlm,
     solar_open,
     stablelm,
@@ -91,11 +105,13 @@ _PUBLISHED = (
     *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),
     *(starcoder2, gpt_neox, falcon, cohere, cohere2, minimax_m2),
     *(nemotron, stablelm, ministral, internlm3, vaultgemma, gpt_bigcode, mamba2, bamba),
+    *(granite, smollm3, exaone4, seed_oss, ernie4_5, arcee, hyperclovax, helium),
+    *(granite_moe, granite_moe_shared, ernie4_5_moe, afmoe),
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
     *(phi, gptj),
-    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe),
+    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe),
 )
 
 

@@ -132,14 +132,9 @@ def latent_mixer(q_rank: int | None, value_dim: int = 128) -> Group:
     return Group("mixer", latent_attention, latent_ranks(q_rank, value_dim), uses=("shape", "_rope", "_nope_dim"))
 
 
-def _num_shared(config: DecoderConfig) -> int:
-    experts = value_at(config, "experts")
-    return max(1, value_at(experts, "shared.mlp_dim") // experts.mlp_dim)
-
-
 def num_shared(default: int, *, key: str = "n_shared_experts", twin: str = "") -> Integer:
     """Return the row of the number of shared experts."""
-    return Integer(key, _num_shared, default, name="num_shared", twin=twin)
+    return moe.num_shared(key, default, twin=twin)
 
 
 def router_settings(make: Callable[..., RouterConfig], *more: Setting, scale: float, groups: int, chosen: int) -> Group:

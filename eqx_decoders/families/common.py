@@ -329,6 +329,8 @@ def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
         Weight(attention + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
         *norm(attention + "q_norm", "mixer.query_norm"),
         *norm(attention + "k_norm", "mixer.key_norm"),
+        Weight(attention + "q_norm.weight", "mixer.query_norm_scale", "heads head_dim -> heads head_dim"),
+        Weight(attention + "k_norm.weight", "mixer.key_norm_scale", "kv_heads head_dim -> kv_heads head_dim"),
     )
 
 

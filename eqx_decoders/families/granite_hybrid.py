@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.families import moe
+from eqx_decoders.families._granite import EXPERTS, MULTIPLIERS, scaled, shared_mlp
 from eqx_decoders.families._mamba import mamba_settings, mamba_weights
 from eqx_decoders.families.common import ENDS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers, self_attention
 from eqx_decoders.families.config_reader import Fields
@@ -18,7 +18,6 @@ from eqx_decoders.families.settings_table import (
     Defaults,
     Group,
     Integer,
-    Number,
     Renamed,
     Rule,
     Unused,
@@ -26,7 +25,6 @@ from eqx_decoders.families.settings_table import (
     first_layer,
     value_at,
 )
-from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -42,20 +40,19 @@ def granite_hybrid(
     full: tuple[bool, ...],
     mlp: MLPConfig | ExpertsConfig,
     query_scale: float,
-    embedding_scale: float,
-    logit_divisor: float,
-    residual_scale: float,
     rope: Rope | None = None,
+    **scales: Any,
 ) -> DecoderConfig:
-    """Return a decoder of Granite's blocks: attention in the layers where `full` is True, else `mamba`."""
+    """Return a decoder of Granite's blocks: attention in the layers where `full` is True, else `mamba`.
+
+    The scales are those of `scaled`.
+    """
     attention = shape.attention(rope=rope, query_scale=query_scale)
 
     def block(has_attention: bool) -> BlockConfig:
-        mixer = attention if has_attention or mamba is None else mamba
-        return dataclasses.replace(shape.block(mixer, mlp), residual=Sequential(residual_scale=residual_scale))
+        return shape.block(attention if has_attention or mamba is None else mamba, mlp)
 
-    scales: dict[str, Any] = dict(embedding_scale=embedding_scale, logit_divisor=logit_divisor)
-    return shape.decoder(map(block, full), **scales)
+    return scaled(shape, map(block, full), **scales)
 
 
 def _write_no_mamba(config: DecoderConfig) -> dict[str, Any]:
@@ -105,9 +102,6 @@ _EXPERTS = (
     Integer("shared_intermediate_size", _shared_dim, 1024, name="shared_dim"),
 )
 _LAYER = "model.layers.{layer}."
-_MOE = _LAYER + "block_sparse_moe."
-_INTO, _OUT = "mlp embed -> embed mlp", "embed mlp -> mlp embed"
-_EACH_INTO = "experts mlp embed -> experts embed mlp"
 FAMILY = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
@@ -121,10 +115,7 @@ FAMILY = Family(
         mamba_settings(),
         Rule("", lambda fields, values: None, _write_no_mamba),
         Rule("rope", _read_rope, _write_rope),
-        Number("attention_multiplier", "attention.query_scale", 1.0),
-        Number("embedding_multiplier", "embedding_scale", 1.0),
-        Number("logits_scaling", "logit_divisor", 1.0),
-        Number("residual_multiplier", "blocks.0.residual.residual_scale", 1.0),
+        *MULTIPLIERS,
     ),
     build=granite_hybrid,
     weights=(
@@ -132,17 +123,9 @@ FAMILY = Family(
         *PRE_NORMS,
         *self_attention(_LAYER),
         *mamba_weights(_LAYER + "mamba."),
-        *(
-            row
-            for path in ("mlp.", "mlp.shared.")
-            for row in (
-                *sharing(_LAYER + "shared_mlp.input_linear.weight", (path + "gate", _INTO), (path + "up", _INTO)),
-                Weight(_LAYER + "shared_mlp.output_linear.weight", path + "down", _OUT),
-            )
-        ),
-        *sharing(_MOE + "input_linear.weight", ("mlp.gate", _EACH_INTO), ("mlp.up", _EACH_INTO), axis=1),
-        Weight(_MOE + "output_linear.weight", "mlp.down", "experts embed mlp -> experts mlp embed"),
-        Weight(_MOE + "router.layer.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        *shared_mlp("mlp."),
+        *shared_mlp(),
+        *EXPERTS,
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {

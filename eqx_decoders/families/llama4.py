@@ -17,7 +17,7 @@ from eqx_decoders.families.common import (
 )
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.rope_config import rope_settings, rotated_layers
 from eqx_decoders.families.settings_table import Flag, Integer, Only, Rule, Values
 from eqx_decoders.layers.attention.attention import QKNorm, QueryTemperature
 from eqx_decoders.layers.mask import Chunked, Mask
@@ -66,18 +66,6 @@ def llama4(
     return moe.need_experts(shape.decoder(map(block, range(shape.num_layers), masks)))
 
 
-def _read_rotated(fields: Fields, values: Values) -> frozenset[int]:
-    count, interval = values["shape"].num_layers, fields.integer("no_rope_layer_interval", 4)
-    flags = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
-    if len(flags) != count:
-        raise fields.error(f"no_rope_layers has {len(flags)} entries, but there are {count} layers.")
-    return frozenset(index for index in range(count) if flags[index])
-
-
-def _write_rotated(config: DecoderConfig) -> dict[str, Any]:
-    return {"no_rope_layers": [int(mixer.rope is not None) for mixer in attentions(config)]}
-
-
 def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
     count, step = values["shape"].num_layers, fields.integer("interleave_moe_layer_step", 1)
     return frozenset(fields.numbers("moe_layers", range(step - 1, count, step)))
@@ -120,14 +108,14 @@ FAMILY = Family(
     architecture="Llama4ForCausalLM",
     settings=(
         decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5, paths=moe.EXPERT_PATHS),
-        Rule("rotated", _read_rotated, _write_rotated),
+        rotated_layers(),
         Rule("sparse", _read_sparse, lambda config: {"moe_layers": moe.sparse_layers(config)}),
         Rule("masks", _read_masks, lambda config: write_masks(config, *_LOCAL)),
         Rule("temperature", _read_temperature, _write_temperature),
         *moe.expert_counts("num_local_experts", num=16, chosen=1),
         Integer("intermediate_size_mlp", _dense_dim, 16_384, name="dense_dim"),
         Flag("use_qk_norm", _has_qk_norm, True, name="qk_norm"),
-        rope_settings(theta=500_000.0, pairing="interleaved"),
+        rope_settings(theta=500_000.0, pairing="interleaved", required=False),
         Only("for_llm_compressor", False),
     ),
     build=llama4,

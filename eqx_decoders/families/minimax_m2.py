@@ -1,7 +1,7 @@
 """MiniMax M2 (MiniMax 2025): norms over all heads, partial RoPE, experts by sigmoid scores with a selection bias."""
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotary_dim
 from eqx_decoders.families.settings_table import Only, only
@@ -25,7 +25,13 @@ _IGNORED = {
     "layers of multi-token prediction are not published": "use_mtp num_mtp_modules mtp_transformer_layers",
     "names code in the same directory, which is not run": "auto_map",
 }
-_MOE = "model.layers.{layer}.block_sparse_moe."
+_MOE = LAYER + "block_sparse_moe."
+
+
+def _selection_bias(prefix: str) -> tuple[Weight, ...]:
+    return (Weight(prefix + "e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),)
+
+
 FAMILY = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
@@ -42,9 +48,9 @@ FAMILY = Family(
     build=minimax_m2,
     weights=(
         *llama_weights(mlp=moe.separate_experts(_MOE, gate="w1", up="w3", down="w2")),
-        Weight(_MOE + "e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+        *_selection_bias(_MOE),
     ),
-    fused=moe.fused_experts("model.layers.{layer}.mlp."),
+    fused=(*moe.fused_experts(LAYER + "mlp."), *_selection_bias(LAYER + "mlp.")),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
 )
 

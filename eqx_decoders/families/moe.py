@@ -3,8 +3,9 @@
 from typing import Any
 
 from eqx_decoders.errors import check
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values
+from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -100,6 +101,26 @@ def dense_layers(first: int, *, listed: bool = False) -> Rule:
         return {"mlp_layer_types": [_KINDS[index in sparse] for index in range(len(config.blocks))]}
 
     return Rule("dense_layers", read, write)
+
+
+def num_shared(key: str, default: int, *, least: int = 1, twin: str = "") -> Integer:
+    """Return the row of the number of shared experts, one MLP that is so many times as wide as an expert."""
+
+    def count(config: DecoderConfig) -> int:
+        experts = value_at(config, "experts")
+        return 0 if experts.shared is None else max(1, experts.shared.mlp_dim // experts.mlp_dim)
+
+    return Integer(key, count, default, least=least, name="num_shared", twin=twin)
+
+
+def num_dense_layers(key: str, default: int) -> Integer:
+    """Return the row of the number of layers before the first one that has experts."""
+    return Integer(key, lambda config: sparse_layers(config)[0], default, least=0, name="num_dense_layers")
+
+
+def with_shared(shape: DecoderSizes, *, expert_dim: int, num_shared: int, **options: Any) -> ExpertsConfig:
+    """Return experts of `expert_dim`, and a shared MLP as wide as `num_shared` of them; none for 0."""
+    return shape.experts(mlp_dim=expert_dim, shared_dim=expert_dim * num_shared or None, **options)
 
 
 def sparse_steps() -> Rule:

@@ -21,7 +21,7 @@ from eqx_decoders.families.settings_table import (
     write_all,
 )
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, NTKRope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -49,6 +49,7 @@ _YARN = (
     Number("mscale_all_dim", "mscale_all_dim", None),
     Flag("truncate", lambda rope: ABSENT if rope.truncate else False, True, name="truncate"),
 )
+_BY_ALPHA = "dynamic, alpha"  # the type that Hunyuan's files call dynamic, too: there `alpha` says all
 # Classes of rotary embeddings by `rope_type`, with the rows that each has of its own.
 _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
     "default": (Rope, ()),
@@ -71,6 +72,7 @@ _TYPES: dict[str, tuple[type[Rope], tuple[Setting, ...]]] = {
             _needs("original_length", "rope_type=dynamic needs max_position_embeddings: add it."),
         ),
     ),
+    _BY_ALPHA: (NTKRope, (Number("alpha", "alpha"),)),
     "proportional": (
         ProportionalRope,
         (Number("factor", lambda rope: ABSENT if rope.factor == 1.0 else rope.factor, 1.0, name="factor"),),
@@ -80,18 +82,19 @@ _IGNORED = {
     "default": ("factor", "original_max_position_embeddings"),
     "linear": ("original_max_position_embeddings",),
     "dynamic": ("original_max_position_embeddings",),
+    _BY_ALPHA: ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
 
 
-def rope_settings(name: str = "rope", **options: Any) -> Rule:
+def rope_settings(name: str = "rope", *, required: bool = True, **options: Any) -> Rule:
     """Return the row of the rotary embedding of all layers; the options are those of `read_rope`.
 
-    With a default for partial rotation it is always written.
+    With a default for partial rotation it is always written. Unless it is `required` no layer needs to have one.
     """
     return Rule(
         name,
         lambda fields, values: read_rope(fields, **options),
-        functools.partial(write_rope, partial=options.get("fraction") is not None),
+        functools.partial(write_rope, partial=options.get("fraction") is not None, required=required),
     )
 
 
@@ -112,6 +115,25 @@ def rotary_dim() -> Rule:
         return {"rotary_dim": rotated} if rotated / attention.head_dim == attention.rope.fraction else {}
 
     return Rule("", read, write)
+
+
+def rotated_layers() -> Rule:
+    """Return the row of the layers with rotary embeddings, `rotated`: `no_rope_layers` has a 1 for each of them.
+
+    Where it is missing every `no_rope_layer_interval`-th layer has none.
+    """
+
+    def read(fields: Fields, values: Values) -> frozenset[int]:
+        count, interval = values["shape"].num_layers, fields.integer("no_rope_layer_interval", 4)
+        flags = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
+        if len(flags) != count:
+            raise fields.error(f"no_rope_layers has {len(flags)} entries, but there are {count} layers.")
+        return frozenset(index for index in range(count) if flags[index])
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        return {"no_rope_layers": [int(mixer.rope is not None) for mixer in attentions(config)]}
+
+    return Rule("rotated", read, write)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +256,8 @@ def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rop
 
 def _rope(fields: Fields, outer: _Outer) -> Rope:
     """Read one table of rotary settings."""
-    kind = fields.word("rope_type", {name: name for name in _TYPES}, "default")
+    kind = fields.word("rope_type", {name: name for name in _TYPES if name != _BY_ALPHA}, "default")
+    kind = _BY_ALPHA if kind == "dynamic" and fields.content.get("alpha") is not None else kind
     partial = outer.default_fraction is not None or kind == "proportional"
     common = outer.common(
         _inner(fields, "rope_theta", outer.theta),
@@ -269,18 +292,22 @@ def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
     return inner
 
 
-def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any]:
+def write_rope(config: DecoderConfig, *, partial: bool = False, required: bool = True) -> dict[str, Any]:
     """Return the rotary embedding of all layers, as `rope_parameters` and in the spelling of transformers 4.
 
-    `partial` is for families whose `fraction` has a default: it is always written.
+    `partial` is for families whose `fraction` has a default: it is always written. Nothing is written where no layer
+    has one, unless it is `required`.
     """
     mixer = next((block.mixer for block in config.blocks if getattr(block.mixer, "rope", None)), None)
-    table = _table(getattr(mixer, "rope", None), partial)
+    if mixer is None and not required:
+        return {}
+    rope: Rope | None = getattr(mixer, "rope", None)
+    table = _table(rope, partial)
     outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
     scaling = {key: value for key, value in table.items() if key not in outside}
     old = {"rope_scaling": scaling} if scaling != {"rope_type": "default"} else {}
-    if isinstance(getattr(mixer, "rope", None), DynamicRope):
-        outside["max_position_embeddings"] = mixer.rope.original_length
+    if isinstance(rope, DynamicRope):
+        outside["max_position_embeddings"] = rope.original_length
     return {"rope_parameters": table} | outside | old
 
 
@@ -296,7 +323,7 @@ def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
         raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
     kind, settings = next((kind, rows) for kind, (rope_type, rows) in _TYPES.items() if rope_type is type(rope))
     written = {key: value for key, value in write_all(settings, rope).items() if value is not None}
-    table: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.theta, **written}
+    table: dict[str, Any] = {"rope_type": kind.split(",")[0], "rope_theta": rope.theta, **written}
     if partial or rope.fraction != 1.0:
         table["partial_rotary_factor"] = rope.fraction
     if rope.sections:

@@ -104,10 +104,7 @@ def _scaled(y: Array, scale: Array | None, offset: float) -> Array:
 
 
 def _along_last(vector: Array, y: Array) -> Array:
-    """Bring numbers of features to the last axis; of several groups of features to the last two."""
-    groups = vector.size // y.shape[-1]
-    shape = (y.shape[-1],) if groups == 1 else (groups, y.shape[-1])
-    return vector.astype(y.dtype).reshape((1,) * (y.ndim - len(shape)) + shape)
+    return vector.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 def _check_offset(config: NormConfig) -> None:

@@ -23,8 +23,10 @@ CLIPS = {f"{side}_{end}" for side in ("input", "output") for end in ("min", "max
 PUBLISHED = {
     **dict.fromkeys(("gemma4_dense", "gemma4_moe", "gemma4_small"), LAYER_SCALAR),
     "gemma4_audio": LAYER_SCALAR | CLIPS,
+    "minimax_m2": CORRECTION_BIAS,
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,
+    **dict.fromkeys(("afmoe", "ernie4_5_moe"), CORRECTION_BIAS),  # there a parameter without a gradient
 }
 DIRECTORIES = sorted(file.parent.name for file in FIXTURES.glob("*/config.json") if "fp8" not in file.parent.name)
 

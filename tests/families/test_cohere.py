@@ -44,8 +44,5 @@ def test_norms_of_single_heads_are_refused():
 @pytest.mark.parametrize("kind", ["cohere", "cohere2"])
 def test_the_scale_of_logits_is_written_as_it_was(kind):
     for step in range(1, 200):
-        scale = step / 97
-        config = decode(sample(kind, logit_scale=scale))
-        written = FAMILIES[kind].encode(config)["logit_scale"]
-        assert 1 / written == config.logit_divisor
-        assert abs(written / scale - 1) < 1e-15
+        config = decode(sample(kind, logit_scale=step / 100))
+        assert FAMILIES[kind].encode(config)["logit_scale"] == step / 100

@@ -28,12 +28,15 @@ def test_new_files_say_how_many():
     assert form(**new, num_kv_heads=2, num_ln_in_parallel_attn=1) == (2, False)
 
 
-@pytest.mark.parametrize("name, tensor", [("falcon-7b", "input_layernorm"), ("falcon-40b", "ln_attn")])
-def test_a_second_norm_renames_the_first(name, tensor):
-    model = ed.abstract(ed.get_config(name))
-    names = {name for mapping in FAMILIES["falcon"].bind(model).values() for name in mapping.names}
-    norms = {name.split(".")[3] for name in names if name.startswith("transformer.h.0.") and "l" in name.split(".")[3]}
-    assert norms - {"mlp", "self_attention"} == {tensor} | ({"ln_mlp"} if tensor == "ln_attn" else set())
+@pytest.mark.parametrize(
+    "name, norms",
+    [("falcon-7b", {"input_layernorm"}), ("falcon2-11b", {"input_layernorm"}), ("falcon-40b", {"ln_attn", "ln_mlp"})],
+)
+def test_a_second_norm_renames_the_first(name, norms):
+    mappings = FAMILIES["falcon"].bind(ed.abstract(ed.get_config(name)))
+    names = [mapping.name((0,)) for path, mapping in mappings.items() if "norm" in path and path != "final_norm.scale"]
+    inside = {name.split(".")[3] for name in names if name.startswith("transformer.h.0.")}
+    assert inside == norms
 
 
 @pytest.mark.parametrize("keys", [dict(alibi=True), dict(parallel_attn=False)], ids=str)

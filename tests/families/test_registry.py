@@ -167,6 +167,29 @@ PARAMETERS = {
     "mamba2-2.7b": 2_702_599_680,
     "mamba-codestral-7b": 7_285_403_648,
     "bamba-9b": 9_780_235_392,
+    "granite3-2b": 2_533_531_648,
+    "granite3-8b": 8_170_848_256,
+    "granite3.1-2b": 2_533_531_648,
+    "granite3.1-8b": 8_170_848_256,
+    "granite3.3-2b": 2_533_539_840,
+    "granite3.3-8b": 8_170_864_640,
+    "granite3-1b-a400m": 1_334_628_352,
+    "granite3-3b-a800m": 3_298_793_472,
+    "granite3.1-1b-a400m": 1_334_628_352,
+    "granite3.1-3b-a800m": 3_298_793_472,
+    "smollm3-3b": 3_075_098_624,
+    "exaone4-1.2b": 1_279_391_488,
+    "exaone4-32b": 32_003_216_384,
+    "seed-oss-36b": 36_151_104_512,
+    "ernie4.5-0.3b": 360_748_032,
+    "ernie4.5-21b-a3b": 21_825_437_888,
+    "ernie4.5-300b-a47b": 299_484_163_264,
+    "afm-4.5b": 4_619_189_760,
+    "hyperclovax-seed-think-14b": 14_748_112_896,
+    "helium1-2b-preview": 2_172_643_840,
+    "trinity-nano-6b-a1b": 6_120_003_328,
+    "trinity-mini-26b-a3b": 26_123_974_400,
+    "trinity-large-398b-a13b": 398_635_286_016,
 }
 
 
@@ -411,6 +434,29 @@ SOLAR = dict(
     routed_scaling_factor=1.0, tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.57.1",
     use_cache=True, vocab_size=196608,
 )  # fmt: skip
+GRANITE_MOE = COMMON | dict(
+    architectures=["GraniteMoeForCausalLM"], model_type="granitemoe", attention_bias=False,
+    attention_multiplier=0.015625, bos_token_id=0, embedding_multiplier=12.0, eos_token_id=0, hidden_size=1536,
+    intermediate_size=512, logits_scaling=6.0, max_position_embeddings=131072, num_attention_heads=24,
+    num_experts_per_tok=8, num_hidden_layers=32, num_key_value_heads=8, num_local_experts=40,
+    output_router_logits=False, pad_token_id=0, residual_multiplier=0.22, rms_norm_eps=1e-06, rope_scaling=None,
+    rope_theta=10000000.0, router_aux_loss_coef=0.0, tie_word_embeddings=True, transformers_version="4.47.0",
+    vocab_size=49155,
+)  # fmt: skip
+TRINITY = COMMON | dict(
+    architectures=["AfmoeForCausalLM"], model_type="afmoe",
+    auto_map={
+        "AutoConfig": "configuration_afmoe.AfmoeConfig",
+        "AutoModel": "modeling_afmoe.AfmoeModel",
+        "AutoModelForCausalLM": "modeling_afmoe.AfmoeForCausalLM",
+    },
+    global_attn_every_n_layers=4, head_dim=128, hidden_size=1024, intermediate_size=3072,
+    max_position_embeddings=131072, moe_intermediate_size=256, mup_enabled=True, n_group=1, num_attention_heads=8,
+    num_dense_layers=2, num_expert_groups=1, num_experts=128, num_experts_per_tok=8, num_hidden_layers=56,
+    num_key_value_heads=2, num_limited_groups=1, num_shared_experts=1, rms_norm_eps=1e-05, rope_scaling=None,
+    rope_theta=10000, route_norm=True, route_scale=2.826, score_func="sigmoid", sliding_window=2048, topk_group=1,
+    transformers_version="4.57.3", use_grouped_mm=True, vocab_size=200192,
+)  # fmt: skip
 
 PUBLISHED = {
     "THUDM/glm-4-9b-chat-hf": ("glm4-9b", GLM4_9B),
@@ -438,6 +484,8 @@ PUBLISHED = {
     "moonshotai/Kimi-K2-Instruct": ("kimi-k2-1t", KIMI),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": ("qwen3-next-80b", QWEN3_NEXT),
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": ("kimi-linear-48b-a3b", KIMI_LINEAR),
+    "ibm-granite/granite-3.1-3b-a800m-instruct": ("granite3.1-3b-a800m", GRANITE_MOE),
+    "arcee-ai/Trinity-Nano-Preview": ("trinity-nano-6b-a1b", TRINITY),
 }
 
 
@@ -457,7 +505,7 @@ def test_the_published_configuration_is_ours(repository):
     config, kept = family.decode(json.loads(json.dumps(content)))
     assert trunk(config) == trunk(ed.get_config(name))
     assert not {"auto_map", "quantization_config", "architectures", "model_type"} & kept.keys()
-    assert kept["eos_token_id"] == content["eos_token_id"]
+    assert kept.get("eos_token_id") == content.get("eos_token_id")
     again = family.encode(config)
     assert again["model_type"] in FAMILIES
     assert decoded(kept | again) == config
@@ -492,6 +540,9 @@ READ = [
     (QWEN15_MOE, dict(shared_expert_intermediate_size=8)),
     (SOLAR, dict(attention_bias=True)),
     (SOLAR, dict(moe_intermediate_size=8)),
+    (GRANITE_MOE, dict(attention_multiplier=0.125)),
+    (TRINITY, dict(mup_enabled=False)),
+    (TRINITY, dict(num_shared_experts=2)),
 ]
 # The same for what is not implemented.
 REFUSED = [
@@ -514,6 +565,9 @@ REFUSED = [
     (SOLAR, dict(partial_rotary_factor=0.5)),
     (SOLAR, dict(use_qk_norm=True)),
     (SOLAR, dict(first_k_dense_replace=1)),
+    (TRINITY, dict(score_func="softmax")),
+    (TRINITY, dict(route_norm=False)),
+    (TRINITY, dict(n_group=2)),
 ]
 
 

@@ -42,6 +42,17 @@ class QKNorm(CheckedFields):
     over: Literal["head", "each_head", "heads"] = "head"
     when: Literal["before_rope", "after_rope"] = "before_rope"
 
+    def __post_init__(self):
+        super().__post_init__()
+        plain = self.norm.scale and not self.norm.offset and not getattr(self.norm, "bias", False)
+        rule = "QKNorm.over='each_head' needs a norm with a scale that is stored as it is, and without a bias"
+        check(self.over != "each_head" or plain, f"{rule}, not {self.norm}.")
+
+    @property
+    def built(self) -> NormConfig:
+        """Norm without the scales of single heads, which the layer has itself."""
+        return dataclasses.replace(self.norm, scale=False) if self.over == "each_head" else self.norm
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryTemperature(CheckedFields):
@@ -164,7 +175,8 @@ class AttentionConfig(CheckedFields):
 
         split, has_kv = not self.fused_qkv, self.kv_shared_from is None
         has_key, has_value = split and has_kv, split and has_kv and not self.shared_kv
-        norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over != "head"
+        norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
+        scales = norm is not None and norm.over == "each_head"
         out_dim = self.out_dim or embed_dim
         return (Attention if self.out_dim is None else NarrowAttention)(
             query=into(keys[0], heads, split),
@@ -178,8 +190,10 @@ class AttentionConfig(CheckedFields):
             value_bias=zeros(kv_heads, has_value),
             qkv_bias=zeros(heads + 2 * kv_heads, self.fused_qkv),
             out_bias=jnp.zeros((out_dim,)) if self.out_bias else None,
-            query_norm=norm.norm.build(heads * head_dim if group else head_dim) if norm else None,
-            key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm and has_kv else None,
+            query_norm=norm.built.build(heads * head_dim if group else head_dim) if norm else None,
+            key_norm=norm.built.build(kv_heads * head_dim if group else head_dim) if norm and has_kv else None,
+            query_norm_scale=jnp.ones((heads, head_dim)) if scales else None,
+            key_norm_scale=jnp.ones((kv_heads, head_dim)) if scales and has_kv else None,
             value_norm=self.value_norm.build(head_dim) if self.value_norm else None,
             inner_norm=self.inner_norm.build(heads * head_dim) if self.inner_norm else None,
             sink=jnp.zeros((heads,)) if self.sinks else None,
@@ -203,6 +217,8 @@ class Attention(eqx.Module):
     out_bias: Float[Array, "embed"] | None
     query_norm: Norm | None
     key_norm: Norm | None
+    query_norm_scale: Float[Array, "heads head_dim"] | None
+    key_norm_scale: Float[Array, "kv_heads head_dim"] | None
     value_norm: Norm | None
     inner_norm: Norm | None
     sink: Float[Array, "heads"] | None
@@ -261,31 +277,32 @@ class Attention(eqx.Module):
     ) -> tuple[Array, NewKV | None]:
         """Return queries ready for the kernel, and the layer's own keys and values, if it has any."""
         config = self.config
-        query = self._norm_and_rope(query, self.query_norm, ctx)
+        query = self._norm_and_rope(query, self.query_norm, self.query_norm_scale, ctx)
         query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
         if config.temperature is not None:
             query = config.temperature(query, ctx.positions)
         query = save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
         if key is None or value is None:
             return query, None
-        key = save(
-            ctx.constrain(self._norm_and_rope(key, self.key_norm, ctx), "batch length kv_heads head_dim"), "key_proj"
-        )
+        key = self._norm_and_rope(key, self.key_norm, self.key_norm_scale, ctx)
+        key = save(ctx.constrain(key, "batch length kv_heads head_dim"), "key_proj")
         value = self._clip(value if self.value_norm is None else self.value_norm(value))
         value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
         return query, NewKV(key=key, value=value)
 
-    def _norm_and_rope(self, x: Array, norm: Norm | None, ctx: Context) -> Array:
-        """Normalize and rotate queries or keys."""
+    def _norm_and_rope(self, x: Array, norm: Norm | None, scale: Array | None, ctx: Context) -> Array:
+        """Normalize and rotate queries or keys; `scale` has a number for each head and feature."""
         after_rope = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
-        x = self._clip(x if after_rope else self._normalize(x, norm))
+        x = self._clip(x if after_rope else self._normalize(x, norm, scale))
         rope = self.config.rope
         x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope)
-        return self._normalize(x, norm) if after_rope else x
+        return self._normalize(x, norm, scale) if after_rope else x
 
-    def _normalize(self, x: Array, norm: Norm | None) -> Array:
+    def _normalize(self, x: Array, norm: Norm | None, scale: Array | None) -> Array:
         if norm is None:
             return x
+        if scale is not None:
+            return (norm(x.astype(jnp.float32)) * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
         return _over_heads(norm, x) if self.config.qk_norm and self.config.qk_norm.over == "heads" else norm(x)
 
     def _clip(self, x: Array) -> Array:

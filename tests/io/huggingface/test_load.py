@@ -57,6 +57,7 @@ def rewritten(directory, change) -> pathlib.Path:
 MORE = ("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense")
 MORE += ("gpt_oss_yarn", "deepseek3_groups", "llama_bf16", "glm", "dots1", "hy_v3", "solar_open", "flex_olmo", "youtu")
 MORE += ("falcon_mqa", "cohere_bias", "ministral_mixed", "vaultgemma")
+MORE += ("exaone4_full", "granite_moe", "ernie4_5", "seed_oss", "helium")
 
 
 @pytest.fixture(
@@ -213,7 +214,9 @@ def test_files_of_a_base_model(name, tmp_path):
     assert all(np.array_equal(here[path], there[path]) for path in there)
 
 
-@pytest.mark.parametrize("name", ["mixtral_window", "qwen3_moe_mixed", "deepseek2_groups", "deepseek3_groups"])
+@pytest.mark.parametrize(
+    "name", ["mixtral_window", "minimax_m2", "qwen3_moe_mixed", "deepseek2_groups", "deepseek3_groups"]
+)
 def test_experts_in_one_tensor(name, tmp_path):
     """As transformers holds them, and writes them where it is told not to take them apart."""
     parts = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}

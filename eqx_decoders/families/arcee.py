@@ -1,0 +1,33 @@
+"""Arcee AFM (Arcee AI 2025): Llama's attention, and an MLP without a gate, squared ReLU."""
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, plain_mlp
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.layers.rope import Rope, YarnRope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def arcee(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
+    """Return a decoder of Arcee blocks."""
+    return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(gated=False, bias=mlp_bias)))
+
+
+FAMILY = Family(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    settings=(
+        decoder_sizes(eps=1e-5, activation="relu2"),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        rope_settings(),
+    ),
+    build=arcee,
+    weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.")),
+)
+
+_4_5B = DecoderSizes(
+    vocab_size=128_005, embed_dim=2560, num_layers=36, num_heads=20, num_kv_heads=4, head_dim=128, mlp_dim=18_432,
+    eps=1e-5, activation="relu2",
+)  # fmt: skip
+
+MODELS = {"afm-4.5b": lambda: arcee(_4_5B, rope=YarnRope(factor=20.0, original_length=4096))}

@@ -1,0 +1,91 @@
+"""ERNIE 4.5 with experts (Baidu 2025): a softmax over all experts, whose choice alone has a bias; shared experts."""
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes, gated_mlp, llama_weights
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Integer, Only, Rule, Unused, Values
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+_THETA = 500_000.0
+
+
+def ernie4_5_moe(
+    shape: DecoderSizes, *, sparse: Collection[int], rope: Rope = Rope(theta=_THETA, pairing="interleaved"),
+    **options: Any,
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder of ERNIE 4.5 blocks; the layers in `sparse`, counted from 0, have experts with these options."""
+    router = RouterConfig(order="score_first", renormalize=True, selection_bias=True)
+    experts, mixer = moe.with_shared(shape, router=router, **options), shape.attention(rope=rope)
+    blocks = (shape.block(mixer, experts if index in sparse else None) for index in range(shape.num_layers))
+    return moe.need_experts(shape.decoder(blocks))
+
+
+def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
+    last, step = values["shape"].num_layers - 1, fields.integer("moe_layer_interval", 1)
+    first = fields.integer("moe_layer_start_index", 1, least=0)
+    end = fields.integer("moe_layer_end_index", -1, least=-1)
+    end = last if end == -1 else min(end, last)
+    return frozenset(index for index in range(first, end + 1) if (index + 1) % step == 0)
+
+
+def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
+    sparse = moe.sparse_layers(config)
+    step = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    return {"moe_layer_interval": step, "moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
+
+
+_MLP = "model.layers.{layer}.mlp."
+FAMILY = Family(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    settings=(
+        Unused("auto_map", "it names code in the same directory, which is neither run nor exported"),
+        Only("use_bias", False, written=True),  # the head would have one, too
+        Only("moe_norm_min", 1e-12, written=True),
+        Only("moe_gate", "topk"),
+        Only("use_rmsnorm", True),
+        decoder_sizes(num_kv_heads=4, eps=1e-5, tied=True, keys=NO_BIAS),
+        Rule("sparse", _read_sparse, _write_sparse),
+        Integer("moe_intermediate_size", "experts.mlp_dim", 1536, name="expert_dim"),
+        *moe.expert_counts("moe_num_experts", "moe_k", num=64, chosen=6),
+        moe.num_shared("moe_num_shared_experts", 2, least=0),
+        rope_settings(theta=_THETA, pairing="interleaved"),
+    ),
+    build=ernie4_5_moe,
+    weights=llama_weights(
+        mlp=GATED_MLP
+        + moe.separate_experts(_MLP)
+        + gated_mlp(_MLP + "shared_experts.", "mlp.shared.")
+        + (Weight(_MLP + "moe_statics.e_score_correction_bias", "mlp.router.selection_bias", "1 experts -> experts"),)
+    ),
+    fused=moe.fused_experts(_MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | {
+        "moe_capacity": "how it was trained: no token is dropped",
+        "moe_use_aux_free": "transformers does not read it: the biases are always there",
+        "num_nextn_predict_layers": "layers of multi-token prediction are not read",
+    },
+    ignored_tensors=r".*rotary_emb\.inv_freq|model\.mtp_.*",  # a layer of multi-token prediction
+)
+
+_shape = functools.partial(DecoderSizes, vocab_size=103_424, head_dim=128, eps=1e-5)
+_21B = _shape(embed_dim=2560, num_layers=28, num_heads=20, num_kv_heads=4, mlp_dim=12_288, tied=True)
+_300B = _shape(embed_dim=8192, num_layers=54, num_heads=64, num_kv_heads=8, mlp_dim=28_672)
+
+_21B_EXPERTS: dict[str, Any] = dict(num_experts=64, num_experts_per_token=6, expert_dim=1536, num_shared=2)
+_300B_EXPERTS: dict[str, Any] = dict(num_experts=64, num_experts_per_token=8, expert_dim=3584, num_shared=0)
+
+MODELS = {
+    "ernie4.5-21b-a3b": lambda: ernie4_5_moe(_21B, sparse=range(1, 28), **_21B_EXPERTS),
+    "ernie4.5-300b-a47b": lambda: ernie4_5_moe(_300B, sparse=range(3, 54), **_300B_EXPERTS),
+}

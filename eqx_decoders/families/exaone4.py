@@ -1,0 +1,64 @@
+"""EXAONE 4.0 (LG AI Research 2025): norms on outputs only, and RoPE in the layers with windows only."""
+
+import functools
+from typing import Any
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights, read_masks, write_masks
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Rule, Values, value_at
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.rope import Llama3Rope, Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def exaone4(shape: DecoderSizes, *, masks: tuple[Mask, ...] | None = None, rope: Rope = Rope()) -> DecoderConfig:
+    """Return a decoder of EXAONE 4 blocks; without `masks` all layers are causal, and all have RoPE."""
+    qk_norm = QKNorm(norm=shape.norm)
+
+    def block(mask: Mask) -> BlockConfig:
+        rotated = masks is None or mask != Causal()
+        return shape.block(shape.attention(mask=mask, rope=rope if rotated else None, qk_norm=qk_norm), norms="post")
+
+    return shape.decoder(map(block, masks or (Causal(),) * shape.num_layers))
+
+
+def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...] | None:
+    layers, size = values["shape"].num_layers, fields.integer("sliding_window", 4096, null=None)
+    if size is None or fields.content.get("layer_types") is not None:  # with which the pattern is not read
+        masks = read_masks(fields, size, [False] * layers)
+        return masks if size else None
+    period = fields.integer("sliding_window_pattern", 4)
+    return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
+
+
+def _write_masks(config: DecoderConfig) -> dict[str, Any]:
+    # the size says too that full layers have no RoPE
+    return write_masks(config, default=4096 if value_at(config, "attention.rope") is None else None)
+
+
+FAMILY = Family(
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    settings=(
+        decoder_sizes(num_kv_heads=32, eps=1e-5, keys=NO_BIAS),
+        Rule("masks", _read_masks, _write_masks),
+        rope_settings(required=False),
+    ),
+    build=exaone4,
+    weights=llama_weights(norms="post"),
+    ignored_keys={"sliding_window_pattern": "layer_types says it"},
+)
+
+_shape = functools.partial(DecoderSizes, vocab_size=102_400, num_kv_heads=8, eps=1e-5)
+_1B = _shape(embed_dim=2048, num_layers=30, num_heads=32, head_dim=64, mlp_dim=4096, tied=True)
+_32B = _shape(embed_dim=5120, num_layers=64, num_heads=40, head_dim=128, mlp_dim=27_392)
+_ROPE = Llama3Rope(theta=1e6, factor=16.0)
+
+MODELS = {
+    "exaone4-1.2b": lambda: exaone4(_1B, rope=_ROPE),
+    "exaone4-32b": lambda: exaone4(_32B, masks=_32B.cycle_masks(4096, 4), rope=_ROPE),
+}

@@ -1,0 +1,50 @@
+"""Hunyuan with experts (Tencent 2025): Hunyuan's attention, and a shared expert beside those that a token chooses."""
+
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gated_mlp, llama_weights, renamed
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.hunyuan import IGNORED_KEYS, NAMES
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.rope import NTKRope, Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def hunyuan_moe(
+    shape: DecoderSizes, *, rope: Rope, num_experts: int = 64, num_experts_per_token: int = 8
+) -> DecoderConfig:
+    """Return a decoder of Hunyuan blocks with experts."""
+    experts = shape.experts(
+        num_experts=num_experts,
+        num_experts_per_token=num_experts_per_token,
+        router=RouterConfig(order="score_first", renormalize=True),
+        shared_dim=shape.mlp_dim,
+    )
+    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, when="after_rope"))
+    return shape.decoder(shape.block(mixer, experts))
+
+
+_MLP = "model.layers.{layer}.mlp."
+FAMILY = Family(
+    model_type="hunyuan_v1_moe",
+    architecture="HunYuanMoEV1ForCausalLM",
+    settings=(
+        decoder_sizes(eps=1e-5, paths=moe.EXPERT_PATHS),
+        *moe.expert_counts("num_experts", "moe_topk", num=1, chosen=1),
+        rope_settings(),
+    ),
+    build=hunyuan_moe,
+    weights=(
+        *renamed(llama_weights(mlp=moe.separate_experts(_MLP, router="gate.wg")), NAMES),
+        *gated_mlp(_MLP + "shared_mlp.", "mlp.shared."),
+    ),
+    ignored_keys=IGNORED_KEYS | moe.IGNORED_ROUTER_KEYS,
+)
+
+_A13B = DecoderSizes(
+    vocab_size=128_167, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=3072,
+    eps=1e-5, tied=True,
+)  # fmt: skip
+
+MODELS = {"hunyuan-80b-a13b": lambda: hunyuan_moe(_A13B, rope=NTKRope(alpha=1000.0))}

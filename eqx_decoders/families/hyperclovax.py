@@ -1,0 +1,48 @@
+"""HyperCLOVA X SEED Think (NAVER 2025): Granite's multipliers, and norms on outputs too, before they are multiplied."""
+
+from typing import Any
+
+from eqx_decoders.families._granite import STREAM_SCALES, granite
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, norm_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag, Inverse, Number
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def hyperclovax(
+    shape: DecoderSizes, *, post_norms: bool = True, mlp_bias: bool = False, **options: Any
+) -> DecoderConfig:
+    """Return a decoder of HyperCLOVA X blocks; the other options are those of `granite`."""
+    norms = "sandwich" if post_norms else "pre"
+    return granite(shape, shape.mlp(bias=mlp_bias), norms=norms, **options)
+
+
+FAMILY = Family(
+    model_type="hyperclovax",
+    architecture="HyperCLOVAXForCausalLM",
+    settings=(
+        decoder_sizes(),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        Flag("use_post_norm", lambda config: config.blocks[0].post_mixer_norm is not None, True, name="post_norms"),
+        rope_settings(),
+        Number("attention_multiplier", "attention.query_scale", lambda values: values["shape"].head_dim ** -0.5),
+        Inverse("logits_scaling", "logit_divisor", 1.0),
+        *STREAM_SCALES,
+    ),
+    build=hyperclovax,
+    weights=llama_weights()
+    + norm_weights("model.layers.{layer}.", post_mixer_norm="post_norm1", post_mlp_norm="post_norm2"),
+)
+
+_14B = DecoderSizes(
+    vocab_size=110_592, embed_dim=6144, num_layers=38, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
+    eps=1e-5,
+)  # fmt: skip
+
+MODELS = {
+    "hyperclovax-seed-think-14b": lambda: hyperclovax(
+        _14B, rope=Rope(theta=1e8), query_scale=1 / 128, embedding_scale=10.0, logit_scale=0.125
+    ),
+}

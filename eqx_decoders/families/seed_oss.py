@@ -1,0 +1,37 @@
+"""Seed-OSS (ByteDance Seed 2025): Llama's block with biases on queries, keys and values, and heads of any width."""
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def seed_oss(
+    shape: DecoderSizes, *, rope: Rope = Rope(theta=1e7), out_bias: bool = False, mlp_bias: bool = False
+) -> DecoderConfig:
+    """Return a decoder of Seed-OSS blocks; `shape.attention_bias` is that of queries, keys and values."""
+    return shape.decoder(shape.block(shape.attention(rope=rope, out_bias=out_bias), shape.mlp(bias=mlp_bias)))
+
+
+FAMILY = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    settings=(
+        decoder_sizes(num_kv_heads=8, head_dim=128, attention_bias=True),
+        Flag("attention_out_bias", "attention.out_bias", False, name="out_bias"),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        rope_settings(),
+    ),
+    build=seed_oss,
+    weights=llama_weights(),
+    ignored_keys={"residual_dropout": "dropout happens in training only, and a loaded model has none"},
+)
+
+_36B = DecoderSizes(
+    vocab_size=155_136, embed_dim=5120, num_layers=64, num_heads=80, num_kv_heads=8, head_dim=128, mlp_dim=27_648,
+    attention_bias=True,
+)  # fmt: skip
+
+MODELS = {"seed-oss-36b": lambda: seed_oss(_36B)}

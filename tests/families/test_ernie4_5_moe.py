@@ -1,0 +1,47 @@
+"""ERNIE 4.5 with experts: which layers have them, and what is not read."""
+
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.families import FAMILIES, moe
+from tests.families.samples import decode, sample
+
+
+INDICES = ("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
+
+
+def sparse(**keys) -> list[int]:
+    config = decode(sample("ernie4_5_moe", *INDICES, num_hidden_layers=7, **keys))
+    written = FAMILIES["ernie4_5_moe"].encode(config)
+    assert decode(written) == config
+    return moe.sparse_layers(config)
+
+
+def test_layers_with_experts_are_those_of_an_interval_between_two():
+    assert sparse() == [1, 2, 3, 4, 5, 6]
+    assert sparse(moe_layer_start_index=3, moe_layer_end_index=4) == [3, 4]
+    assert sparse(moe_layer_interval=3, moe_layer_start_index=0) == [2, 5]
+    assert sparse(moe_layer_interval=2, moe_layer_start_index=2, moe_layer_end_index=-1) == [3, 5]
+    with pytest.raises(ed.ConversionError, match="no layer has experts"):
+        sparse(moe_layer_start_index=7)
+
+
+def test_there_may_be_no_shared_experts():
+    config = decode(sample("ernie4_5_moe", moe_num_shared_experts=0))
+    assert config.blocks[1].mlp.shared is None
+    assert FAMILIES["ernie4_5_moe"].encode(config)["moe_num_shared_experts"] == 0
+
+
+def test_biases_are_refused():
+    with pytest.raises(ed.ConversionError, match="use_bias=true changes what the model computes"):
+        decode(sample("ernie4_5_moe", use_bias=True))
+
+
+def test_multi_token_prediction_is_left_out():
+    """It stands in the published files."""
+    content = sample("ernie4_5_moe", num_nextn_predict_layers=1)
+    assert decode(content) == decode(sample("ernie4_5_moe"))
+    names = ("model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight", "model.mtp_emb_norm.0.weight")
+    family, config = FAMILIES["ernie4_5_moe"], decode(content)
+    assert all(family.is_ignored(name, config) for name in names)
+    assert not family.is_ignored("model.layers.0.mlp.up_proj.weight", config)
