@@ -60,12 +60,12 @@ class DecoderSizes:
         """Return an MLP of these sizes."""
         return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
 
-    def experts(self, *, shared_dim: int | None = None, **options: Any) -> ExpertsConfig:
+    def experts(self, *, shared_dim: int | None = None, shared_bias: bool = False, **options: Any) -> ExpertsConfig:
         """Return experts of these sizes, unless the options have an `mlp_dim`, with a shared one of `shared_dim`."""
         sizes = {"mlp_dim": self.mlp_dim, "activation": self.activation, **options}
         if shared_dim is not None:
-            shared = MLPConfig(mlp_dim=shared_dim, activation=self.activation, gated=sizes.get("gated", True))
-            sizes["shared"] = shared
+            kind: dict[str, Any] = dict(activation=self.activation, gated=sizes.get("gated", True), bias=shared_bias)
+            sizes["shared"] = MLPConfig(mlp_dim=shared_dim, **kind)
         return ExpertsConfig(**sizes)
 
     def cycle_masks(self, size: int, period: int, kind: LocalMask = SlidingWindow) -> tuple[Mask, ...]:
