@@ -317,6 +317,7 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
         blocks=blocks,
         final_norm=RMSNormConfig(),
         tied=case["tied"],
+        head_bias=case["norm"] in ("LayerNorm", "mean alone"),
         embedding_scale=2.0 if case["tied"] else 1.0,
         embedding_norm=LayerNormConfig() if case["norm"] == "mean alone" else None,
         positions={"none": LearnedPositions(max_positions=100), "plain": SinusoidalPositions()}.get(case["rope"]),

@@ -297,7 +297,15 @@ OPTIONS: dict[type, tuple] = {
     ed.DecoderConfig: (
         DECODER,
         itself,
-        dict(vocab_size=15, embed_dim=6, blocks=(BLOCK, BLOCK), final_norm=None, tied=True, embedding_scale=3.0)
+        dict(
+            vocab_size=15,
+            embed_dim=6,
+            blocks=(BLOCK, BLOCK),
+            final_norm=None,
+            tied=True,
+            head_bias=True,
+            embedding_scale=3.0,
+        )
         | dict(positions=SinusoidalPositions(), logit_divisor=2.0, logit_soft_cap=0.5, dropout=0.5)
         | dict(per_layer_embedding=dataclasses.replace(PER_LAYER, norm=RMSNormConfig(eps=0.5)))
         | dict(init_std=0.3, mtp=AHEAD, embedding_norm=RMS),

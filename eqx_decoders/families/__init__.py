@@ -34,6 +34,7 @@ from eqx_decoders.families import (
     gpt_bigcode,
     gpt_neox,
     gpt_oss,
+    gptj,
     granite,
     granite_hybrid,
     granite_moe,
@@ -66,6 +67,7 @@ from eqx_decoders.families import (
     olmo2,
     olmo3,
     olmoe,
+    phi,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -109,6 +111,7 @@ _PUBLISHED = (
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
+    *(phi, gptj),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
 )
 

@@ -1,4 +1,4 @@
-"""Settings and tensors that GPT-2 and GPT-BigCode share."""
+"""Settings and tensors that GPT-2, GPT-BigCode and GPT-J share."""
 
 from eqx_decoders.families.common import norm_weights
 from eqx_decoders.families.config_reader import Fields
@@ -21,18 +21,15 @@ KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias")),
 }
-# what stands before the sizes
-DEFAULTS: tuple[Setting, ...] = (
-    # which transformers takes as well
-    Renamed(
-        {
-            key: KEYS[key]
-            for key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
-        }
-    ),
-    Defaults(dict(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)),
-    Rule("", _default_mlp),
-)
+_TWINS = ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+
+
+def defaults(**sizes: int) -> tuple[Setting, ...]:
+    """Return what stands before the sizes: other spellings, which transformers takes as well, and its defaults."""
+    return Renamed({key: KEYS[key] for key in _TWINS}), Defaults(sizes), Rule("", _default_mlp)
+
+
+DEFAULTS = defaults(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024)
 _SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 IGNORED_KEYS = {
     **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
@@ -49,4 +46,5 @@ ENDS = (
     *norm_weights(LAYER, pre_mixer_norm="ln_1", pre_mlp_norm="ln_2"),
     *norm_weights("transformer.", final_norm="ln_f"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    Weight("lm_head.bias", "head_bias", "vocab -> vocab"),
 )

@@ -60,12 +60,12 @@ class DecoderSizes:
         """Return an MLP of these sizes."""
         return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
 
-    def experts(self, *, shared_dim: int | None = None, **options: Any) -> ExpertsConfig:
+    def experts(self, *, shared_dim: int | None = None, shared_bias: bool = False, **options: Any) -> ExpertsConfig:
         """Return experts of these sizes, unless the options have an `mlp_dim`, with a shared one of `shared_dim`."""
         sizes = {"mlp_dim": self.mlp_dim, "activation": self.activation, **options}
         if shared_dim is not None:
-            shared = MLPConfig(mlp_dim=shared_dim, activation=self.activation, gated=sizes.get("gated", True))
-            sizes["shared"] = shared
+            kind: dict[str, Any] = dict(activation=self.activation, gated=sizes.get("gated", True), bias=shared_bias)
+            sizes["shared"] = MLPConfig(mlp_dim=shared_dim, **kind)
         return ExpertsConfig(**sizes)
 
     def cycle_masks(self, size: int, period: int, kind: LocalMask = SlidingWindow) -> tuple[Mask, ...]:
@@ -298,6 +298,7 @@ ENDS = (
     Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
     Weight("model.norm.bias", "final_norm.bias", "norm -> norm"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    Weight("lm_head.bias", "head_bias", "vocab -> vocab"),
 )
 LAYER = "model.layers.{layer}."
 
@@ -326,8 +327,8 @@ def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
         *rows,
         Weight(attention + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         Weight(attention + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
-        Weight(attention + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
-        Weight(attention + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
+        *norm(attention + "q_norm", "mixer.query_norm"),
+        *norm(attention + "k_norm", "mixer.key_norm"),
         Weight(attention + "q_norm.weight", "mixer.query_norm_scale", "heads head_dim -> heads head_dim"),
         Weight(attention + "k_norm.weight", "mixer.key_norm_scale", "kv_heads head_dim -> kv_heads head_dim"),
     )

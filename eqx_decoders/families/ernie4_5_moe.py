@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes, gated_mlp, llama_weights
+from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, gated_mlp, llama_weights
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -23,11 +23,15 @@ def ernie4_5_moe(
     shape: DecoderSizes, *, sparse: Collection[int], rope: Rope = Rope(theta=_THETA, pairing="interleaved"),
     **options: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a decoder of ERNIE 4.5 blocks; the layers in `sparse`, counted from 0, have experts with these options."""
-    router = RouterConfig(order="score_first", renormalize=True, selection_bias=True)
-    experts, mixer = moe.with_shared(shape, router=router, **options), shape.attention(rope=rope)
-    blocks = (shape.block(mixer, experts if index in sparse else None) for index in range(shape.num_layers))
-    return moe.need_experts(shape.decoder(blocks))
+    """Return a decoder of ERNIE 4.5 blocks; the layers in `sparse`, counted from 0, have experts with these options.
+
+    `shape.attention_bias` is that of MLPs and the head, too, but not of experts.
+    """
+    router, bias = RouterConfig(order="score_first", renormalize=True, selection_bias=True), shape.attention_bias
+    experts = moe.with_shared(shape, router=router, shared_bias=bias, **options)
+    mixer, mlp = shape.attention(rope=rope), shape.mlp(bias=bias)
+    blocks = (shape.block(mixer, experts if index in sparse else mlp) for index in range(shape.num_layers))
+    return moe.need_experts(shape.decoder(blocks, head_bias=bias))
 
 
 def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
@@ -50,11 +54,10 @@ FAMILY = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     settings=(
         Unused("auto_map", "it names code in the same directory, which is neither run nor exported"),
-        Only("use_bias", False, written=True),  # the head would have one, too
         Only("moe_norm_min", 1e-12, written=True),
         Only("moe_gate", "topk"),
         Only("use_rmsnorm", True),
-        decoder_sizes(num_kv_heads=4, eps=1e-5, tied=True, keys=NO_BIAS),
+        decoder_sizes(num_kv_heads=4, eps=1e-5, tied=True, keys={"attention_bias": "use_bias"}),
         Rule("sparse", _read_sparse, _write_sparse),
         Integer("moe_intermediate_size", "experts.mlp_dim", 1536, name="expert_dim"),
         *moe.expert_counts("moe_num_experts", "moe_k", num=64, chosen=6),

@@ -111,6 +111,7 @@ class Decoder(eqx.Module):
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head: Head | None
+    head_bias: Float[Array, "vocab"] | None
     mtp: MTP | None
     vision: Encoder | None
     audio: Encoder | None
@@ -141,6 +142,7 @@ class Decoder(eqx.Module):
             segments=tuple(stack),
             final_norm=None if config.final_norm is None else config.final_norm.build(config.embed_dim),
             head=None if config.tied else build_head(config.embed_dim, config.vocab_size, key=head_key),
+            head_bias=jnp.zeros(config.vocab_size) if config.head_bias else None,
             mtp=None if config.mtp is None else MTP.build(config.mtp, config.embed_dim, key=mtp_key),
             vision=None if vision is None else Encoder.build(vision, key=vision_key),
             audio=None if audio is None else Encoder.build(audio, key=audio_key),
@@ -371,13 +373,18 @@ class Decoder(eqx.Module):
     ) -> Float32[Array, "batch length vocab"]:
         """Apply the head to `Output.hidden`; with `depth`, counted from 1, to `MTPOutput.hidden[depth - 1]`."""
         ctx = Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
-        cap, tied = self.config.logit_soft_cap, self.head is None
-        return logits(self.head_input(hidden, key=key, depth=depth), self.head_kernel, ctx, tied=tied, soft_cap=cap)
+        options: Any = dict(tied=self.head is None, bias=self.logit_bias, soft_cap=self.config.logit_soft_cap)
+        return logits(self.head_input(hidden, key=key, depth=depth), self.head_kernel, ctx, **options)
 
     @property
     def head_kernel(self) -> Array | AbstractWeight:
         """Weight of the head: `embed vocab`, or the embedding table, `vocab embed`, when tied."""
         return self.embedding.table if self.head is None else self.head.kernel
+
+    @property
+    def logit_bias(self) -> Float32[Array, "vocab"] | None:
+        """What is added to the head's products: its bias, divided by `logit_divisor` as `head_input` is."""
+        return None if self.head_bias is None else self.head_bias.astype(jnp.float32) / self.config.logit_divisor
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -27,6 +27,7 @@ class DecoderConfig(CheckedFields):
     - `blocks`: one configuration per layer, in order.
     - `final_norm`: before the head; None for none.
     - `tied`: whether the embedding table is the head.
+    - `head_bias`: whether the head, tied or not, adds a bias to the logits.
     - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
     - `embedding_norm`: normalization of the input of the first layer (BLOOM); None for none.
     - `positions`: absolute positions added to the embeddings; None for none.
@@ -44,6 +45,7 @@ class DecoderConfig(CheckedFields):
     blocks: Annotated[tuple[BlockConfig, ...], NonEmpty("BlockConfig")]
     final_norm: NormConfig | None
     tied: bool = False
+    head_bias: bool = False
     embedding_scale: PositiveFloat = 1.0
     embedding_norm: NormConfig | None = None
     positions: PositionsConfig | None = None

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: which layers have them, and what is not read."""
+"""ERNIE 4.5 with experts: which layers have them, which biases, and what is not read."""
 
 import pytest
 
@@ -32,9 +32,13 @@ def test_there_may_be_no_shared_experts():
     assert FAMILIES["ernie4_5_moe"].encode(config)["moe_num_shared_experts"] == 0
 
 
-def test_biases_are_refused():
-    with pytest.raises(ed.ConversionError, match="use_bias=true changes what the model computes"):
-        decode(sample("ernie4_5_moe", use_bias=True))
+def test_one_switch_for_biases_of_all_but_the_experts():
+    for bias in (False, True):
+        config = decode(sample("ernie4_5_moe", use_bias=bias))
+        mixer, (dense, sparse) = config.blocks[1].mixer, (config.blocks[index].mlp for index in (0, 1))
+        assert {config.head_bias, mixer.qkv_bias, mixer.out_bias, dense.bias, sparse.shared.bias} == {bias}
+        assert not sparse.bias
+        assert FAMILIES["ernie4_5_moe"].encode(config)["use_bias"] == bias
 
 
 def test_multi_token_prediction_is_left_out():

@@ -142,6 +142,19 @@ def test_tied_head_equals_an_untied_one_with_the_transposed_table():
     assert counts[0] - counts[1] == VOCAB * EMBED
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_bias_of_the_head_comes_after_the_divisor_and_before_the_cap(tied):
+    """`cap(x / divisor)` of the products with the bias, in every product of the head."""
+    biased = filled(rich_decoder(2, tied=tied, head_bias=True, logit_divisor=2.0, logit_soft_cap=1.5))
+    bare = dataclasses.replace(biased, head_bias=None)
+    config = dataclasses.replace(bare.config, head_bias=False, logit_divisor=1.0, logit_soft_cap=None)
+    raw = run(dataclasses.replace(bare, config=config), *packed_arguments())
+    want = 1.5 * np.tanh((np.asarray(raw.logits, np.float64) + np.asarray(biased.head_bias)) / 2.0 / 1.5)
+    assert_close(run(biased, *packed_arguments()).logits, want, units=256)
+    assert ed.count_parameters(biased.config) - ed.count_parameters(config) == VOCAB
+    assert not np.any(ed.init(biased.config, key=jax.random.key(0)).head_bias)
+
+
 # --- an immutable pytree ---
 
 

@@ -153,7 +153,9 @@ def loss_of(model, batch):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(tied=True, logit_soft_cap=3.0, normed_stream=True)], ids=["own head", "tied"]
+    "changes",
+    [dict(), dict(tied=True, head_bias=True, logit_soft_cap=3.0, normed_stream=True)],
+    ids=["own head", "tied"],
 )
 def test_loss_and_gradient_are_those_of_the_plain_formula(changes):
     model, batch = filled(small(2, loss_weight=0.3, **changes)), batch_of()

@@ -226,7 +226,8 @@ def _without_ignored(
     """Return tensors under the full names of the family's table, without tensors that hold no information."""
     tensors = {family.stored_name(name): stored for name, stored in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
-        tensors = {name if name == family.head else family.prefix + name: stored for name, stored in tensors.items()}
+        head = family.head.removesuffix("weight")  # which may have a bias, too
+        tensors = {n if n.startswith(head) else family.prefix + n: stored for n, stored in tensors.items()}
     return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
 
 

@@ -13,7 +13,7 @@ from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
-from eqx_decoders.numerics.einsum import AbstractWeight, as_weight
+from eqx_decoders.numerics.einsum import AbstractWeight, add_bias, as_weight
 from eqx_decoders.numerics.initializers import fan_in, normal
 
 
@@ -115,14 +115,15 @@ def logits(
     ctx: Context,
     *,
     tied: bool,
+    bias: Float[Array, "vocab"] | None = None,
     soft_cap: float | None,
 ) -> Float32[Array, "batch length vocab"]:
-    """Compute `kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the table, `vocab embed`."""
+    """Compute `kernel^T x + bias` in float32, then `cap * tanh(y / cap)`. A tied kernel is the table, `vocab embed`."""
     right = "vocab embed" if tied else "embed vocab"
     # the table as its lookup has it: XLA's partitioner (jax 0.12) may abort where one weight is split in two ways
     kernel = ctx.constrain(as_weight(kernel).array(1), right) if tied else kernel
     y = ctx.einsum(f"batch length embed, {right} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
-    y = ctx.constrain(y, "batch length vocab")
+    y = ctx.constrain(add_bias(y, bias), "batch length vocab")
     return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)
 
 

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int, Integer
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.matmul import matmul, reads_weights_by_row, row_major_transpose
 from eqx_decoders.sharding.backend import Backend
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.step.vocab_parallel import HeadSplit, VocabPart
+from eqx_decoders.training.step.vocab_parallel import HeadSplit, HeadWeights, VocabPart
 
 
 # Positions below which a tile is not worth reading the whole kernel for.
@@ -61,7 +62,7 @@ def cross_entropy(
 
 def linear_cross_entropy(
     hidden: Float[Array, "batch length embed"],
-    kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
+    head: HeadWeights,
     targets: Integer[Array, "batch length"],
     weights: Float[Array, "batch length"],
     *,
@@ -72,7 +73,7 @@ def linear_cross_entropy(
     flatten: bool = False,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, ""], LossSums]:
-    """Compute `sum(weights * cross_entropy(cap(hidden @ kernel), targets))`, for a tile of positions at a time.
+    """Compute `sum(weights * cross_entropy(cap(hidden @ kernel + bias), targets))`, a tile of positions at a time.
 
     `cap(x) = soft_cap * tanh(x / soft_cap)`. The kernel is `[vocab, embed]` if `tied`, the table of the embedding. When
     differentiated, the gradients are computed along with the loss (Liger, Hsu et al. 2024): three products, not four.
@@ -87,9 +88,10 @@ def linear_cross_entropy(
     Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
     vocabulary gives NaN. Options out of range raise ConfigError.
     """
+    shape = head.kernel.shape
     check(
-        kernel.shape[1 if tied else 0] == hidden.shape[2],
-        f"linear_cross_entropy kernel of shape {kernel.shape} with tied={tied} does not fit hidden {hidden.shape}:"
+        shape[1 if tied else 0] == hidden.shape[2],
+        f"linear_cross_entropy kernel of shape {shape} with tied={tied} does not fit hidden {hidden.shape}:"
         " it must be [vocab, embed] if tied, otherwise [embed, vocab].",
     )
     check_number("linear_cross_entropy z_loss", z_loss, least=0.0)
@@ -99,39 +101,39 @@ def linear_cross_entropy(
         check_integer("linear_cross_entropy tiles.positions", tiles.positions)
     if tiles.head_bytes is not None:
         check_integer("linear_cross_entropy tiles.head_bytes", tiles.head_bytes)
-    head = _Head(tied, soft_cap, z_loss, flatten, tiles, Layout() if layout is None else layout)
+    form = _HeadForm(tied, soft_cap, z_loss, flatten, tiles, Layout() if layout is None else layout)
     targets = jnp.asarray(as_int32("linear_cross_entropy: targets", targets))
     targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
-    loss, sums = _fused(head, hidden, kernel, targets, weights.astype(jnp.float32))
+    loss, sums = _fused(form, hidden, head, targets, weights.astype(jnp.float32))
     return loss, lax.stop_gradient(sums)
 
 
 def linear_argmax(
     hidden: Float[Array, "batch length embed"],
-    kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
+    head: HeadWeights,
     *,
     tied: bool,
     tiles: HeadTiles = HeadTiles(),
     flatten: bool = False,
     layout: Layout | None = None,
 ) -> Int[Array, "batch length"]:
-    """Compute `argmax(hidden @ kernel)` for a tile of positions at a time, as in `linear_cross_entropy`."""
-    head = _Head(tied, None, 0.0, flatten, tiles, Layout() if layout is None else layout)
-    split = head.split(hidden, kernel)
-    return split.mapped(functools.partial(_argmax, head, split), split.tokens)(hidden, kernel)
+    """Compute `argmax(hidden @ kernel + bias)` for a tile of positions at a time, as in `linear_cross_entropy`."""
+    form = _HeadForm(tied, None, 0.0, flatten, tiles, Layout() if layout is None else layout)
+    split = form.split(hidden, head.kernel)
+    return split.mapped(functools.partial(_argmax, form, split), split.tokens)(hidden, head)
 
 
-def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Array:
-    count, width = head.parts(split, hidden, kernel)
-    tiles = _cut(hidden, head.tile_length(hidden, width))
+def _argmax(form: "_HeadForm", split: HeadSplit, hidden: Array, head: HeadWeights) -> Array:
+    count, width = form.parts(split, hidden, head.kernel)
+    tiles = _cut(hidden, form.tile_length(hidden, width))
 
     def over_part(best, index):
-        part = split.gathered(kernel, index, width, hidden.dtype)
-        (forth, _), (dimension, _) = head.kernels(part.kernel)
+        part = split.gathered(head, index, width, hidden.dtype)
+        (forth, _), (dimension, _) = form.kernels(part.head.kernel)
 
         def over_tile(_, tile):
             hidden, highest, where = tile
-            logits = head.logits(hidden, forth, dimension)
+            logits = form.logits(hidden, forth, dimension, part.head.bias)
             top = jnp.max(logits, axis=-1)
             better, best_id = top > highest, part.first + jnp.argmax(logits, axis=-1)  # of equals the lowest id
             return None, (jnp.where(better, top, highest), jnp.where(better, best_id, where))
@@ -176,8 +178,8 @@ def _joined(tiles: Any, length: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head:
-    """The map from hidden states to logits, and the gradient of its raw product from that of the logits."""
+class _HeadForm:
+    """The map from hidden states to logits, and the gradient before the cap from that of the logits."""
 
     tied: bool
     soft_cap: float | None
@@ -203,12 +205,12 @@ class _Head:
             return (pair if self.tied else pair[::-1]), (0, 0)
         return (kernel, kernel), (inside, 1 - inside)
 
-    def logits(self, hidden, kernel, dimension):
-        logits = self.times(hidden, kernel, dimension)
+    def logits(self, hidden, kernel, dimension, bias):
+        logits = add_bias(self.times(hidden, kernel, dimension), bias)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
     def gradient(self, logits, normalizer, targets, weights):
-        """Compute the gradient of the raw products: `weight * ((1 + 2 z_loss normalizer) softmax - one_hot)`."""
+        """Compute the gradient before the cap: `weight * ((1 + 2 z_loss normalizer) softmax - one_hot)`."""
         slope = weights * (1 + 2 * self.z_loss * normalizer)
         hits = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         gradient = slope[..., None] * jnp.exp(logits - normalizer[..., None]) - jnp.where(hits, weights[..., None], 0.0)
@@ -223,6 +225,11 @@ class _Head:
         batch, tile, inner = x.shape
         product = matmul(x.reshape(batch * tile, inner), kernel, (1, dimension), jnp.float32)
         return product.reshape(batch, tile, kernel.shape[1 - dimension])
+
+    def weight_gradients(self, hidden, gradient, bias):
+        """Compute the gradients of the kernel, and of the bias if there is one, in f32."""
+        to_bias = None if bias is None else jnp.sum(gradient, axis=(0, 1))
+        return HeadWeights(self.outer(hidden, gradient.astype(hidden.dtype)), to_bias)
 
     def outer(self, hidden, gradient):
         """Compute the gradient of the kernel, in f32."""
@@ -288,30 +295,30 @@ def _sums(split, losses, weights):
     return loss, LossSums(nll, correct)
 
 
-def _loss_alone(head, hidden, kernel, targets, weights) -> tuple[Any, LossSums]:
-    split = head.split(hidden, kernel)
+def _loss_alone(form, hidden, head, targets, weights) -> tuple[Any, LossSums]:
+    split = form.split(hidden, head.kernel)
 
-    def on_device(hidden, kernel, targets, weights):
-        tiles = _Tiles.of(head, split, hidden, kernel, targets, weights)
-        losses, _ = _losses(head, split, tiles, kernel)
+    def on_device(hidden, head, targets, weights):
+        tiles = _Tiles.of(form, split, hidden, head, targets, weights)
+        losses, _ = _losses(form, split, tiles, head)
         return _sums(split, losses, tiles.weights)
 
-    return split.mapped(on_device, PartitionSpec())(hidden, kernel, targets, weights)
+    return split.mapped(on_device, PartitionSpec())(hidden, head, targets, weights)
 
 
-def _fused_forward(head, hidden, kernel, targets, weights):
-    split = head.split(hidden, kernel)
+def _fused_forward(form, hidden, head, targets, weights):
+    split = form.split(hidden, head.kernel)
 
-    def on_device(hidden, kernel, targets, weights):
-        tiles, length = _Tiles.of(head, split, hidden, kernel, targets, weights), hidden.shape[1]
-        make = _gradients if head.parts(split, hidden, kernel)[0] == 1 else _gradients_in_parts
-        losses, to_hidden, to_kernel = make(head, split, tiles, kernel)
+    def on_device(hidden, head, targets, weights):
+        tiles, length = _Tiles.of(form, split, hidden, head, targets, weights), hidden.shape[1]
+        make = _gradients if form.parts(split, hidden, head.kernel)[0] == 1 else _gradients_in_parts
+        losses, to_hidden, to_head = make(form, split, tiles, head)
         to_weights = jnp.where(tiles.weights == 0, 0.0, losses[0])
-        return _sums(split, losses, tiles.weights), (_joined(to_hidden, length), to_kernel, _joined(to_weights, length))
+        return _sums(split, losses, tiles.weights), (_joined(to_hidden, length), to_head, _joined(to_weights, length))
 
-    outputs = (PartitionSpec(), (split.tokens, split.gradient, split.tokens))
-    sums, gradients = split.mapped(on_device, outputs)(hidden, kernel, targets, weights)
-    like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
+    outputs = (PartitionSpec(), (split.tokens, HeadWeights(split.gradient, split.bias), split.tokens))
+    sums, gradients = split.mapped(on_device, outputs)(hidden, head, targets, weights)
+    like = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), (hidden, head))
     return sums, (*gradients, like)
 
 
@@ -323,8 +330,8 @@ class _Tiles(NamedTuple):
     weights: Array
 
     @classmethod
-    def of(cls, head: _Head, split: HeadSplit, hidden: Array, kernel: Array, *others: Array) -> "_Tiles":
-        size = head.tile_length(hidden, head.parts(split, hidden, kernel)[1])
+    def of(cls, form: _HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights, *others: Array) -> "_Tiles":
+        size = form.tile_length(hidden, form.parts(split, hidden, head.kernel)[1])
         return cls(*(_cut(x, size) for x in (hidden, *others)))
 
     @property
@@ -336,83 +343,94 @@ class _Tiles(NamedTuple):
         return (self.targets >= 0) & (self.targets < split.vocab(kernel))
 
 
-def _losses(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> Any:
+def _losses(form: _HeadForm, split: HeadSplit, tiles: _Tiles, head: HeadWeights) -> Any:
     """Compute `_Scores.losses` of all tiles, over all parts of the vocabulary."""
-    count, width = head.parts(split, tiles.hidden, kernel)
+    count, width = form.parts(split, tiles.hidden, head.kernel)
 
     def over_part(scores, index):
-        part = split.gathered(kernel, index, width, tiles.hidden.dtype)
-        (forth, _), (dimension, _) = head.kernels(part.kernel)
+        part = split.gathered(head, index, width, tiles.hidden.dtype)
+        (forth, _), (dimension, _) = form.kernels(part.head.kernel)
 
         def over_tile(_, tile):
             (hidden, targets, _), before = tile
-            return None, before.joined(_Scores.of(head.logits(hidden, forth, dimension), targets, part))
+            logits = form.logits(hidden, forth, dimension, part.head.bias)
+            return None, before.joined(_Scores.of(logits, targets, part))
 
         return lax.scan(over_tile, None, (tiles, scores))[1], None
 
     scores = _over_parts(over_part, _Scores.none(tiles.shape), count)[0]
-    return scores.losses(split, tiles.known(split, kernel), head.z_loss)
+    return scores.losses(split, tiles.known(split, head.kernel), form.z_loss)
 
 
-def _gradients(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
-    """Compute losses and the gradients of their sum by hidden states and kernel: three products for each tile."""
-    whole = split.gathered(kernel, 0, kernel.shape[1 - split.inside], tiles.hidden.dtype)
-    (forth, back), (dimension, other) = head.kernels(whole.kernel)
+def _zeros(like: Any) -> Any:
+    """Return zeros in f32, in which gradients are added up."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
+
+
+def _added(one: HeadWeights, other: HeadWeights) -> HeadWeights:
+    return jax.tree.map(jnp.add, one, other)
+
+
+def _gradients(form: _HeadForm, split: HeadSplit, tiles: _Tiles, head: HeadWeights) -> tuple[Any, Array, HeadWeights]:
+    """Compute losses and the gradients of their sum by hidden states and head: three products for each tile."""
+    whole = split.gathered(head, 0, head.kernel.shape[1 - split.inside], tiles.hidden.dtype)
+    (forth, back), (dimension, other) = form.kernels(whole.head.kernel)
 
     def over_tile(total, tile):
         (hidden, targets, weights), known = tile
-        logits = head.logits(hidden, forth, dimension)
-        losses, normalizer = _Scores.of(logits, targets, whole).losses(split, known, head.z_loss)
-        gradient = head.gradient(logits, normalizer, targets - whole.first, weights).astype(hidden.dtype)
-        return total + head.outer(hidden, gradient), (losses, split.over_ids(head.times(gradient, back, other)))
+        logits = form.logits(hidden, forth, dimension, whole.head.bias)
+        losses, normalizer = _Scores.of(logits, targets, whole).losses(split, known, form.z_loss)
+        gradient = form.gradient(logits, normalizer, targets - whole.first, weights)
+        total = _added(total, form.weight_gradients(hidden, gradient, whole.head.bias))
+        return total, (losses, split.over_ids(form.times(gradient.astype(hidden.dtype), back, other)))
 
     # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
     # where memory is short: the tiles could then be worked on at the same time.)
-    unroll = head.flatten and tiles.shape[0] <= _UNROLLED
+    unroll = form.flatten and tiles.shape[0] <= _UNROLLED
     total, (losses, to_hidden) = lax.scan(
-        over_tile, jnp.zeros(whole.kernel.shape, jnp.float32), (tiles, tiles.known(split, kernel)), unroll=unroll
+        over_tile, _zeros(whole.head), (tiles, tiles.known(split, head.kernel)), unroll=unroll
     )
     return losses, to_hidden, split.summed(split.scattered(total, tiles.hidden.dtype))
 
 
-def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
+def _gradients_in_parts(
+    form: _HeadForm, split: HeadSplit, tiles: _Tiles, head: HeadWeights
+) -> tuple[Any, Array, HeadWeights]:
     """Compute `_gradients` for one part of the vocabulary after another, each gathered twice: four products."""
-    (count, width), dtype = head.parts(split, tiles.hidden, kernel), tiles.hidden.dtype
-    losses, normalizers = _losses(head, split, tiles, kernel)
+    (count, width), dtype = form.parts(split, tiles.hidden, head.kernel), tiles.hidden.dtype
+    losses, normalizers = _losses(form, split, tiles, head)
 
     def over_part(carry, index):
-        part = split.gathered(kernel, index, width, dtype)
-        (forth, back), (dimension, other) = head.kernels(part.kernel)
+        part = split.gathered(head, index, width, dtype)
+        (forth, back), (dimension, other) = form.kernels(part.head.kernel)
 
         def over_tile(total, tile):
             (hidden, targets, weights), normalizer, to_hidden = tile
-            logits = head.logits(hidden, forth, dimension)
-            gradient = head.gradient(logits, normalizer, targets - part.first, weights)
-            gradient = part.without_repeated(gradient, 0.0).astype(dtype)
-            return total + head.outer(hidden, gradient), to_hidden + head.times(gradient, back, other)
+            logits = form.logits(hidden, forth, dimension, part.head.bias)
+            gradient = form.gradient(logits, normalizer, targets - part.first, weights)
+            gradient = part.without_repeated(gradient, 0.0)
+            total = _added(total, form.weight_gradients(hidden, gradient, part.head.bias))
+            return total, to_hidden + form.times(gradient.astype(dtype), back, other)
 
-        begin, (to_hidden, to_kernel) = jnp.zeros(part.kernel.shape, jnp.float32), carry
-        total, to_hidden = lax.scan(over_tile, begin, (tiles, normalizers, to_hidden))
-        before = lax.dynamic_slice_in_dim(to_kernel, part.begin, width, 1 - split.inside)
-        total = before + split.scattered(total, dtype)
-        to_kernel = lax.dynamic_update_slice_in_dim(to_kernel, total, part.begin, 1 - split.inside)
-        return (to_hidden, to_kernel), None
+        def add(before, more):
+            axis = split.ids_axis(before)
+            more = lax.dynamic_slice_in_dim(before, part.begin, width, axis) + more
+            return lax.dynamic_update_slice_in_dim(before, more, part.begin, axis)
 
-    begin = jnp.zeros(tiles.hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
-    to_hidden, to_kernel = _over_parts(over_part, begin, count)[0]
-    return losses, split.over_ids(to_hidden), split.summed(to_kernel)
+        to_hidden, to_head = carry
+        total, to_hidden = lax.scan(over_tile, _zeros(part.head), (tiles, normalizers, to_hidden))
+        return (to_hidden, jax.tree.map(add, to_head, split.scattered(total, dtype))), None
+
+    to_hidden, to_head = _over_parts(over_part, _zeros((tiles.hidden, head)), count)[0]
+    return losses, split.over_ids(to_hidden), split.summed(to_head)
 
 
-def _fused_backward(head, saved, cotangents):
-    to_hidden, to_kernel, to_weights, like = saved
+def _fused_backward(form, saved, cotangents):
+    to_hidden, to_head, to_weights, like = saved
     cotangent = cotangents[0]  # those of the reported sums are zero: they carry no gradients
-    # Both gradients are of a plain sum, so both take the cotangent: a scaled loss, or one of several accumulated.
-    return (
-        (cotangent * to_hidden).astype(like[0].dtype),
-        (cotangent * to_kernel).astype(like[1].dtype),
-        None,
-        cotangent * to_weights,
-    )
+    # All gradients are of a plain sum, so all take the cotangent: a scaled loss, or one of several accumulated.
+    gradients = jax.tree.map(lambda x, other: (cotangent * x).astype(other.dtype), (to_hidden, to_head), like)
+    return *gradients, None, cotangent * to_weights
 
 
 _fused = jax.custom_vjp(_loss_alone, nondiff_argnums=(0,))

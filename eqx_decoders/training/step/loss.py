@@ -30,6 +30,7 @@ from eqx_decoders.training.step.balance import expert_configs, has_routing_loss,
 from eqx_decoders.training.step.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.step.indexer_loss import indexer_configs, indexer_loss
 from eqx_decoders.training.step.loss_metrics import LossMetrics, MTPLossSums
+from eqx_decoders.training.step.vocab_parallel import HeadWeights
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
 
 
@@ -134,7 +135,7 @@ def _head_loss(
     if fused:
         loss, sums = linear_cross_entropy(
             model.head_input(hidden, key=key, depth=depth),
-            _head_array(model),
+            _head_weights(model),
             targets,
             weights,
             soft_cap=model.config.logit_soft_cap,
@@ -148,8 +149,8 @@ def _head_loss(
     return loss, nll, jnp.sum(weights * (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32))
 
 
-def _head_array(model: Decoder) -> Array:
-    return as_weight(model.head_kernel).array(1 if model.head is None else 0)
+def _head_weights(model: Decoder) -> HeadWeights:
+    return HeadWeights(as_weight(model.head_kernel).array(1 if model.head is None else 0), model.logit_bias)
 
 
 def _head_options(model: Decoder) -> dict[str, Any]:
@@ -279,4 +280,4 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
 
 def _argmax_tokens(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
     """Return the likeliest token at each position; a cap on logits does not change it."""
-    return linear_argmax(model.head_input(hidden, depth=depth), _head_array(model), **_head_options(model))
+    return linear_argmax(model.head_input(hidden, depth=depth), _head_weights(model), **_head_options(model))

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -15,17 +16,30 @@ from eqx_decoders.sharding.axes import names_of
 from eqx_decoders.sharding.layout import Layout
 
 
-class VocabPart(NamedTuple):
-    """Kernel of some of a device's ids.
+class HeadWeights(NamedTuple):
+    """Weights of the output head, or what belongs to them: their gradients, or how they are split.
 
     **Arguments:**
 
-    - `kernel`: all features of these ids.
+    - `kernel`: `[embed, vocab]`, or the table of the embedding, `[vocab, embed]`.
+    - `bias`: added to the products of each id; None for none.
+    """
+
+    kernel: Any
+    bias: Any = None
+
+
+class VocabPart(NamedTuple):
+    """Weights of the head for some of a device's ids.
+
+    **Arguments:**
+
+    - `head`: all features of these ids.
     - `begin`, `first`: the first id, counted from the device's first, and from that of all devices.
     - `repeated`: ids that were in the part before, too.
     """
 
-    kernel: Array
+    head: HeadWeights
     begin: Array | int
     first: Array | int
     repeated: Array | int
@@ -79,14 +93,19 @@ class HeadSplit:
         specs = *specs, PartitionSpec(*(names or None for names in gradient))
         return cls(layout, inside, *specs, spread=next(iter(new), None), ids=ids, features=features, rows=rows)
 
+    @property
+    def bias(self) -> PartitionSpec:
+        """How the bias and its gradient are split."""
+        return PartitionSpec(self.ids or None)
+
     def mapped(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
-        """Map `function(hidden, kernel, *of tokens)` over the devices' parts; `outputs` are the specs of results."""
+        """Map `function(hidden, head, *of tokens)` over the devices' parts; `outputs` are the specs of results."""
         if self.layout.single:
             return function
 
-        def everywhere(hidden, kernel, *others):
-            specs = (self.tokens, self.kernel, *(self.tokens for _ in others))
-            return self.layout.shard_map(function, specs, outputs)(hidden, kernel, *others)
+        def everywhere(hidden, head, *others):
+            specs = (self.tokens, HeadWeights(self.kernel, self.bias), *(self.tokens for _ in others))
+            return self.layout.shard_map(function, specs, outputs)(hidden, head, *others)
 
         return everywhere
 
@@ -107,23 +126,29 @@ class HeadSplit:
         width = min(ids, -(-ids // count // 128) * 128)  # the lanes of a TPU
         return -(-ids // width), width
 
-    def gathered(self, kernel: Array, index: Array | int, width: int, dtype: Any) -> "VocabPart":
+    def ids_axis(self, x: Array) -> int:
+        """Return the dimension of the ids in the kernel or in the bias."""
+        return 0 if x.ndim == 1 else 1 - self.inside
+
+    def gathered(self, head: HeadWeights, index: Array | int, width: int, dtype: Any) -> "VocabPart":
         """Gather all features of `width` ids; the last part may begin with ids of the one before."""
-        ids = kernel.shape[1 - self.inside]
+        ids = head.kernel.shape[1 - self.inside]
         begin = 0 if width == ids else jnp.minimum(index * width, ids - width)
         repeated = 0 if ids % width == 0 else index * width - begin
         if width < ids:
-            kernel = lax.dynamic_slice_in_dim(kernel, begin, width, 1 - self.inside)
-        kernel = kernel.astype(dtype)
+            head = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, begin, width, self.ids_axis(x)), head)
+        kernel = head.kernel.astype(dtype)
         kernel = lax.all_gather(kernel, self.features, axis=self.inside, tiled=True) if self.features else kernel
-        return VocabPart(kernel, begin, begin + (lax.axis_index(self.ids) * ids if self.ids else 0), repeated)
+        first = begin + (lax.axis_index(self.ids) * ids if self.ids else 0)
+        return VocabPart(HeadWeights(kernel, head.bias), begin, first, repeated)
 
-    def scattered(self, gradient: Array, dtype: Any) -> Array:
+    def scattered(self, gradients: HeadWeights, dtype: Any) -> HeadWeights:
         """Sum over the devices that share the kernel's features, in `dtype`; return this device's features.
 
-        In float32 for float16: these are sums over tokens, not yet means, and may be above its largest number.
+        In float32 for float16: these are sums over tokens, not yet means, and may be above its largest number. The
+        bias has no features, and waits for `summed`.
         """
-        dtype = jnp.float32 if dtype == jnp.float16 else dtype
+        dtype, gradient = jnp.float32 if dtype == jnp.float16 else dtype, gradients.kernel
         for name in self.features:
             if name in self.rows:
                 terms = gradient.astype(dtype)
@@ -135,15 +160,19 @@ class HeadSplit:
             else:  # its devices have the same tokens
                 size = gradient.shape[self.inside] // self.layout.sizes[name]
                 gradient = lax.dynamic_slice_in_dim(gradient, lax.axis_index(name) * size, size, self.inside)
-        return gradient
+        return HeadWeights(gradient, gradients.bias)
 
-    def summed(self, gradient: Array) -> Array:
-        """Sum a scattered gradient over all other devices' tokens; return it, or this device's part of it."""
-        others = tuple(name for name in self.rows if name not in self.features)
+    def summed(self, gradients: HeadWeights) -> HeadWeights:
+        """Sum scattered gradients over all other devices' tokens; return them, or this device's part of the kernel's.
+
+        Those of the bias are in float32 throughout.
+        """
+        others, gradient = tuple(name for name in self.rows if name not in self.features), gradients.kernel
         if self.spread is not None:
             gradient = lax.psum_scatter(gradient, "data", scatter_dimension=self.spread, tiled=True)
             others = tuple(name for name in others if name != "data")
-        return lax.psum(gradient, others) if others else gradient
+        gradient = lax.psum(gradient, others) if others else gradient
+        return HeadWeights(gradient, None if gradients.bias is None else self.over_rows(gradients.bias))
 
     def over_ids(self, x: Any) -> Any:
         """Sum over all devices' ids."""

@@ -1,4 +1,4 @@
-"""The fused loss is the plain one, in value and in both gradients, whatever the tile, the form and the cotangent."""
+"""The fused loss is the plain one, in value and in all gradients, whatever the tile, the form and the cotangent."""
 
 import dataclasses
 
@@ -17,27 +17,36 @@ from eqx_decoders.training.step.cross_entropy import (
     linear_argmax,
     linear_cross_entropy,
 )
+from eqx_decoders.training.step.vocab_parallel import HeadWeights
 from tests.compare import assert_close
 
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 8, 19
 
 
-def make(tied, dtype="float32", kernel_dtype="float32", batch=BATCH, length=LENGTH):
+def make(tied, dtype="float32", kernel_dtype="float32", batch=BATCH, length=LENGTH, biased=False):
     draws = np.random.default_rng(0)
     hidden = jnp.asarray(draws.standard_normal((batch, length, EMBED)), dtype)
     kernel = jnp.asarray(draws.standard_normal((VOCAB, EMBED) if tied else (EMBED, VOCAB)), kernel_dtype)
     targets = draws.integers(0, VOCAB, (batch, length))
-    best = np.argmax(np.asarray(hidden, np.float64) @ np.asarray(kernel.T if tied else kernel, np.float64), axis=-1)
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal(VOCAB), kernel_dtype) if biased else None
+    best = np.argmax(exact_logits(hidden, HeadWeights(kernel, bias), tied), axis=-1)
     targets[:, :2] = best[:, :2]  # some tokens are hit
     weights = np.where(draws.random((batch, length)) < 0.3, 0.0, 1.5)
-    return hidden, kernel, jnp.asarray(targets, jnp.int32), jnp.asarray(weights, jnp.float32)
+    return hidden, HeadWeights(kernel, bias), jnp.asarray(targets, jnp.int32), jnp.asarray(weights, jnp.float32)
 
 
-def plain(hidden, kernel, targets, weights, *, tied, soft_cap=None, z_loss=0.0):
-    kernel = kernel.astype(hidden.dtype)
+def exact_logits(hidden, head, tied):
+    kernel = np.asarray(head.kernel.T if tied else head.kernel, np.float64)
+    return np.asarray(hidden, np.float64) @ kernel + (0.0 if head.bias is None else np.asarray(head.bias, np.float64))
+
+
+def plain(hidden, head, targets, weights, *, tied, soft_cap=None, z_loss=0.0):
+    kernel = head.kernel.astype(hidden.dtype)
     pattern = "bld,vd->blv" if tied else "bld,dv->blv"
     logits = jnp.einsum(pattern, hidden, kernel, preferred_element_type=jnp.float32)
+    if head.bias is not None:
+        logits = logits + head.bias.astype(jnp.float32)[None, None]
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     nll = cross_entropy(logits, targets)
@@ -51,16 +60,18 @@ def both(loss, *arguments):
 
 
 def expected_of(arguments, **options):
-    value, (hidden, kernel, weights) = both(lambda *a: plain(*a, **options), *arguments)
-    return value, (hidden, kernel, jnp.where(arguments[3] == 0, 0.0, weights))  # a zero weight gets no gradient
+    value, (hidden, head, weights) = both(lambda *a: plain(*a, **options), *arguments)
+    return value, (hidden, head, jnp.where(arguments[3] == 0, 0.0, weights))  # a zero weight gets no gradient
 
 
 ALL = {"soft_cap": 3.0, "z_loss": 0.05}
 
 
-@pytest.mark.parametrize(("tied", "options"), [(False, {}), (False, ALL), (True, ALL)])
-def test_fused_is_plain(tied, options):
-    arguments = make(tied)
+@pytest.mark.parametrize(
+    ("tied", "biased", "options"), [(False, False, {}), (False, True, ALL), (True, False, ALL), (True, True, {})]
+)
+def test_fused_is_plain(tied, biased, options):
+    arguments = make(tied, biased=biased)
     forms = [(flatten, tile) for flatten in (False, True) for tile in (None, 3)] + [(True, 1)]
 
     @jax.jit
@@ -86,8 +97,9 @@ def test_fused_is_plain(tied, options):
 
 @pytest.mark.parametrize(("tied", "kernel_dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_in_bf16(tied, kernel_dtype):
-    arguments = make(tied, "bfloat16", kernel_dtype)
-    exact = (arguments[0].astype(jnp.float32), arguments[1].astype(jnp.bfloat16).astype(jnp.float32), *arguments[2:])
+    arguments = make(tied, "bfloat16", kernel_dtype, biased=tied)
+    rounded = HeadWeights(arguments[1].kernel.astype(jnp.bfloat16), arguments[1].bias)
+    exact = (*jax.tree.map(lambda x: x.astype(jnp.float32), (arguments[0], rounded)), *arguments[2:])
 
     @jax.jit
     def run(arguments, exact):
@@ -104,26 +116,27 @@ def test_in_bf16(tied, kernel_dtype):
     for (loss, sums), gradients in fused:
         assert_close(loss, expected[0][0], units=128)  # products of 16-bit operands are exact in f32
         assert_close(sums.nll, expected[0][1][0], units=128)
-        for a, b, like in zip(gradients, expected[1], (arguments[0], arguments[1], arguments[3]), strict=True):
+        likes = jax.tree.leaves((arguments[0], arguments[1], arguments[3]))
+        for a, b, like in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), likes, strict=True):
             assert a.dtype == like.dtype
             assert_close(a.astype(jnp.float32), b, units=2, dtype="bfloat16")
 
 
-def test_both_gradients_take_the_cotangent():
+def test_all_gradients_take_the_cotangent():
     """Gradient accumulation with a scaled, averaged loss: a rule that scales only one gradient fails."""
-    hidden, kernel, targets, weights = make(False, batch=4)
+    hidden, head, targets, weights = make(False, batch=4, biased=True)
     weights = weights.at[0].multiply(0.5)
 
     def through_scan(loss):
-        def total(hidden, kernel):
+        def total(hidden, head):
             def step(total, micro):
                 hidden, targets, weights = micro
-                return total + 1024.0 * loss(hidden, kernel, targets, weights)[0] / jnp.sum(weights), None
+                return total + 1024.0 * loss(hidden, head, targets, weights)[0] / jnp.sum(weights), None
 
             micros = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (hidden, targets, weights))
             return jax.lax.scan(step, jnp.zeros(()), micros)[0]
 
-        return jax.value_and_grad(total, argnums=(0, 1))(hidden, kernel)
+        return jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
 
     fused, expected = jax.jit(
         lambda: (
@@ -136,33 +149,33 @@ def test_both_gradients_take_the_cotangent():
 
 
 def test_reported_sums_carry_no_gradient():
-    hidden, kernel, targets, weights = make(False)
-    gradient = jax.grad(lambda h: linear_cross_entropy(h, kernel, targets, weights, tied=False)[1].nll)(hidden)
+    hidden, head, targets, weights = make(False)
+    gradient = jax.grad(lambda h: linear_cross_entropy(h, head, targets, weights, tied=False)[1].nll)(hidden)
     assert not gradient.any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_token_counts(dtype):
-    hidden, kernel, targets, _ = make(False, dtype)
+    hidden, head, targets, _ = make(False, dtype, biased=True)
     nothing = jnp.zeros((BATCH, LENGTH))
     targets = targets.at[0].set(-100)
     (loss, sums), gradients = jax.jit(
         lambda *a: both(
             lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tiles=HeadTiles(3), z_loss=0.1), *a
         )
-    )(100 * hidden, kernel, targets, nothing)
+    )(100 * hidden, head, targets, nothing)
     assert loss == 0 and sums.nll == 0 and sums.correct == 0
-    assert not gradients[0].any() and not gradients[1].any() and jnp.isfinite(gradients[2]).all()
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradients[:2])) and jnp.isfinite(gradients[2]).all()
 
 
 def test_targets_outside():
-    hidden, kernel, targets, _ = make(False)
+    hidden, head, targets, _ = make(False)
     ones = jnp.ones((BATCH, LENGTH))
     masked = ones.at[0, 2].set(0.0)
 
     @jax.jit
     def loss(targets, weights):
-        return linear_cross_entropy(hidden, kernel, targets, weights, tied=False)[0]
+        return linear_cross_entropy(hidden, head, targets, weights, tied=False)[0]
 
     for wrong in (-1, VOCAB):
         marked = targets.at[0, 2].set(wrong)
@@ -172,17 +185,17 @@ def test_targets_outside():
 
 @pytest.mark.parametrize("size", [1e4, 1e30])
 def test_large_logits_stay_finite(size):
-    _, kernel, targets, weights = make(False)
+    _, head, targets, weights = make(False)
     hidden = jnp.full((BATCH, LENGTH, EMBED), size)
     run = jax.jit(lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True), *a))
-    (loss, _), gradients = run(hidden, kernel, targets, weights)
-    assert jnp.isfinite(loss) and all(jnp.isfinite(each).all() for each in gradients)
+    (loss, _), gradients = run(hidden, head, targets, weights)
+    assert jnp.isfinite(loss) and all(jnp.isfinite(each).all() for each in jax.tree.leaves(gradients))
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)])
 def test_nothing_and_one_token(shape):
-    hidden, kernel, targets, _ = make(False, batch=shape[0], length=shape[1])
-    arguments = hidden, kernel, targets, jnp.ones(shape)
+    hidden, head, targets, _ = make(False, batch=shape[0], length=shape[1], biased=True)
+    arguments = hidden, head, targets, jnp.ones(shape)
 
     @jax.jit
     def run(*arguments):
@@ -215,14 +228,15 @@ REST = [(mesh, tied) for mesh in MESHES for tied in (False, True) if (mesh, tied
     ("mesh", "tied"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=str
 )
 def test_on_a_mesh(mesh, tied, monkeypatch):
-    """Kernel and gradient at once and in parts, gradients summed by XLA or (tied) in rings: losses, gradients and
-    predictions of one device."""
+    """Kernel, bias and gradients at once and in parts, gradients summed by XLA or (tied) in rings: losses, gradients
+    and predictions of one device."""
     draws = np.random.default_rng(0)
     vocab, layout = 600, Layout.create(**mesh)
     backend = dataclasses.replace(layout.backend, gradient_rings=tied)
     monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
     hidden = jnp.asarray(draws.standard_normal((8, LENGTH + 1, EMBED)), jnp.float32)
     kernel = jnp.asarray(draws.standard_normal((vocab, EMBED) if tied else (EMBED, vocab)), jnp.float32)
+    head = HeadWeights(kernel, jnp.asarray(draws.standard_normal(vocab), jnp.float32))
     targets = jnp.asarray(draws.integers(0, vocab, hidden.shape[:2]), jnp.int32)
     weights = jnp.asarray(draws.random(hidden.shape[:2]), jnp.float32)
 
@@ -230,7 +244,7 @@ def test_on_a_mesh(mesh, tied, monkeypatch):
         def one(head_bytes=None, **options):
             tiles = HeadTiles(3, head_bytes)
             fused = lambda *a: linear_cross_entropy(*a, tied=tied, tiles=tiles, **ALL, **options)  # noqa: E731
-            arguments = hidden, kernel, targets, weights
+            arguments = hidden, head, targets, weights
             whole = HeadTiles(head_bytes=head_bytes)
             likeliest = linear_argmax(*arguments[:2], tied=tied, tiles=whole, **options)
             return both(fused, *arguments), fused(*arguments), likeliest
@@ -253,7 +267,8 @@ def test_sums_between_devices_in_16_bits(dtype):
 
     def gradient(layout):
         def loss(kernel):
-            return linear_cross_entropy(hidden, kernel, targets, weights, tied=False, layout=layout)[0] / 65504 / 32
+            head = HeadWeights(kernel)
+            return linear_cross_entropy(hidden, head, targets, weights, tied=False, layout=layout)[0] / 65504 / 32
 
         return jax.jit(jax.grad(loss))(kernel)
 
@@ -286,7 +301,7 @@ def test_the_head_travels_once(head_bytes, parts, over_data):
 
     def loss(hidden, kernel):
         options = dict(tied=False, tiles=HeadTiles(4, head_bytes), layout=layout)
-        return linear_cross_entropy(hidden, kernel, targets, weights, **options)[0]
+        return linear_cross_entropy(hidden, HeadWeights(kernel), targets, weights, **options)[0]
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel).jaxpr
     loops = () if parts == 1 else (parts,)
@@ -298,12 +313,12 @@ def test_the_head_travels_once(head_bytes, parts, over_data):
 
 def test_logits_are_never_whole():
     """The largest intermediate is one tile, also where gradients are made."""
-    hidden, kernel, targets, weights = make(False, batch=2, length=64)
+    hidden, head, targets, weights = make(False, batch=2, length=64, biased=True)
 
-    def loss(hidden, kernel):
-        return linear_cross_entropy(hidden, kernel, targets, weights, tied=False, tiles=HeadTiles(8))[0]
+    def loss(hidden, head):
+        return linear_cross_entropy(hidden, head, targets, weights, tied=False, tiles=HeadTiles(8))[0]
 
-    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel))
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, head))
     assert f"f32[2,8,{VOCAB}]" in text and f"f32[2,64,{VOCAB}]" not in text and f",2,8,{VOCAB}]" not in text
 
 
@@ -323,12 +338,12 @@ def test_argmax_is_that_of_all_logits(monkeypatch):
     monkeypatch.setattr("eqx_decoders.training.step.cross_entropy._TILE_LEAST", 1)
     assert _tile_length(BATCH, LENGTH, VOCAB, None, backend) == 3
     for tied in (False, True):
-        hidden, kernel, *_ = make(tied)
+        hidden, (kernel, bias), *_ = make(tied, biased=not tied)
         kernel = kernel.at[4 if tied else (slice(None), 4)].set(kernel[2] if tied else kernel[:, 2])
-        matrix = np.asarray(kernel.T if tied else kernel, np.float64)
-        want = np.argmax(np.asarray(hidden, np.float64) @ matrix, axis=-1)
+        head = HeadWeights(kernel, None if bias is None else bias.at[4].set(bias[2]))
+        want = np.argmax(exact_logits(hidden, head, tied), axis=-1)
         for flatten in (False, True):
-            found = linear_argmax(hidden, kernel, tied=tied, flatten=flatten)
+            found = linear_argmax(hidden, head, tied=tied, flatten=flatten)
             assert found.dtype == jnp.int32 and found.tolist() == want.tolist()
 
 

@@ -53,10 +53,10 @@ def value_and_gradient(model, batch, z_loss, fused, key=None):
 
 
 CASES = {
-    "tied, soft cap, z-loss, packed": (dict(tied=True, logit_soft_cap=3.0), 1e-2, {}),
+    "tied, soft cap, z-loss, packed": (dict(tied=True, head_bias=True, logit_soft_cap=3.0), 1e-2, {}),
     "own head, loss mask, dropout": (dict(dropout=0.3), 0.0, dict(loss_mask=some_mask(), segment_ids=None)),
-    "own head, soft cap, weights, padding by position": (
-        dict(logit_soft_cap=2.0),
+    "own head, bias, divisor, soft cap, weights, padding by position": (
+        dict(head_bias=True, logit_divisor=2.0, logit_soft_cap=2.0),
         0.1,
         dict(
             segment_ids=None,
