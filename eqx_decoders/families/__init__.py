@@ -13,6 +13,7 @@ from eqx_decoders.families import (
     deepseek_v32,
     dots1,
     falcon,
+    falcon_mamba,
     flex_olmo,
     gemma,
     gemma2,
@@ -33,12 +34,14 @@ from eqx_decoders.families import (
     hy_v3,
     idefics3,
     internlm3,
+    jamba,
     kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
     llama4,
     llama4_vision,
+    mamba,
     mamba2,
     maxtext,
     minimax_m2,
@@ -93,6 +96,7 @@ _PUBLISHED = (
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe),
+    *(mamba, falcon_mamba, jamba),
 )
 
 
