@@ -124,6 +124,6 @@ def _model(embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int) -> Dec
 
 
 MODELS = {
-    "jamba-mini": lambda: _model(4096, 32, 32, 14_336),
-    "jamba-large": lambda: _model(8192, 72, 64, 24_576),
+    "jamba-52b-a12b": lambda: _model(4096, 32, 32, 14_336),
+    "jamba-398b-a94b": lambda: _model(8192, 72, 64, 24_576),
 }

@@ -71,11 +71,11 @@ def _advance(
     rates: Float32[Array, "key_dim channels"],
 ) -> tuple[Float32[Array, "batch key_dim channels"], Float32[Array, "chunk batch channels"]]:
     """Return the state after a chunk, and the outputs of its tokens."""
-    decay = jnp.exp(rates * steps[:, :, None])
+    decay = jnp.exp(rates[None, None] * steps[:, :, None])
     if resets is not None:
         decay = jnp.where(resets[:, :, None, None], 0.0, decay)
     update = key[..., None] * written[:, :, None]
-    first = update[:1] + decay[:1] * state  # all that comes before is part of the first token's update
+    first = update[:1] + decay[:1] * state[None]  # all that comes before is part of the first token's update
     _, states = lax.associative_scan(_both, (decay, jnp.concatenate([first, update[1:]])))
     return states[-1], (query[..., None] * states).sum(2)
 
@@ -109,7 +109,7 @@ def scan_on_mesh(
     def run(steps, written, key, query, rates, state, resets):
         piece = steps, written, key, query, rates
         _, end = selective_scan(*piece, None, resets)
-        decay = jnp.exp(rates * steps.sum(1)[:, None])
+        decay = jnp.exp(rates[None] * steps.sum(1)[:, None])
         if resets is not None:
             decay = jnp.where(resets.any(1)[:, None, None], 0.0, decay)
         ends, decays = (lax.all_gather(x, length) for x in (end, decay))
