@@ -72,7 +72,7 @@ def mamba1_weights(prefix: str) -> tuple[Weight, ...]:
         Weight(prefix + "in_proj.bias", "mixer.inputs_bias", "(inputs mlp) -> inputs mlp"),
         Weight(prefix + "conv1d.weight", "mixer.taps", "mlp 1 taps -> mlp taps"),
         Weight(prefix + "conv1d.bias", "mixer.taps_bias", "mlp -> mlp"),
-        Weight(prefix + "x_proj.weight", "mixer.latent", "latent mlp -> mlp latent"),
+        Weight(prefix + "x_proj.weight", "mixer.scan_inputs", "scan_inputs inner -> inner scan_inputs"),
         Weight(prefix + "dt_layernorm.weight", "mixer.step_norm.scale", "norm -> norm"),
         Weight(prefix + "b_layernorm.weight", "mixer.key_norm.scale", "norm -> norm"),
         Weight(prefix + "c_layernorm.weight", "mixer.query_norm.scale", "norm -> norm"),

@@ -2,7 +2,7 @@
 
     S_t = e^(-exp(a_log) dt_t) S_{t-1} + (dt_t v_t) k_t^T,  o_t = S_t q_t + skip v_t
 
-The paper calls k, q and v: B, C and x. v comes from a short convolution; k, q and dt, through a narrow latent, from v.
+The paper calls k, q and v: B, C and x. v comes from a short convolution; k, q and dt are made from v.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Mamba1Config(CheckedFields):
             inputs_bias=jnp.zeros((2, channels)) if self.bias else None,
             taps=fan_in(keys[1], (channels, self.taps), jnp.float32, self.taps),
             taps_bias=jnp.zeros((channels,)) if self.taps_bias else None,
-            latent=fan_in(keys[2], (channels, rank + 2 * self.key_dim), jnp.float32, channels),
+            scan_inputs=fan_in(keys[2], (channels, rank + 2 * self.key_dim), jnp.float32, channels),
             step_norm=norm(rank),
             key_norm=norm(self.key_dim),
             query_norm=norm(self.key_dim),
@@ -84,13 +84,13 @@ class Mamba1Config(CheckedFields):
 
 
 class Mamba1(eqx.Module):
-    """Mamba layer `out(o * silu(gate))`; `inputs` are those of values and gate, `latent` of steps, keys and queries."""
+    """Mamba layer `out(o * silu(gate))`; `inputs` make values and gate, `scan_inputs` steps, keys and queries."""
 
     inputs: Float[Array, "embed inputs mlp"]
     inputs_bias: Float[Array, "inputs mlp"] | None
     taps: Float[Array, "mlp taps"]
     taps_bias: Float[Array, "mlp"] | None
-    latent: Float[Array, "mlp latent"]
+    scan_inputs: Float[Array, "inner scan_inputs"]
     step_norm: RMSNorm | None
     key_norm: RMSNorm | None
     query_norm: RMSNorm | None
@@ -140,8 +140,9 @@ class Mamba1(eqx.Module):
     ]:
         """Compute steps `softplus(dt f + dt_bias)`, which are 0 where there is no token, keys and queries."""
         rank, end = self.config.step_rank, self.config.step_rank + self.config.key_dim
-        latent = ctx.einsum("batch length mlp, mlp latent -> batch length latent", value, self.latent)
-        features, key, query = latent[..., :rank], latent[..., rank:end], latent[..., end:]
+        pattern = "batch length inner, inner scan_inputs -> batch length scan_inputs"
+        made = ctx.einsum(pattern, value, self.scan_inputs)
+        features, key, query = made[..., :rank], made[..., rank:end], made[..., end:]
         if self.step_norm is not None and self.key_norm is not None and self.query_norm is not None:
             features, key, query = self.step_norm(features), self.key_norm(key), self.query_norm(query)
         steps = ctx.einsum("batch length gate_rank, gate_rank mlp -> batch length mlp", features, self.dt)

@@ -50,7 +50,7 @@ def selective_scan(
 
     @jax.checkpoint
     def advance(state: Array, tokens: tuple) -> tuple[Array, Array]:
-        return _advance(state, *tokens, rates)
+        return _advance(rates, state, *tokens)
 
     key, query = key.astype(jnp.float32), query.astype(jnp.float32)
     tokens = jax.tree.map(chunks, (steps, written, key, query, resets))
@@ -62,13 +62,13 @@ def selective_scan(
 
 
 def _advance(
+    rates: Float32[Array, "key_dim channels"],
     state: Float32[Array, "batch key_dim channels"],
     steps: Float32[Array, "chunk batch channels"],
     written: Float32[Array, "chunk batch channels"],
     key: Float32[Array, "chunk batch key_dim"],
     query: Float32[Array, "chunk batch key_dim"],
     resets: Bool[Array, "chunk batch"] | None,
-    rates: Float32[Array, "key_dim channels"],
 ) -> tuple[Float32[Array, "batch key_dim channels"], Float32[Array, "chunk batch channels"]]:
     """Return the state after a chunk, and the outputs of its tokens."""
     decay = jnp.exp(rates[None, None] * steps[:, :, None])

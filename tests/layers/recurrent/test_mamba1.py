@@ -1,6 +1,7 @@
 """Mamba, against loops; its scan in chunks, and in pieces that a mesh splits."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,14 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def part(leaf) -> Any:
+    return 0.0 if leaf is None else wide(leaf)
+
+
 def by_hand(layer, x, positions, segments):
     """Token by token, a state for each document, without padding."""
-    config, part = layer.config, (lambda leaf: 0.0 if leaf is None else wide(leaf))
-    stream, gate = np.moveaxis(np.einsum("bte,eic->btic", x, wide(layer.inputs)) + part(layer.inputs_bias), 2, 0)
-    taps, latent, rates = wide(layer.taps), wide(layer.latent), np.exp(wide(layer.a_log))
+    stream, gate = np.moveaxis(np.einsum("bte,eic->btic", x, part(layer.inputs)) + part(layer.inputs_bias), 2, 0)
+    config, taps, rates = layer.config, part(layer.taps), np.exp(part(layer.a_log))
     ends = np.cumsum([config.step_rank, config.key_dim])
 
     def normed(x, norm):
@@ -42,12 +46,12 @@ def by_hand(layer, x, positions, segments):
             for tap, inputs in zip(reversed(range(config.taps)), reversed(seen), strict=False):
                 value = value + taps[:, tap] * inputs
             value = silu(value)
-            parts = np.split(value @ latent, ends)
+            parts = np.split(value @ part(layer.scan_inputs), ends)
             features, key, query = map(normed, parts, (layer.step_norm, layer.key_norm, layer.query_norm))
-            step = np.log1p(np.exp(features @ wide(layer.dt) + wide(layer.dt_bias)))
+            step = np.log1p(np.exp(features @ part(layer.dt) + part(layer.dt_bias)))
             state = np.exp(-rates * step[:, None]) * state + np.outer(step * value, key)
-            answer = state @ query + wide(layer.skip) * value
-            out[b, t] = (answer * silu(gate[b, t])) @ wide(layer.out)
+            answer = state @ query + part(layer.skip) * value
+            out[b, t] = (answer * silu(gate[b, t])) @ part(layer.out)
     return out + part(layer.out_bias)
 
 
@@ -114,5 +118,5 @@ def test_pieces_of_a_row(sizes, stateless):
 def test_states_of_all_tokens_are_never_together():
     """In no pass: memory grows with the tokens of a chunk, and with a state of each chunk."""
     *args, starts = inputs(4096, channels=32, key_dim=16)
-    compiled = results.lower(args, starts, selective_scan).compile().memory_analysis()
-    assert compiled.temp_size_in_bytes < 3 * 4096 * 32 * 16 * 4 / 2
+    memory: Any = results.lower(args, starts, selective_scan).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3 * 4096 * 32 * 16 * 4 / 2
