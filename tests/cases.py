@@ -36,6 +36,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
@@ -165,6 +166,7 @@ FURTHER = {"mlp": MLPConfig(mlp_dim=8), "per layer": PerLayerInputConfig(feature
 RECURRENT = {
     "delta net": GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3),
     "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
+    "mamba": Mamba1Config(channels=24, key_dim=5, step_rank=8, bias=True, norm=RMSNormConfig()),
     "gated convolution": GatedConvolutionConfig(channels=24, bias=True),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
 }

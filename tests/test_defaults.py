@@ -43,6 +43,7 @@ DEFAULTS = {
     "AttentionCall": dict(platform="cpu", needs_lse=True),
     "AttentionOptions": dict(platform="cpu", needs_lse=True),
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
+    "Mamba1Config": dict(taps=4, taps_bias=True),
     "Mamba2Config": dict(taps=4, taps_bias=True, eps=1e-5),
     "GatedConvolutionConfig": dict(taps=3),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),

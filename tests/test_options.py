@@ -40,6 +40,7 @@ from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import (
     DynamicRope,
@@ -211,6 +212,11 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mixer=c),
         dict(num_key_heads=1, num_heads=8, key_dim=6, value_dim=5, taps=2, norm=RMSNormConfig(eps=0.5)),
     ),
+    Mamba1Config: (
+        Mamba1Config(channels=6, key_dim=4, step_rank=2),
+        lambda c: block(mixer=c),
+        dict(channels=8, key_dim=3, step_rank=3, taps=2, taps_bias=False, bias=True, norm=RMSNormConfig(eps=0.5)),
+    ),
     Mamba2Config: (
         Mamba2Config(num_heads=4, value_dim=3, num_groups=2, key_dim=4),
         lambda c: block(mixer=c),
@@ -336,7 +342,16 @@ LEARNS = (IndexerConfig, "loss_weight")
 CASES = [(kind, field) for kind, (_, _, values) in OPTIONS.items() for field in values]
 # where a field that nothing reads would fail a comparison with a checkpoint, or a law, too
 ELSEWHERE_TOO = (GatedDeltaNetConfig, Mamba2Config, KimiDeltaAttentionConfig, EngramConfig, HyperConnections)
-ELSEWHERE_TOO += (IndexerConfig, LatentAttentionConfig, Llama3Rope, YarnRope, LinearRope, LearnedInitConfig, MTPConfig)
+ELSEWHERE_TOO += (
+    Mamba1Config,
+    IndexerConfig,
+    LatentAttentionConfig,
+    Llama3Rope,
+    YarnRope,
+    LinearRope,
+    LearnedInitConfig,
+    MTPConfig,
+)
 READ = [
     pytest.param(kind, field, marks=pytest.mark.slow if kind in ELSEWHERE_TOO or number % 3 else ())
     for number, (kind, field) in enumerate(CASES)
@@ -562,7 +577,7 @@ DATA = {
     "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
-    "EncoderSizes", "ConformerSizes", "MultimodalFamily",
+    "ChannelShape", "EncoderSizes", "ConformerSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
     "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",

@@ -28,6 +28,7 @@ from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolution, GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1, Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
 
 
@@ -38,6 +39,7 @@ MixerConfig = (
     | LatentAttentionConfig
     | LearnedInitConfig
     | GatedDeltaNetConfig
+    | Mamba1Config
     | Mamba2Config
     | KimiDeltaAttentionConfig
     | GatedConvolutionConfig
@@ -48,6 +50,7 @@ Mixer = (
     | LatentAttention
     | LearnedInit
     | GatedDeltaNet
+    | Mamba1
     | Mamba2
     | KimiDeltaAttention
     | GatedConvolution

@@ -18,6 +18,7 @@ from eqx_decoders.families import (
     ernie4_5_moe,
     exaone4,
     falcon,
+    falcon_mamba,
     flex_olmo,
     gemma,
     gemma2,
@@ -46,12 +47,14 @@ from eqx_decoders.families import (
     hyperclovax,
     idefics3,
     internlm3,
+    jamba,
     kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
     llama4,
     llama4_vision,
+    mamba,
     mamba2,
     maxtext,
     minimax_m2,
@@ -113,6 +116,7 @@ _PUBLISHED = (
     *(llama4_vision, mistral3, smolvlm, idefics3),
     *(phi, gptj),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
+    *(mamba, falcon_mamba, jamba),
 )
 
 

@@ -1,4 +1,4 @@
-"""Settings and weights of Mamba-2 in the checkpoints of several families."""
+"""Decoders with recurrences alone; settings and weights of Mamba-2 in the checkpoints of several families."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -26,28 +27,44 @@ class MambaSizes:
     init_std: float = 0.1
 
 
-def mamba_decoder(shape: MambaSizes, mixer: Mamba2Config) -> DecoderConfig:
+def mamba_decoder(shape: MambaSizes, *, mamba: Mamba1Config | Mamba2Config) -> DecoderConfig:
     """Return a decoder with this recurrence in each layer."""
     norm = RMSNormConfig(eps=shape.eps)
-    block = BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=norm)
+    block = BlockConfig(mixer=mamba, mlp=None, pre_mixer_norm=norm)
     return DecoderConfig(
         vocab_size=shape.vocab_size, embed_dim=shape.embed_dim, blocks=(block,) * shape.num_layers, final_norm=norm,
         tied=shape.tied, init_std=shape.init_std,
     )  # fmt: skip
 
 
-MAMBA_SIZES = Group(
-    "shape",
-    MambaSizes,
-    (
-        Integer("vocab_size", "vocab_size", 32_768),
-        Integer("hidden_size", "embed_dim", 4096),
-        Layers("num_hidden_layers", "blocks", 64, name="num_layers"),
-        Number("layer_norm_epsilon", "final_norm.eps", 1e-5),
-        Flag("tie_word_embeddings", "tied", False),
-        Number("initializer_range", "init_std", 0.1),
-    ),
-)
+def mamba_sizes(vocab_size: int, embed_dim: int, num_layers: int, tied: bool) -> Group:
+    """Return the rows of `MambaSizes`, called `shape`; the arguments are transformers' defaults."""
+    return Group(
+        "shape",
+        MambaSizes,
+        (
+            Integer("vocab_size", "vocab_size", vocab_size),
+            Integer("hidden_size", "embed_dim", embed_dim),
+            Layers("num_hidden_layers", "blocks", num_layers, name="num_layers"),
+            Number("layer_norm_epsilon", "final_norm.eps", 1e-5),
+            Flag("tie_word_embeddings", "tied", tied),
+            Number("initializer_range", "init_std", 0.1),
+        ),
+    )
+
+
+def backbone(mixer: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Return the rows of a decoder with these of its layers."""
+    return (
+        Weight("backbone.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
+        Weight(BACKBONE + "norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
+        *mixer,
+        Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    )
+
+
+BACKBONE = "backbone.layers.{layer}."
 
 
 def mamba_weights(prefix: str) -> tuple[Weight, ...]:

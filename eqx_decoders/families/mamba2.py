@@ -2,17 +2,18 @@
 
 import functools
 
-from eqx_decoders.families._mamba import MAMBA_SIZES, MambaSizes, mamba_decoder, mamba_settings, mamba_weights
+from eqx_decoders.families._mamba import (
+    BACKBONE,
+    MambaSizes,
+    backbone,
+    mamba_decoder,
+    mamba_settings,
+    mamba_sizes,
+    mamba_weights,
+)
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Only
-from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
-from eqx_decoders.model.decoder_config import DecoderConfig
-
-
-def mamba2(shape: MambaSizes, *, mamba: Mamba2Config) -> DecoderConfig:
-    """Return a decoder with a Mamba-2 in each layer."""
-    return mamba_decoder(shape, mamba)
 
 
 _KEYS = {
@@ -25,23 +26,16 @@ _IGNORED = {
     "how it is run": "chunk_size residual_in_fp32",
     "always: transformers does not read it": "norm_before_gate rms_norm",
 }
-_LAYER = "backbone.layers.{layer}."
 FAMILY = Family(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
     settings=(
-        MAMBA_SIZES,
+        mamba_sizes(32_768, 4096, 64, False),
         Only("hidden_act", "silu", written=True),
         mamba_settings(num_groups=8, key_dim=128, value_dim=64, keys=_KEYS),
     ),
-    build=mamba2,
-    weights=(
-        Weight("backbone.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
-        Weight(_LAYER + "norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
-        *mamba_weights(_LAYER + "mixer."),
-        Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
-    ),
+    build=mamba_decoder,
+    weights=backbone(mamba_weights(BACKBONE + "mixer.")),
     prefix="backbone.",
     ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
 )
@@ -49,7 +43,7 @@ FAMILY = Family(
 
 def _model(embed_dim: int, num_layers: int, vocab_size: int = 50_288, num_groups: int = 1, tied: bool = True):
     shape = MambaSizes(vocab_size=vocab_size, embed_dim=embed_dim, num_layers=num_layers, tied=tied)
-    return mamba2(
+    return mamba_decoder(
         shape, mamba=Mamba2Config(num_heads=embed_dim // 32, value_dim=64, num_groups=num_groups, key_dim=128)
     )
 

@@ -30,6 +30,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 
 
@@ -42,6 +43,7 @@ FINDERS: dict[str, tuple[type, ...]] = {
     "attention": (AttentionConfig,),
     "latent": (LatentAttentionConfig,),
     "mamba": (Mamba2Config,),
+    "mamba1": (Mamba1Config,),
     "delta": (GatedDeltaNetConfig, KimiDeltaAttentionConfig),
     "experts": (ExpertsConfig,),
     "mlp": (MLPConfig, ExpertsConfig),  # experts only where no block has an MLP

@@ -139,7 +139,7 @@ def fits(path: str, words: Axes) -> bool:
     if split is None or not inside:
         return False
     # what makes decays, or one number per expert or head, is little work, and is computed in f32
-    little = split[1] in (("experts",), ("heads",), ("key_heads",)) or {"rank", "gate_rank"} & set(words)
+    little = split[1] in (("experts",), ("heads",), ("key_heads",)) or {"rank", "gate_rank", "scan_inputs"} & set(words)
     return not little and not any(word.startswith("teacher") for word in words)
 
 

@@ -1,8 +1,9 @@
-"""Mamba-2 and Bamba: what their sizes must be, and what is refused."""
+"""Mamba, Mamba-2, Bamba and Jamba: what their sizes must be, and what is refused."""
 
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families import FAMILIES
 from tests.families.samples import decode, mixers, sample
 
 
@@ -10,6 +11,32 @@ def test_heads_may_follow_from_the_width():
     content = sample("bamba")
     assert decode(content | {"mamba_d_head": "auto"}) == decode(content)
     assert mixers(decode(content))[0].value_dim == content["mamba_d_head"]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+def test_channels_are_the_width_that_is_given(kind):
+    """Whatever `expand` says; without one they follow from that. The rank follows from the width of the stream."""
+    content = sample(kind, "time_step_rank", "intermediate_size")
+    (mixer, _) = mixers(decode(content | {"expand": 16, "intermediate_size": 40}))
+    assert (mixer.channels, mixer.step_rank) == (40, 2)
+    (mixer, _) = mixers(decode(content | {"expand": 3, "hidden_size": 36, "time_step_rank": "auto"}))
+    assert (mixer.channels, mixer.step_rank) == (108, 3)
+
+
+@pytest.mark.parametrize("count, period, offset, layers", [(6, 3, 1, [1, 4]), (5, 5, 2, [2])])
+def test_layers_with_attention_and_experts_are_found_again(count, period, offset, layers):
+    keys = dict(attn_layer_period=period, attn_layer_offset=offset)
+    keys |= dict(expert_layer_period=period, expert_layer_offset=offset)
+    config = decode(sample("jamba", num_hidden_layers=count, **keys))
+    assert [i for i, block in enumerate(config.blocks) if not hasattr(block.mixer, "channels")] == layers
+    assert [i for i, block in enumerate(config.blocks) if hasattr(block.mlp, "router")] == layers
+    assert FAMILIES["jamba"].encode(config).items() >= keys.items()
+
+
+def test_one_expert_is_an_mlp():
+    config = decode(sample("jamba", num_experts=1))
+    assert not any(hasattr(block.mlp, "router") for block in config.blocks)
+    assert decode(FAMILIES["jamba"].encode(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -23,6 +50,12 @@ def test_heads_may_follow_from_the_width():
         ("bamba", dict(attn_layer_indices=[]), "no layer has attention: check attn_layer_indices"),
         ("bamba", dict(rope_parameters=None, partial_rotary_factor=1.0), "always rotates half of a head"),
         ("bamba", dict(attn_rotary_emb=8), "attn_rotary_emb=8"),
+        ("mamba", dict(hidden_act="gelu"), "hidden_act=gelu changes what the model computes"),
+        ("mamba", dict(mixer_rms_eps=1e-6), "mixer_rms_eps"),
+        ("falcon_mamba", dict(time_step_rank="half"), "time_step_rank"),
+        ("jamba", dict(attn_layer_offset=3), "attn_layer_offset=3 must be below attn_layer_period=3"),
+        ("jamba", dict(attn_layer_period=9, attn_layer_offset=8), "no layer has attention: check attn_layer_offset"),
+        ("jamba", dict(sliding_window=5), "sliding_window=5 changes what the model computes"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused(kind, keys, sentence):

@@ -79,6 +79,64 @@ class StateShape:
         return not accept_all or length * (self.key_dim + self.value_dim) < self.key_dim * self.value_dim
 
 
+# --- the state of a recurrence by channels ---
+
+
+class ChannelUpdate(eqx.Module):
+    """Updates that one layer proposes, token by token: `S <- exp(rates * steps) S + key written^T`.
+
+    None of them depends on others, so that the state after the accepted tokens follows from these alone.
+    """
+
+    steps: Float32[Array, "batch length channels"]
+    written: Float32[Array, "batch length channels"]
+    key: Float[Array, "batch length key_dim"]
+    rates: Float32[Array, "key_dim channels"]
+
+
+class NewChannelState(eqx.Module):
+    """State after all tokens of a call of which none will be rejected."""
+
+    state: Float32[Array, "batch key_dim channels"]
+
+
+class ChannelState(LayerCache):
+    """States of equal layers of which each channel has its own, in float32; zero before the first token."""
+
+    state: Float32[Array, "layers batch key_dim channels"]
+
+    def slices(self) -> Any:
+        return self.state
+
+    def commit(self, entries: ChannelUpdate | NewChannelState, positions: Int[Array, "batch length"]) -> "ChannelState":
+        if isinstance(entries, NewChannelState):
+            return ChannelState(state=entries.state)
+        accepted, rates = (positions >= 0)[None, :, :, None], entries.rates[:, None]
+
+        def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, None]:
+            steps, written, key = token
+            return jnp.exp(rates * steps[:, :, None]) * state + key[..., None] * written[:, :, None], None
+
+        changes = (jnp.where(accepted, x, 0.0) for x in (entries.steps, entries.written))
+        tokens = tuple(jnp.moveaxis(x, 2, 0) for x in (*changes, entries.key.astype(jnp.float32)))
+        # a few tokens are written out: then they are one pass over the state, in place
+        state, _ = jax.lax.scan(step, self.state, tokens, unroll=min(8, len(tokens[0])))
+        return ChannelState(state=state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelShape:
+    """Shape of one layer's state: for each channel a vector of `key_dim` numbers, in float32."""
+
+    by_token: ClassVar[bool] = False
+    key_dim: int
+    channels: int
+
+    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> ChannelState:
+        """Return empty states for `layers` equal layers."""
+        return ChannelState(state=jnp.zeros((layers, batch_size, self.key_dim, self.channels), jnp.float32))
+
+
 # --- the last inputs of a stream ---
 
 

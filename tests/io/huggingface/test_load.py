@@ -123,7 +123,7 @@ def test_export_is_what_was_imported(loaded, tmp_path):
     assert read_config(tmp_path / "new")[0] == model.config
     before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path / "new"))
     # in several ways with the same meaning; transformers does not count what it leaves out
-    spelled = {"rope_parameters", "decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers"}
+    spelled = {"rope_parameters", "decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers", "expand"}
     both = [key for key in before if key in after and key not in spelled]
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
     off = {"use_bidirectional_attention", "add_cross_attention", "is_decoder", "full_attn_idxs"}

@@ -9,8 +9,11 @@ import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.recurrent_state import (
+    ChannelShape,
+    ChannelUpdate,
     ConvInputs,
     ConvShape,
+    NewChannelState,
     NewConvInputs,
     NewState,
     StateShape,
@@ -61,6 +64,24 @@ def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
     np.testing.assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
 
 
+@pytest.mark.parametrize("length", [1, 4, 11])
+def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
+    steps, written = np.abs(normal(LAYERS, BATCH, length, 5)), normal(LAYERS, BATCH, length, 5, seed=2)
+    key, rates = normal(LAYERS, BATCH, length, 4, seed=3), -np.abs(normal(LAYERS, 4, 5, seed=4))
+    kept = np.arange(length)[None] < np.asarray([[length], [0], [2]])
+    memory = ChannelShape(key_dim=4, channels=5).build(LAYERS, BATCH, jnp.bfloat16)
+    begin = jnp.asarray(normal(LAYERS, BATCH, 4, 5, seed=5))
+    memory = memory.commit(jax.vmap(NewChannelState)(begin), jnp.zeros((BATCH, 1), int))
+    want = np.array(memory.state)
+    for row, token in zip(*np.nonzero(kept), strict=True):
+        update = key[:, row, token, :, None] * written[:, row, token, None, :]
+        want[:, row] = np.exp(rates * steps[:, row, token, None]) * want[:, row] + update
+    entries = jax.vmap(ChannelUpdate)(*map(jnp.asarray, (steps, written, key, rates)))
+    new = memory.commit(entries, jnp.where(kept, 3 + jnp.arange(length), -1))
+    assert_close(new.state, want)
+    np.testing.assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
+
+
 @pytest.mark.parametrize("dtype", [None, "int32"])
 def test_a_tail_is_the_last_kept_inputs(dtype):
     memory = ConvShape(taps=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
@@ -82,6 +103,7 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
         KVShape(slots=4, kv_heads=1, head_dim=2, ring=True),
         KVShape(slots=4, kv_heads=1, head_dim=2, ring=False, values=False, by_slot=True),
         StateShape(heads=1, key_dim=2, value_dim=2),
+        ChannelShape(key_dim=3, channels=2),
         ConvShape(taps=2, channels=2, dtype="int32"),
     ],
 )

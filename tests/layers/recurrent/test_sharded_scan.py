@@ -136,7 +136,7 @@ def outputs(layer, rows, execution):
 @pytest.mark.parametrize(
     "sizes", [FOUR, pytest.param(EIGHT, marks=slow), pytest.param(dict(context=2, data=4), marks=slow)], ids=str
 )
-@pytest.mark.parametrize("name", ["delta net", "mamba2", "kimi delta"])
+@pytest.mark.parametrize("name", ["delta net", "mamba2", "mamba", "kimi delta"])
 def test_layers(name, sizes):
     """Packed rows with padding: outputs, and gradients of weights and inputs."""
     layer, rows = layer_and_rows(name)
@@ -145,7 +145,7 @@ def test_layers(name, sizes):
 
 
 @slow
-@pytest.mark.parametrize("name", ["delta net", "mamba2", "kimi delta"])
+@pytest.mark.parametrize("name", ["delta net", "mamba2", "mamba", "kimi delta"])
 def test_tokens_stay_where_they_are(name):
     """Of a step on context=4 nothing in f32 is gathered that has the row's length."""
     layer, (x, positions, segments) = layer_and_rows(name, length=256)

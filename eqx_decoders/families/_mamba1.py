@@ -1,0 +1,85 @@
+"""Settings and weights of Mamba in the checkpoints of several families."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Rule, Values, first_layer
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def mamba1_settings(*norm: Rule, keys: Mapping[str, str] = {}) -> Group:
+    """Return the rows of the value `mamba`, after those of a `shape` with `embed_dim`; `norm` is that of its norm.
+
+    `keys` maps Mamba's keys to the family's, "" where it has none.
+    """
+
+    def key(name: str) -> str:
+        return keys.get(name, name)
+
+    def make(*, expand: int, **options: Any) -> Mamba1Config:
+        return Mamba1Config(**options)
+
+    rows = (
+        Integer(key("expand"), _expand, 2, name="expand"),
+        Integer(key("intermediate_size"), "mamba1.channels", lambda values: values["expand"] * _embed(values)),
+        Integer(key("state_size"), "mamba1.key_dim", 16),
+        _Rank(key("time_step_rank"), "mamba1.step_rank", lambda values: math.ceil(_embed(values) / 16)),
+        Integer(key("conv_kernel"), "mamba1.taps", 4),
+        Flag(key("use_conv_bias"), "mamba1.taps_bias", True),
+        Flag(key("use_bias"), "mamba1.bias", False),
+        *norm,
+    )
+    return Group("mamba", make, rows, layer="mamba1")
+
+
+def _embed(values: Values) -> int:
+    return values["shape"].embed_dim
+
+
+def _expand(config: DecoderConfig) -> int:
+    return max(1, first_layer(config, "mamba1").channels // config.embed_dim)
+
+
+class _Rank(Integer):
+    """Features that steps are made from; "auto" is the default."""
+
+    def value(self, fields: Fields, default: Any, null: Any) -> Any:
+        return default if fields.take(self.key, None) == "auto" else super().value(fields, default, null)
+
+
+# keys without effect, for both families of recurrences alone
+IGNORED = {
+    key: reason
+    for reason, keys in {
+        "how it was begun": "rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max "
+        "time_step_min time_step_scale",
+        "how it is run": "residual_in_fp32 use_associative_scan use_mambapy use_falcon_mambapy",
+        "transformers does not read it": "d_inner d_model fused_add_norm n_layer pad_vocab_size_multiple rms_norm "
+        "ssm_cfg",
+    }.items()
+    for key in keys.split()
+}
+
+
+def mamba1_weights(prefix: str) -> tuple[Weight, ...]:
+    """Return rows of Mamba."""
+    return (
+        Weight(prefix + "in_proj.weight", "mixer.inputs", "(inputs mlp) embed -> embed inputs mlp"),
+        Weight(prefix + "in_proj.bias", "mixer.inputs_bias", "(inputs mlp) -> inputs mlp"),
+        Weight(prefix + "conv1d.weight", "mixer.taps", "mlp 1 taps -> mlp taps"),
+        Weight(prefix + "conv1d.bias", "mixer.taps_bias", "mlp -> mlp"),
+        Weight(prefix + "x_proj.weight", "mixer.scan_inputs", "scan_inputs inner -> inner scan_inputs"),
+        Weight(prefix + "dt_layernorm.weight", "mixer.step_norm.scale", "norm -> norm"),
+        Weight(prefix + "b_layernorm.weight", "mixer.key_norm.scale", "norm -> norm"),
+        Weight(prefix + "c_layernorm.weight", "mixer.query_norm.scale", "norm -> norm"),
+        Weight(prefix + "dt_proj.weight", "mixer.dt", "mlp gate_rank -> gate_rank mlp"),
+        Weight(prefix + "dt_proj.bias", "mixer.dt_bias", "mlp -> mlp"),
+        Weight(prefix + "A_log", "mixer.a_log", "mlp key_dim -> mlp key_dim"),
+        Weight(prefix + "D", "mixer.skip", "mlp -> mlp"),
+        Weight(prefix + "out_proj.weight", "mixer.out", "embed mlp -> mlp embed"),
+        Weight(prefix + "out_proj.bias", "mixer.out_bias", "embed -> embed"),
+    )

@@ -1,0 +1,129 @@
+"""Jamba (AI21 2024): seven Mamba to one attention without positions, an MLP or experts in each layer."""
+
+from typing import Any
+
+from eqx_decoders.families import moe
+from eqx_decoders.families._mamba1 import mamba1_settings, mamba1_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, gated_mlp, norm_weights, self_attention
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Integer, Only, Rule, Values, first_layer
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def jamba(
+    shape: DecoderSizes,
+    *,
+    mamba: Mamba1Config,
+    full: range,
+    sparse: range,
+    num_experts: int,
+    num_experts_per_token: int,
+) -> DecoderConfig:
+    """Return a decoder with attention in the layers `full`, counted from 0, and with experts in those of `sparse`."""
+    router = RouterConfig(score="softmax", order="score_first", renormalize=False)
+    counts = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    experts, attention = (shape.experts(**counts, router=router) if sparse else None), shape.attention(rope=None)
+    layers = ((attention if i in full else mamba, experts if i in sparse else None) for i in range(shape.num_layers))
+    return shape.decoder(shape.block(mixer, mlp) for mixer, mlp in layers)
+
+
+def _read_every(fields: Fields, values: Values, kind: str, period: int, offset: int) -> range:
+    period = fields.integer(f"{kind}_layer_period", period)
+    offset = fields.integer(f"{kind}_layer_offset", offset, least=0)
+    if offset >= period:
+        raise fields.error(f"{kind}_layer_offset={offset} must be below {kind}_layer_period={period}.")
+    return range(offset, values["shape"].num_layers, period)
+
+
+def _read_full(fields: Fields, values: Values) -> range:
+    full = _read_every(fields, values, "attn", 8, 4)
+    if not full:
+        raise fields.error("no layer has attention: check attn_layer_offset.")
+    return full
+
+
+def _read_sparse(fields: Fields, values: Values) -> range:
+    sparse = _read_every(fields, values, "expert", 2, 1)
+    return sparse if values["num_experts"] > 1 else range(0)
+
+
+def _write_every(kind: str, layers: list[int], count: int) -> dict[str, int]:
+    """Return the keys of these of `count` layers."""
+    if not layers:
+        return {f"{kind}_layer_period": count + 1, f"{kind}_layer_offset": count}
+    period = layers[1] - layers[0] if len(layers) > 1 else count
+    return {f"{kind}_layer_period": period, f"{kind}_layer_offset": layers[0]}
+
+
+def _write_full(config: DecoderConfig) -> dict[str, Any]:
+    full = [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)]
+    return _write_every("attn", full, len(config.blocks))
+
+
+def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
+    return _write_every("expert", moe.sparse_layers(config), len(config.blocks))
+
+
+def _experts(config: DecoderConfig) -> tuple[int, int]:
+    experts = first_layer(config, "experts")
+    return (1, 1) if experts is None else (experts.num_experts, experts.num_experts_per_token)
+
+
+_KEYS = {
+    "expand": "mamba_expand", "intermediate_size": "", "state_size": "mamba_d_state",
+    "time_step_rank": "mamba_dt_rank", "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias",
+    "use_bias": "mamba_proj_bias",
+}  # fmt: skip
+FAMILY = Family(
+    model_type="jamba",
+    architecture="JambaForCausalLM",
+    settings=(
+        decoder_sizes(num_kv_heads=8, keys={"head_dim": None, "attention_bias": None, "hidden_act": None}),
+        Only("hidden_act", "silu", written=True),
+        Only("sliding_window"),
+        Only("mamba_inner_layernorms", True),
+        mamba1_settings(Rule("norm", lambda fields, values: values["shape"].norm), keys=_KEYS),
+        Integer("num_experts", lambda config: _experts(config)[0], 16, name="num_experts"),
+        Integer("num_experts_per_tok", lambda config: _experts(config)[1], 2, name="num_experts_per_token"),
+        Rule("full", _read_full, _write_full),
+        Rule("sparse", _read_sparse, _write_sparse),
+    ),
+    build=jamba,
+    weights=(
+        Weight("model.embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_ff_layernorm"),
+        *self_attention(LAYER),
+        *mamba1_weights(LAYER + "mamba."),
+        *gated_mlp(LAYER + "feed_forward."),
+        *moe.separate_experts(LAYER + "feed_forward.", router="router"),
+        *norm_weights("model.", final_norm="final_layernorm"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    ),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | dict.fromkeys(
+        ("calc_logits_for_entire_prompt", "num_logits_to_keep", "use_associative_scan", "use_mamba_kernels",
+         "use_mambapy"),
+        "how it is run",
+    ),
+)  # fmt: skip
+
+
+def _model(embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int) -> DecoderConfig:
+    shape = DecoderSizes(
+        vocab_size=65_536, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=8,
+        head_dim=128, mlp_dim=mlp_dim,
+    )  # fmt: skip
+    mamba = Mamba1Config(channels=2 * embed_dim, key_dim=16, step_rank=embed_dim // 16, norm=shape.norm)
+    full, sparse = range(4, num_layers, 8), range(1, num_layers, 2)
+    return jamba(shape, mamba=mamba, full=full, sparse=sparse, num_experts=16, num_experts_per_token=2)
+
+
+MODELS = {
+    "jamba-52b-a12b": lambda: _model(4096, 32, 32, 14_336),
+    "jamba-398b-a94b": lambda: _model(8192, 72, 64, 24_576),
+}

@@ -1,0 +1,150 @@
+"""Mamba (Gu & Dao 2023): a recurrence whose every channel has a small state, each of its numbers with its own decay.
+
+    S_t = e^(-exp(a_log) dt_t) S_{t-1} + (dt_t v_t) k_t^T,  o_t = S_t q_t + skip v_t
+
+The paper calls k, q and v: B, C and x. v comes from a short convolution; k, q and dt are made from v.
+"""
+
+import dataclasses
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewChannelState
+from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
+from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream, new_steps, zero_padding
+from eqx_decoders.layers.recurrent.selective_scan import scan_on_mesh
+from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.initializers import fan_in
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba1Config(CheckedFields):
+    """Configuration of `out(o * silu(gate))`, o being the recurrence's output.
+
+    **Arguments:**
+
+    - `channels`: features of a value.
+    - `key_dim`: features of a key and of a query: numbers of each channel's state.
+    - `step_rank`: features from which the steps dt are made.
+    - `taps`: tokens that the convolution sees, the last among them.
+    - `taps_bias`: whether the convolution has a bias.
+    - `bias`: whether the first and the last projection have one.
+    - `norm`: of keys, of queries and of the steps' features; None for none.
+    """
+
+    channels: PositiveInt
+    key_dim: PositiveInt
+    step_rank: PositiveInt
+    taps: Annotated[int, AtLeast(2)] = 4
+    taps_bias: bool = True
+    bias: bool = False
+    norm: RMSNormConfig | None = None
+
+    def cache_shape(self, max_length: int) -> dict[str, Any]:
+        """Return the shapes of the cache: a state, and the last inputs of the convolution, whatever the length."""
+        stream = ConvShape(taps=self.taps - 1, channels=self.channels)
+        return {"state": ChannelShape(key_dim=self.key_dim, channels=self.channels), "stream": stream}
+
+    def token_products(self, length: int) -> int:
+        """Count multiplications per token of the state, which is read once and written once."""
+        return 2 * self.channels * self.key_dim
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Mamba1":
+        keys, channels, rank = jax.random.split(key, 6), self.channels, self.step_rank
+
+        def norm(size: int) -> RMSNorm | None:
+            return None if self.norm is None else self.norm.build(size)
+
+        return Mamba1(
+            inputs=fan_in(keys[0], (embed_dim, 2, channels), jnp.float32, embed_dim),
+            inputs_bias=jnp.zeros((2, channels)) if self.bias else None,
+            taps=fan_in(keys[1], (channels, self.taps), jnp.float32, self.taps),
+            taps_bias=jnp.zeros((channels,)) if self.taps_bias else None,
+            scan_inputs=fan_in(keys[2], (channels, rank + 2 * self.key_dim), jnp.float32, channels),
+            step_norm=norm(rank),
+            key_norm=norm(self.key_dim),
+            query_norm=norm(self.key_dim),
+            dt=fan_in(keys[3], (rank, channels), jnp.float32, rank),
+            dt_bias=new_steps(keys[4], channels),
+            a_log=jnp.log(jnp.broadcast_to(jnp.arange(1.0, self.key_dim + 1), (channels, self.key_dim))),
+            skip=jnp.ones((channels,)),
+            out=fan_in(keys[5], (channels, embed_dim), jnp.float32, channels),
+            out_bias=jnp.zeros((embed_dim,)) if self.bias else None,
+            config=self,
+        )
+
+
+class Mamba1(eqx.Module):
+    """Mamba layer `out(o * silu(gate))`; `inputs` make values and gate, `scan_inputs` steps, keys and queries."""
+
+    inputs: Float[Array, "embed inputs mlp"]
+    inputs_bias: Float[Array, "inputs mlp"] | None
+    taps: Float[Array, "mlp taps"]
+    taps_bias: Float[Array, "mlp"] | None
+    scan_inputs: Float[Array, "inner scan_inputs"]
+    step_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    query_norm: RMSNorm | None
+    dt: Float[Array, "gate_rank mlp"]
+    dt_bias: Float[Array, "mlp"]
+    a_log: Float[Array, "mlp key_dim"]
+    skip: Float[Array, "mlp"]
+    out: Float[Array, "mlp embed"]
+    out_bias: Float[Array, "embed"] | None
+    config: Mamba1Config = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
+        """Return the layer's output, and new entries for its state and for the convolution's last inputs."""
+        pattern = "batch length embed, embed inputs mlp -> batch length inputs mlp"
+        projected = save(add_bias(ctx.einsum(pattern, x, self.inputs), self.inputs_bias), "qkv_proj")
+        flat = ctx.constrain(projected[:, :, 0], "batch length channels")
+        smooth, stream = convolved_stream(flat, self.taps, self.taps_bias, cached_part(past, "stream"), ctx)
+        value = ctx.constrain(jax.nn.silu(smooth), "batch length mlp")
+        steps, key, query = self._scan_inputs(value, ctx)
+        written = steps * value.astype(jnp.float32)
+        rates = -jnp.exp(self.a_log.astype(jnp.float32)).T
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
+        inputs = steps, written, key, query, rates, state, starts
+        answer, state = scan_on_mesh(*inputs, execution=ctx.execution)
+        if ctx.accept_all:
+            entry = NewChannelState(state=state)
+        else:
+            entry = ChannelUpdate(steps=steps, written=written, key=key, rates=rates)
+        answer = answer + self.skip.astype(jnp.float32)[None, None] * value.astype(jnp.float32)
+        answer = save(ctx.constrain(answer.astype(x.dtype), "batch length mlp"), "attention_out")
+        gated = answer * jax.nn.silu(projected[:, :, 1])
+        out = add_bias(ctx.einsum("batch length mlp, mlp embed -> batch length embed", gated, self.out), self.out_bias)
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), {"state": entry, "stream": stream}
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """Call the layer for a block."""
+        return BranchResult(*self(x, ctx, past))
+
+    def _scan_inputs(
+        self, value: Float[Array, "batch length mlp"], ctx: Context
+    ) -> tuple[
+        Float32[Array, "batch length channels"],
+        Float[Array, "batch length key_dim"],
+        Float[Array, "batch length key_dim"],
+    ]:
+        """Compute steps `softplus(dt f + dt_bias)`, which are 0 where there is no token, keys and queries."""
+        rank, end = self.config.step_rank, self.config.step_rank + self.config.key_dim
+        pattern = "batch length inner, inner scan_inputs -> batch length scan_inputs"
+        made = ctx.einsum(pattern, value, self.scan_inputs)
+        features, key, query = made[..., :rank], made[..., rank:end], made[..., end:]
+        if self.step_norm is not None and self.key_norm is not None and self.query_norm is not None:
+            features, key, query = self.step_norm(features), self.key_norm(key), self.query_norm(query)
+        steps = ctx.einsum("batch length gate_rank, gate_rank mlp -> batch length mlp", features, self.dt)
+        steps = jax.nn.softplus(steps.astype(jnp.float32) + self.dt_bias.astype(jnp.float32)[None, None])
+        return ctx.constrain(zero_padding(steps, ctx.positions), "batch length channels"), key, query
