@@ -102,7 +102,7 @@ def gemma4(
     return shape.decoder(map(block, range(len(masks))), **options)
 
 
-def _mlp(shape: DecoderSizes, factor: int, experts: dict[str, int] | None) -> MLPConfig | ExpertsConfig:
+def _mlp(shape: DecoderSizes, factor: int, experts: dict[str, Any] | None) -> MLPConfig | ExpertsConfig:
     dense = MLPConfig(mlp_dim=shape.mlp_dim * factor, activation=shape.activation)
     if experts is None:
         return dense

@@ -82,7 +82,7 @@ def _mlp(
 ) -> MLPConfig | ExpertsConfig:
     if not num_experts:
         return dataclasses.replace(shape, mlp_dim=shared_dim).mlp()
-    options = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    options: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return shape.experts(shared_dim=shared_dim, **options)
 
 

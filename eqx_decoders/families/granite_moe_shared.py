@@ -15,7 +15,7 @@ def granite_moe_shared(
     shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, shared_dim: int = 0, **options: Any
 ) -> DecoderConfig:
     """Return a decoder of Granite blocks with experts; every token uses an MLP of `shared_dim`, unless that is 0."""
-    counts = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return granite(shape, shape.experts(shared_dim=shared_dim or None, **counts), **options)
 
 

@@ -26,7 +26,7 @@ def jamba(
 ) -> DecoderConfig:
     """Return a decoder with attention in the layers `full`, counted from 0, and with experts in those of `sparse`."""
     router = RouterConfig(score="softmax", order="score_first", renormalize=False)
-    counts = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     experts, attention = (shape.experts(**counts, router=router) if sparse else None), shape.attention(rope=None)
     layers = ((attention if i in full else mamba, experts if i in sparse else None) for i in range(shape.num_layers))
     return shape.decoder(shape.block(mixer, mlp) for mixer, mlp in layers)

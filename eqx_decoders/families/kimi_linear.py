@@ -42,7 +42,7 @@ def kimi_linear(
 def kimi_experts(shape: DecoderSizes, *, mlp_dim: int, num_shared: int, num_experts: int, num_experts_per_token: int,
                  **router: Any) -> ExpertsConfig:  # fmt: skip
     """Return DeepSeek-V3's experts of width `mlp_dim`; `router` are arguments of `v3_router`."""
-    counts = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return shape.experts(mlp_dim=mlp_dim, shared_dim=mlp_dim * num_shared, router=v3_router(**router), **counts)
 
 

@@ -1,5 +1,7 @@
 """MiniMax M2 (MiniMax 2025): norms over all heads, partial RoPE, experts by sigmoid scores with a selection bias."""
 
+from typing import Any
+
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
@@ -12,7 +14,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-def minimax_m2(shape: DecoderSizes, *, rope: Rope = Rope(theta=5e6, fraction=0.5), **counts: int) -> DecoderConfig:
+def minimax_m2(shape: DecoderSizes, *, rope: Rope = Rope(theta=5e6, fraction=0.5), **counts: Any) -> DecoderConfig:
     """Return a decoder of MiniMax M2's blocks; `counts` are `num_experts` and `num_experts_per_token`."""
     router = RouterConfig(score="sigmoid", order="score_first", renormalize=True, selection_bias=True)
     mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm, over="heads"))
