@@ -289,8 +289,8 @@ def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rop
 
 def _rope(fields: Fields, outer: _Outer) -> Rope:
     """Read one table of rotary settings."""
-    if "short_factor" in fields.content:
-        fields.content["rope_type"] = "longrope"  # which old files call su, or yarn
+    if "short_factor" in fields.content and fields.content.get("rope_type") in ("su", "yarn"):
+        fields.content["rope_type"] = "longrope"  # as old files call it
     kind = fields.word("rope_type", {name: name for name in _TYPES if name != _BY_ALPHA}, "default")
     kind = _BY_ALPHA if kind == "dynamic" and fields.content.get("alpha") is not None else kind
     partial = outer.default_fraction is not None or kind == "proportional"
