@@ -23,22 +23,25 @@ from eqx_decoders.planning.size_sweep import (
 def plan_sizes(file: Path, only: list[str] | None = None, chips: Chips = "tpu") -> None:
     """Plan the models of `only`, or all, of which `file` has no plan; then print the table of all rows."""
     sizes, rows = sized(only or list_models(), chips), read_rows(file)
+    missing = [name for name in only or () if name not in sizes]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)}: too small or too large for the slices of {chips} chips.")
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = {row["model"] for row in rows if "plan" in row}
+    known = {row["model"] for row in rows if "plan" in row and row.get("chips", "tpu") == chips}
     wanted = [name for name in spread(sizes) if name not in known]
     for place, name in enumerate(wanted, 1):
         print(f"{place} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
-        row = {"model": name, "parameters": sizes[name], **planned(name, slice_of(sizes[name], chips))}
+        row = {"model": name, "chips": chips, "parameters": sizes[name], **planned(name, slice_of(sizes[name], chips))}
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
-    print(table(read_rows(file)))
+    print(table([row for row in read_rows(file) if row.get("chips", "tpu") == chips]))
 
 
 def read_rows(file: Path) -> list[dict]:
-    """Read the last row of each model; a line that was cut off is left out."""
+    """Read the last row of each model and kind of chips; a line that was cut off is left out."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return list({row["model"]: row for row in rows}.values())
+    return list({(row["model"], row.get("chips", "tpu")): row for row in rows}.values())
 
 
 def planned(name: str, place: Slice) -> dict:

@@ -298,7 +298,11 @@ OPTIONS: dict[type, tuple] = {
         dict(residual_scale=0.5, output_scale=True, output_norm=RMS),
     ),
     **{kind: (kind(), lambda c: block(residual=c), {}) for kind in (Parallel, NoResidual, Chained)},
-    LearnedPositions: (LearnedPositions(max_positions=8), lambda c: decoder(positions=c), dict(max_positions=3)),
+    LearnedPositions: (
+        LearnedPositions(max_positions=8),
+        lambda c: decoder(positions=c),
+        dict(max_positions=3, offset=2),
+    ),
     SinusoidalPositions: (SinusoidalPositions(), lambda c: decoder(positions=c), dict(max_timescale=100.0)),
     ed.DecoderConfig: (
         DECODER,
@@ -672,6 +676,8 @@ BAD = [
     (LayerNormConfig, {}, dict(eps=0.0), "above 0"),
     (LayerNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),
     (NTKRope, {}, dict(alpha=0.5), "at least 1"),
+    (LongRope, dict(short_factors=(1.0,), original_length=9), dict(long_factors=(1.0, 2.0)), "must both have a number"),
+    (LongRope, dict(short_factors=(), original_length=9), dict(long_factors=()), "must both have a number"),
     (Rope, {}, dict(theta=0.0), "above 0"),
     (Rope, {}, dict(theta=-1e4), "above 0"),
     (Rope, {}, dict(fraction=0.0), "above 0"),

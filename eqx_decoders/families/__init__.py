@@ -70,6 +70,7 @@ from eqx_decoders.families import (
     olmo2,
     olmo3,
     olmoe,
+    opt,
     phi,
     phi3,
     qwen2,
@@ -114,7 +115,7 @@ _PUBLISHED = (
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3),
-    *(phi, gptj),
+    *(phi, gptj, opt),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
     *(mamba, falcon_mamba, jamba),
 )

@@ -11,10 +11,11 @@ from typing import Annotated, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveFloat, PositiveInt, check, check_number
+from eqx_decoders.layers.recurrent.causal_conv import document_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,18 @@ class Rope(CheckedFields):
         """Number of dimensions of a position; 0 for a plain position in the sequence."""
         return len(self.sections)
 
-    def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
-        """Return the angle of each pair; positions below 0 count as 0, and have one dimension or several."""
+    @property
+    def fixed_length(self) -> int | None:
+        """Tokens up to which angles do not depend on the length of a text; None: they never do."""
+        return None
+
+    def angles(
+        self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
+    ) -> Float[Array, "batch length pairs"]:
+        """Return the angle of each pair; positions below 0 count as 0, and have one dimension or several.
+
+        `segments` number the documents of a row, whose lengths may count.
+        """
         frequencies = jnp.asarray(self.frequencies(dim) * (-1 if self.reverse else 1), jnp.float32)[None, None]
         real = jnp.maximum(positions, 0).astype(jnp.float32)
         if real.ndim == 2:
@@ -217,7 +228,7 @@ class Llama3Rope(Rope):
 class DynamicRope(Rope):
     """RoPE whose base grows with the length of the text beyond `original_length` (NTK-aware; InternLM 3).
 
-    With L the greater of `original_length` and the last position of a row + 1, the base of `d` rotated features is
+    With L the greater of `original_length` and the last position of a document + 1, the base of `d` rotated features is
     `theta (factor L / original_length - (factor - 1))^(d / (d - 2))`. As in transformers, keys in a cache keep the base
     of their own call: beyond `original_length` a text in pieces differs from the whole.
 
@@ -230,19 +241,25 @@ class DynamicRope(Rope):
     factor: Annotated[float, InRange(least=1)]
     original_length: PositiveInt
 
-    def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
-        last = jnp.max(positions, axis=tuple(range(1, positions.ndim))).astype(jnp.float32)
+    @property
+    def fixed_length(self) -> int | None:
+        return self.original_length
+
+    def angles(
+        self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
+    ) -> Float[Array, "batch length pairs"]:
+        last = _last_positions(positions, segments).astype(jnp.float32)
         beyond = jnp.maximum(last + 1.0, self.original_length) / self.original_length - 1.0
         powers = -2.0 * jnp.arange(dim // 2, dtype=jnp.float32) / max(dim - 2, 1)
-        return super().angles(positions, dim) * (1.0 + self.factor * beyond)[:, None, None] ** powers[None, None]
+        return super().angles(positions, dim) * (1.0 + self.factor * beyond)[..., None] ** powers[None, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRope(Rope):
     """LongRoPE (Ding et al. 2024): each pair's frequency is divided by a number of its own, another for long texts.
 
-    A row is long where its last position is not below `original_length`. As in transformers, keys in a cache keep the
-    numbers of their own call: a text in pieces that becomes long differs from the whole.
+    A document is long where its last position is not below `original_length`. Keys in a cache keep the numbers of their
+    own call: a text in pieces that becomes long differs from the whole, which transformers computes again there.
 
     **Arguments:**
 
@@ -258,13 +275,26 @@ class LongRope(Rope):
     factor: Annotated[float, InRange(least=1)] = 1.0
     attention_factor: PositiveFloat | None = None
 
-    def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
-        for name in ("short_factors", "long_factors"):
-            count = len(getattr(self, name))
-            check(count == dim // 2, f"LongRope.{name} has {count} numbers, but heads have {dim // 2} rotated pairs.")
-        short, long = (1.0 / jnp.asarray(x, jnp.float32)[None] for x in (self.short_factors, self.long_factors))
-        is_long = jnp.max(positions, axis=tuple(range(1, positions.ndim))) >= self.original_length
-        return super().angles(positions, dim) * jnp.where(is_long[:, None], long, short)[:, None]
+    def __post_init__(self):
+        super().__post_init__()
+        same = len(self.short_factors) == len(self.long_factors) > 0
+        rule = f"and short_factors={self.short_factors} must both have a number for each rotated pair"
+        check(same, f"LongRope.long_factors={self.long_factors} {rule}.")
+
+    @property
+    def fixed_length(self) -> int | None:
+        return self.original_length
+
+    def angles(
+        self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
+    ) -> Float[Array, "batch length pairs"]:
+        count = len(self.short_factors)
+        check(
+            count == dim // 2, f"LongRope.short_factors has {count} numbers, but heads have {dim // 2} rotated pairs."
+        )
+        short, long = (1.0 / jnp.asarray(x, jnp.float32)[None, None] for x in (self.short_factors, self.long_factors))
+        is_long = _last_positions(positions, segments) >= self.original_length
+        return super().angles(positions, dim) * jnp.where(is_long[..., None], long, short)
 
     @property
     def magnitude(self) -> float:
@@ -338,6 +368,18 @@ class YarnRope(Rope):
         return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
+def _last_positions(
+    positions: Num[Array, "batch length *axes"], segments: Int[Array, "batch length"] | None
+) -> Num[Array, "batch _"]:
+    """Return the last position of each token's document, or of each row where there are no `segments`."""
+    latest = positions if positions.ndim == 2 else positions.max(-1)
+    if segments is None:
+        return latest.max(1, keepdims=True)
+    numbers = document_numbers(latest >= 0, segments)
+    count = latest.shape[1] + 1
+    return jax.vmap(lambda last, number: jax.ops.segment_max(last, number, count)[number])(latest, numbers)
+
+
 def rotary_positions(ctx: Context, rope: Rope) -> Num[Array, "batch length *axes"]:
     """Return the positions by which heads are rotated: of several dimensions if the call and `rope` have such."""
     positions = ctx.rotary_positions if rope.dimensions else None
@@ -345,11 +387,17 @@ def rotary_positions(ctx: Context, rope: Rope) -> Num[Array, "batch length *axes
 
 
 def rotate(
-    x: Float[Array, "batch length heads head_dim"], positions: Num[Array, "batch length *axes"], rope: Rope
+    x: Float[Array, "batch length heads head_dim"],
+    positions: Num[Array, "batch length *axes"],
+    rope: Rope,
+    segments: Int[Array, "batch length"] | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Rotate the features of every head by its token's position; float32 inside. Positions below 0 count as 0."""
+    """Rotate the features of every head by its token's position; float32 inside. Positions below 0 count as 0.
+
+    `segments` number the documents of a row.
+    """
     count = rope.rotated(x.shape[-1])
-    angles = rope.angles(positions, count)[:, :, None]
+    angles = rope.angles(positions, count, segments)[:, :, None]
     cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
     cos, sin = jax.lax.optimization_barrier((cos, sin))  # or a compiler would compute them again for each head
     turned = x[..., :count].astype(jnp.float32)

@@ -80,6 +80,12 @@ class DecoderConfig(CheckedFields):
         """Return whether rotary positions have time, row and column."""
         return self.media is not None and self.media.positions is not None
 
+    @property
+    def fixed_length(self) -> int | None:
+        """Tokens up to which the rotation of a key does not depend on the length of its text; None: it never does."""
+        ropes = (getattr(block.mixer, "rope", None) for block in self.blocks)
+        return min((rope.fixed_length for rope in ropes if rope is not None and rope.fixed_length), default=None)
+
     def to_json(self) -> str:
         """Return the configuration as JSON, for `from_json`; repeated layers are written once: `{"repeat": 4, "blocks":
         …}`.

@@ -22,7 +22,9 @@ def external_layers(model: Decoder) -> list[KVShape]:
 
     Raises ConfigError for models with layers that need another kind of cache.
     """
-    shapes = []
+    shapes, fixed = [], model.config.fixed_length
+    rule = "engines with caches of their own run all texts as one row, whose length is not theirs"
+    check(fixed is None, f"keys of texts beyond {fixed} tokens turn by others: {rule}.")
     for index, block in enumerate(model.config.blocks):
         for name, shape in block.cache_shape(1 << 30).items():
             rule = "engines with caches of their own have none for it"

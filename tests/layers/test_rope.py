@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope, rotate
+from eqx_decoders.layers.rope import (
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    YarnRope,
+    rotate,
+)
 from tests.compare import assert_close
 from tests.layers.common import normal
 from tests.oracles import (
@@ -163,3 +172,25 @@ def test_positions_must_have_the_dimensions_of_the_sections():
             ed.ConfigError, match=r"Rope\.sections=\(.*\) must have a number for each of the 3 dimensions"
         ):
             rotate(x, positions, Rope(sections=sections))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        DynamicRope(factor=2.0, original_length=6),
+        LongRope(short_factors=(1.0, 1.5), long_factors=(3.0, 4.0), original_length=6),
+    ],
+    ids=lambda rope: type(rope).__name__,
+)
+def test_each_document_of_a_row_has_its_own_length(rope):
+    """A long one does not turn the short one beside it, in any order, with padding between."""
+    short, long = jnp.arange(4)[None], jnp.arange(9)[None]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 2, 4)), jnp.float32)
+    alone = rotate(x[:, :4], short, rope), rotate(x[:, 5:14], long, rope)
+    positions = jnp.concatenate([short, jnp.full((1, 1), -1), long, jnp.full((1, 2), -1)], 1)
+    segments = jnp.asarray([[1] * 4 + [0] + [2] * 9 + [0] * 2])
+    together = rotate(x, positions, rope, segments)
+    assert_close((together[:, :4], together[:, 5:14]), alone)
+    apart = rotate(x, positions, rope)
+    assert np.abs(apart[:, :4] - alone[0]).max() > 1e-2
+    assert rope.fixed_length == 6 and Rope().fixed_length is None

@@ -9,6 +9,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.rope import DynamicRope
+from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.external_engine import external_layers, external_logits, run_with_caches
 from tests.models import filled, rich_decoder
 from tests.serving.engines import FIXTURES
@@ -105,3 +107,16 @@ def test_what_engines_have_no_memory_for_is_refused():
     one = np.zeros(1, np.int32)
     with pytest.raises(ed.ConfigError, match="caches has 1 entries"):
         run_with_caches(model, [None], one, one, None, attention)
+
+
+def test_keys_that_turn_by_the_length_of_a_text_are_refused():
+    """An engine with a cache of its own runs all texts as one row; ours takes texts for which the length is nothing."""
+    rope = DynamicRope(factor=2.0, original_length=64)
+    config = ed.get_config("tiny")
+    blocks = (dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=rope)) for block in config.blocks)
+    model = ed.abstract(dataclasses.replace(config, blocks=tuple(blocks)))
+    with pytest.raises(ed.ConfigError, match="keys of texts beyond 64 tokens turn by others"):
+        external_layers(model)
+    EngineConfig(max_length=64).check_model(model)
+    with pytest.raises(ed.ConfigError, match="max_length=65 must be at most 64"):
+        EngineConfig(max_length=65).check_model(model)

@@ -295,7 +295,7 @@ class Attention(eqx.Module):
         after_rope = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
         x = self._clip(x if after_rope else self._normalize(x, norm, scale))
         rope = self.config.rope
-        x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope)
+        x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope, ctx.segment_ids)
         return self._normalize(x, norm, scale) if after_rope else x
 
     def _normalize(self, x: Array, norm: Norm | None, scale: Array | None) -> Array:

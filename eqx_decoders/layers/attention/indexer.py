@@ -120,7 +120,7 @@ class Indexer(eqx.Module):
 
         def rotated(y: Array) -> Array:
             first, rest = jnp.split(y, [rope_dim], axis=-1)
-            return jnp.concatenate([rotate(first, ctx.positions, half), rest], axis=-1)
+            return jnp.concatenate([rotate(first, ctx.positions, half, ctx.segment_ids), rest], axis=-1)
 
         pattern = "batch length q_rank, q_rank heads head_dim -> batch length heads head_dim"
         query = rotated(ctx.einsum(pattern, low, self.query))

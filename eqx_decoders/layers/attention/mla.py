@@ -242,7 +242,7 @@ class LatentAttention(eqx.Module):
         return self._padded(latent, self._rotated(rope, ctx), ctx)
 
     def _rotated(self, x: Array, ctx: Context) -> Array:
-        return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope)
+        return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope, ctx.segment_ids)
 
     def _expanded(
         self, query: Array, latent: Array, ctx: Context, index: Index | None = None

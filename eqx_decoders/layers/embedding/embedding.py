@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.core.input_checks import as_int32
-from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt
+from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.numerics.einsum import AbstractWeight, add_bias, as_weight
@@ -40,26 +40,30 @@ class TokenEmbedding(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedPositions(CheckedFields):
-    """Configuration of `x + table[position]` (GPT-2).
+    """Configuration of `x + table[position + offset]` (GPT-2).
 
     **Arguments:**
 
-    - `max_positions`: rows of the table; later positions take the last row.
+    - `max_positions`: positions that have a row of the table; later ones take the last row.
+    - `offset`: rows before that of the first position, of no use (2 in OPT).
     """
 
     max_positions: PositiveInt
+    offset: NonNegativeInt = 0
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedPositionTable":
-        return LearnedPositionTable(table=normal(key, (self.max_positions, embed_dim), jnp.float32, 0.02))
+        table = normal(key, (self.offset + self.max_positions, embed_dim), jnp.float32, 0.02)
+        return LearnedPositionTable(table=table, offset=self.offset)
 
 
 class LearnedPositionTable(eqx.Module):
-    """Learned positions `x + table[position]`."""
+    """Learned positions `x + table[position + offset]`."""
 
     table: Float[Array, "positions embed"]
+    offset: int = eqx.field(static=True, default=0)
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
-        rows = jnp.take(self.table, jnp.maximum(ctx.positions, 0), axis=0, mode="clip")
+        rows = jnp.take(self.table, jnp.maximum(ctx.positions, 0) + self.offset, axis=0, mode="clip")
         return x + rows.astype(x.dtype)
 
 

@@ -37,8 +37,9 @@ def fits(
     """Return whether GPUs of a compute capability can carry these states: blocks of whole powers of two."""
     (batch, length, heads, value_dim), key_dim = value.shape, key.shape[3]
     whole = key_dim & (key_dim - 1) == 0 and _KEY_DIMS[0] <= key_dim <= _KEY_DIMS[1] and value_dim % _COLUMNS[0] == 0
-    states = batch * heads * -(-length // chunk) * key_dim * value_dim
-    return has_kernels(compute_capability) and whole and max(states, batch * length * heads * key_dim) < _MOST
+    chunks = -(-length // chunk)
+    largest = batch * heads * chunks * max(key_dim * value_dim, chunk * max(key_dim, value_dim))
+    return has_kernels(compute_capability) and whole and largest < _MOST
 
 
 class CarryTerms(NamedTuple):

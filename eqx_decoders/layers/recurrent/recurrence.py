@@ -50,7 +50,7 @@ def delta_rule(
     - `state`: before the first token; None for zeros.
     - `resets`: the first tokens of documents: what came before them is forgotten.
     - `chunk`: tokens that are computed at once, 16 times a power of two (with a decay for each channel half of it, if
-        it is no power of four); None: one by one, the definition. A kernel has a size of its own.
+        it is no power of four); None: one by one, the definition. The kernel for TPUs has a size of its own.
     - `platform`: of the devices, which decides how one token reads a state, and whether there is a kernel for many:
         then arrays are a device's own.
     - `compute_capability`: of the devices, where they are NVIDIA's.
@@ -80,9 +80,11 @@ def linear_recurrence(
     resets: Bool[Array, "batch length"] | None = None,
     chunk: int | None = 64,
     platform: str = "cpu",
+    compute_capability: tuple[int, int] | None = None,
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
     """Return outputs and the last state, with `value` as what is written: `delta_rule` without a correction."""
-    out, _, end = delta_rule(query, key, value, log_decay, None, state, resets, chunk, platform)
+    device = platform, compute_capability
+    out, _, end = delta_rule(query, key, value, log_decay, None, state, resets, chunk, *device)
     return out, end
 
 

@@ -46,7 +46,8 @@ def recur_on_mesh(
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
     # a kernel sees a device's own arrays, and by their shapes it is chosen
-    may_have_kernel = (layout.backend.pallas_tpu or layout.backend.pallas_gpu) and value.shape[1] >= CHUNK
+    least = CHUNK if layout.backend.pallas_tpu else 2 if layout.backend.pallas_gpu else value.shape[1] + 1
+    may_have_kernel = value.shape[1] >= least
     device: dict[str, Any] = dict(platform=layout.platform, compute_capability=compute_capability(layout.device))
     if layout.single or not (length or may_have_kernel):
         return delta_rule(*arrays, **device)

@@ -99,6 +99,9 @@ class EngineConfig(EngineLimits):
         limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
         rule = f"EngineConfig.max_length={self.max_length} must be at most {limit}, the model's learned positions"
         check(limit is None or self.max_length <= limit, f"{rule}.")
+        fixed = model.config.fixed_length
+        rule = f"EngineConfig.max_length={self.max_length} must be at most {fixed}: keys of longer texts turn by others"
+        check(fixed is None or self.max_length <= fixed, f"{rule}.")
         if self.drafts is not None:
             self.drafts.check_model(model)
 

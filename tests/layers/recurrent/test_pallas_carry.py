@@ -7,12 +7,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+import eqx_decoders as ed
+from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import compute_capability
-from eqx_decoders.layers.recurrent import chunked_scan
+from eqx_decoders.layers.recurrent import chunked_scan, recurrence, sharded_scan
 from eqx_decoders.layers.recurrent.chunked_scan import run_chunks
 from eqx_decoders.layers.recurrent.pallas_carry import carry, fits
 from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, tracing_for
+from eqx_decoders.sharding.backend import backend_of
 from tests.layers.recurrent.test_pallas_scan import inputs
 from tests.layers.recurrent.test_recurrence import documents, same
 from tests.layers.recurrent.test_sharded_scan import results
@@ -94,3 +98,17 @@ def test_it_compiles_for_gpus(topology, key_heads, heads, value_dim, decay_dim):
         lowered = jax.jit(both).lower(keys, keys, like(heads, value_dim), like(heads, decay_dim), like(heads))
     text = lowered.compile(compiler_options=GPU_OPTIONS).as_text()
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2 and "carry_states" in text
+
+
+@pytest.mark.parametrize("length", [2, 127])
+def test_on_a_mesh_a_kernel_sees_a_devices_own_arrays(length, monkeypatch):
+    """Of short pieces, too: XLA cannot split it."""
+    layout = ed.Layout.create(fsdp=2, devices=jax.devices()[:2])
+    monkeypatch.setattr(ed.Layout, "backend", backend_of("gpu", single=False))
+    monkeypatch.setattr(ed.Layout, "platform", "gpu")
+    monkeypatch.setattr(sharded_scan, "compute_capability", lambda device: (9, 0))
+    seen = []
+    monkeypatch.setattr(recurrence.pallas_carry, "fits", lambda key, *others: seen.append(key.shape) or False)
+    args = inputs(length, "head")
+    jax.eval_shape(lambda *args: recur_on_mesh(*args, execution=Execution(layout=layout)), *args)
+    assert seen == [(1, length, 2, 8)]
