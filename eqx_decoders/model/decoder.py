@@ -111,7 +111,7 @@ class Decoder(eqx.Module):
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head: Head | None
-    head_bias: Float[Array, "vocab"] | None
+    head_bias: Float[AnyArray, "vocab"] | None
     mtp: MTP | None
     vision: Encoder | None
     audio: Encoder | None
