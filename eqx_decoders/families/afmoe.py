@@ -19,7 +19,7 @@ from eqx_decoders.families.common import (
 )
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Unused
+from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Integer, Number, Only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask
@@ -55,7 +55,7 @@ FAMILY = Family(
     model_type="afmoe",
     architecture="AfmoeForCausalLM",
     settings=(
-        Unused("auto_map", "it names code in the same directory, which is neither run nor exported"),
+        AUTO_MAP,
         # these stand in the published files, and transformers does not read them
         *(Only(key, 1) for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")),
         Only("score_func", "sigmoid"),

@@ -254,25 +254,26 @@ def write_masks(
 HYBRID_TYPES = ("linear_attention", "full_attention")
 
 
-def hybrid_layers(*attention: type) -> Rule:
-    """Return the row of flags for layers with attention, of these classes, not recurrence.
+def hybrid_layers(*attention: type, other: str = HYBRID_TYPES[0]) -> Rule:
+    """Return the row of flags for layers with attention, of these classes, not recurrence, whose type is `other`.
 
     `layer_types` says it or, where there is none, the value `_interval`: every such layer has attention.
     """
-    legacy = {"mamba": HYBRID_TYPES[0], "attention": HYBRID_TYPES[1]}
+    kinds = other, HYBRID_TYPES[1]
+    legacy = {"mamba": other, "attention": HYBRID_TYPES[1]}
 
     def read(fields: Fields, values: Values) -> tuple[bool, ...]:
         layers, interval = values["shape"].num_layers, values.get("_interval")
-        types = fields.words("layer_types", (*HYBRID_TYPES, *legacy), layers)
+        types = fields.words("layer_types", (*kinds, *legacy), layers)
         if types is None:
-            types = [HYBRID_TYPES[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
+            types = [kinds[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
         full = tuple(legacy.get(kind, kind) == HYBRID_TYPES[1] for kind in types)
         if not any(full):
             raise fields.error("no layer has attention: check layer_types.")
         return full
 
     def write(config: DecoderConfig) -> dict[str, Any]:
-        return {"layer_types": [HYBRID_TYPES[isinstance(block.mixer, attention)] for block in config.blocks]}
+        return {"layer_types": [kinds[isinstance(block.mixer, attention)] for block in config.blocks]}
 
     return Rule("full", read, write)
 

@@ -9,7 +9,7 @@ from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes,
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Integer, Only, Rule, Unused, Values
+from eqx_decoders.families.settings_table import AUTO_MAP, Integer, Only, Rule, Values
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
@@ -53,7 +53,7 @@ FAMILY = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     settings=(
-        Unused("auto_map", "it names code in the same directory, which is neither run nor exported"),
+        AUTO_MAP,
         Only("moe_norm_min", 1e-12, written=True),
         Only("moe_gate", "topk"),
         Only("use_rmsnorm", True),

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from eqx_decoders.families._lfm2 import WEIGHTS, lfm2, settings
+from eqx_decoders.families._lfm2 import SETTINGS, WEIGHTS, lfm2
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
@@ -24,10 +24,9 @@ FAMILY = Family(
     model_type="lfm2",
     architecture="Lfm2ForCausalLM",
     settings=(
-        *settings(
-            Renamed({"block_ff_dim": "intermediate_size"}),
-            Rule("", _fit_mlp, lambda config: {"block_auto_adjust_ff_dim": False}),
-        ),
+        Renamed({"block_ff_dim": "intermediate_size"}),
+        Rule("", _fit_mlp, lambda config: {"block_auto_adjust_ff_dim": False}),
+        *SETTINGS,
     ),
     build=lfm2,
     weights=WEIGHTS,

@@ -6,7 +6,7 @@ from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, l
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
-from eqx_decoders.families.settings_table import Only, Rule, Values
+from eqx_decoders.families.settings_table import Only, Rule, Values, value_at
 from eqx_decoders.layers.attention.attention import QueryTemperature
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -34,7 +34,7 @@ def _read_growth(fields: Fields, values: Values) -> float:
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    written, beta = write_rope(config), {_BETA: config.blocks[0].mixer.temperature.scale}  # pyright: ignore
+    written, beta = write_rope(config), {_BETA: value_at(config, "attention.temperature.scale")}
     return {key: value | beta if key in _TABLES else value for key, value in written.items()}
 
 

@@ -28,6 +28,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
@@ -45,6 +46,7 @@ FINDERS: dict[str, tuple[type, ...]] = {
     "mamba": (Mamba2Config,),
     "mamba1": (Mamba1Config,),
     "delta": (GatedDeltaNetConfig, KimiDeltaAttentionConfig),
+    "convolution": (GatedConvolutionConfig,),
     "experts": (ExpertsConfig,),
     "mlp": (MLPConfig, ExpertsConfig),  # experts only where no block has an MLP
 }

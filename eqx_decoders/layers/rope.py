@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveFloat, PositiveInt, check, check_number
@@ -72,6 +72,10 @@ class Rope(CheckedFields):
         """Tokens up to which angles do not depend on the length of a text; None: they never do."""
         return None
 
+    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
+        """Return factors of the angles in documents with these last positions, for embeddings with a `fixed_length`."""
+        raise AssertionError(f"{type(self).__name__} does not depend on the length of a text")
+
     def angles(
         self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
     ) -> Float[Array, "batch length pairs"]:
@@ -79,6 +83,14 @@ class Rope(CheckedFields):
 
         `segments` number the documents of a row, whose lengths may count.
         """
+        angles = self._plain_angles(positions, dim)
+        if self.fixed_length is None:
+            return angles
+        return angles * self.stretch(_last_positions(positions, segments).astype(jnp.float32), dim)
+
+    def _plain_angles(
+        self, positions: Num[Array, "batch length *axes"], dim: int
+    ) -> Float[Array, "batch length pairs"]:
         frequencies = jnp.asarray(self.frequencies(dim) * (-1 if self.reverse else 1), jnp.float32)[None, None]
         real = jnp.maximum(positions, 0).astype(jnp.float32)
         if real.ndim == 2:
@@ -245,13 +257,10 @@ class DynamicRope(Rope):
     def fixed_length(self) -> int | None:
         return self.original_length
 
-    def angles(
-        self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
-    ) -> Float[Array, "batch length pairs"]:
-        last = _last_positions(positions, segments).astype(jnp.float32)
+    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
         beyond = jnp.maximum(last + 1.0, self.original_length) / self.original_length - 1.0
         powers = -2.0 * jnp.arange(dim // 2, dtype=jnp.float32) / max(dim - 2, 1)
-        return super().angles(positions, dim) * (1.0 + self.factor * beyond)[..., None] ** powers[None, None]
+        return (1.0 + self.factor * beyond)[..., None] ** powers[None, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,16 +294,13 @@ class LongRope(Rope):
     def fixed_length(self) -> int | None:
         return self.original_length
 
-    def angles(
-        self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
-    ) -> Float[Array, "batch length pairs"]:
+    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
         count = len(self.short_factors)
         check(
             count == dim // 2, f"LongRope.short_factors has {count} numbers, but heads have {dim // 2} rotated pairs."
         )
         short, long = (1.0 / jnp.asarray(x, jnp.float32)[None, None] for x in (self.short_factors, self.long_factors))
-        is_long = _last_positions(positions, segments) >= self.original_length
-        return super().angles(positions, dim) * jnp.where(is_long[..., None], long, short)
+        return jnp.where((last >= self.original_length)[..., None], long, short)
 
     @property
     def magnitude(self) -> float:

@@ -31,7 +31,7 @@ class StateUpdate(eqx.Module):
 class NewState(eqx.Module):
     """State after all tokens of a call of which none will be rejected: nothing per token of a long prompt."""
 
-    state: Float32[Array, "batch heads key_dim value_dim"]
+    state: Float32[Array, "batch ..."]
 
 
 class RecurrentState(LayerCache):
@@ -94,12 +94,6 @@ class ChannelUpdate(eqx.Module):
     rates: Float32[Array, "key_dim channels"]
 
 
-class NewChannelState(eqx.Module):
-    """State after all tokens of a call of which none will be rejected."""
-
-    state: Float32[Array, "batch key_dim channels"]
-
-
 class ChannelState(LayerCache):
     """States of equal layers of which each channel has its own, in float32; zero before the first token."""
 
@@ -108,8 +102,8 @@ class ChannelState(LayerCache):
     def slices(self) -> Any:
         return self.state
 
-    def commit(self, entries: ChannelUpdate | NewChannelState, positions: Int[Array, "batch length"]) -> "ChannelState":
-        if isinstance(entries, NewChannelState):
+    def commit(self, entries: ChannelUpdate | NewState, positions: Int[Array, "batch length"]) -> "ChannelState":
+        if isinstance(entries, NewState):
             return ChannelState(state=entries.state)
         accepted, rates = (positions >= 0)[None, :, :, None], entries.rates[:, None]
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from eqx_decoders.layers.recurrent.pallas_carry import CarryTerms
+from eqx_decoders.layers.recurrent.pallas_carry import CarryTerms, product
 
 
 LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
@@ -189,7 +189,7 @@ def _within(tokens: Tokens) -> tuple[_Decays, Array, tuple[Array, Array] | None]
     else:
         fade = sums.since(sums.map(lambda x: x.swapaxes(-1, -2)))
         fade = jnp.exp(jnp.where(_same(tokens), fade, -jnp.inf))
-        pairs = [_product(x, tokens.key, "ik,jk->ij")[:, :, None] * fade for x in (tokens.query, tokens.key)]
+        pairs = [product(x, tokens.key, "ik,jk->ij")[:, :, None] * fade for x in (tokens.query, tokens.key)]
     decays = _decays(tokens, sums)
     if tokens.beta is None:
         return decays, pairs[0], None
@@ -224,7 +224,7 @@ def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tu
     arrays, pairs = _blocks((query, key, sums, document)), jnp.zeros((2, *key.shape[:-1], chunk), jnp.float32)
     for size in _sizes(key):
         rows, columns, _ = _factors(arrays, size)
-        part = _product(rows, columns, "id,jd->ij")
+        part = product(rows, columns, "id,jd->ij")
         part = jnp.moveaxis(part.reshape(*part.shape[:-2], 2, size, -1), -3, 0)
         pairs = pairs + _spread(part.reshape(*part.shape[:-3], -1, part.shape[-1]), key.shape[-2])
         arrays = _blocks(arrays, size)
@@ -300,10 +300,10 @@ def _decayed_pairs_backward(residuals: tuple, bars: tuple[Array, Array]):
         part = _gathered(pair_bar, block)
         part = jnp.moveaxis(part.reshape(*part.shape[:-2], -1, size, block), 0, -3)
         part = part.reshape(*part.shape[:-3], 2 * size, block)
-        to_query, to_key = jnp.split(_product(part, columns, "ij,jd->id"), 2, axis=-2)
+        to_query, to_key = jnp.split(product(part, columns, "ij,jd->id"), 2, axis=-2)
         query_bar += (to_query * after).reshape(key.shape)
         row_bar += (to_key * after).reshape(key.shape)
-        column_bar += (_product(part, rows, "ij,id->jd") * before).sum(-3).reshape(key.shape)
+        column_bar += (product(part, rows, "ij,id->jd") * before).sum(-3).reshape(key.shape)
         arrays, block = _blocks(arrays, size), size
     fine = query * query_bar + key * (row_bar - column_bar)
     diagonal = _gathered(bars[0], 1)[..., 0]
@@ -339,7 +339,7 @@ def _inverse(system: Array) -> Array:
 @jax.custom_vjp
 def _solve(system: Array, inverse: Array, right: Array) -> Array:
     """Solve (I + A) U = R, given (I + A)^-1; the gradient goes to A."""
-    return _product(inverse, right, "rij,jrv->irv")
+    return product(inverse, right, "rij,jrv->irv")
 
 
 def _solve_forward(system: Array, inverse: Array, right: Array):
@@ -350,8 +350,8 @@ def _solve_forward(system: Array, inverse: Array, right: Array):
 def _solve_backward(residuals: tuple[Array, Array], solution_bar: Array):
     """Compute R' = (I + A)^-T U',  A' = -R' U^T."""
     inverse, solution = residuals
-    right_bar = _product(inverse, solution_bar, "rji,jrv->irv")
-    return -_product(right_bar, solution, "irv,jrv->rij"), None, right_bar
+    right_bar = product(inverse, solution_bar, "rji,jrv->irv")
+    return -product(right_bar, solution, "irv,jrv->rij"), None, right_bar
 
 
 _solve.defvjp(_solve_forward, _solve_backward)
@@ -369,16 +369,16 @@ def _advance(
 
     def read(x: Array) -> Array:
         if by_channel:
-            return _product(x * decays.enter, state, "ik,krv->irv")
-        return _product(x, state, "ik,krv->irv") * decays.enter
+            return product(x * decays.enter, state, "ik,krv->irv")
+        return product(x, state, "ik,krv->irv") * decays.enter
 
     written = tokens.value
     if inverse is not None and tokens.beta is not None:
         right = (tokens.value - read(tokens.key)) * tokens.beta.swapaxes(2, 3)[..., None]
         written = _solve(*inverse, right)
-    out = read(tokens.query) + _product(products, written, "rij,jrv->irv")
+    out = read(tokens.query) + product(products, written, "rij,jrv->irv")
     key, value = (tokens.key * decays.leave, written) if by_channel else (tokens.key, written * decays.leave)
-    return state * decays.keep + _product(key, value, "ik,irv->krv"), (out, written)
+    return state * decays.keep + product(key, value, "ik,irv->krv"), (out, written)
 
 
 def _advance_all(
@@ -403,11 +403,5 @@ def _advance_all(
     key = tokens.key * decays.leave if by_channel else tokens.key
     states, written, end = carry(CarryTerms(added, left, key, scale, keep), start)
     query = tokens.query * decays.enter if by_channel else tokens.query
-    out = _product(query, states, "ik,krv->irv") * (1.0 if by_channel else decays.enter)
-    return end, (out + _product(products, written, "rij,jrv->irv"), written)
-
-
-def _product(left: Array, right: Array, pattern: str) -> Array:
-    """Compute an einsum over the dimensions behind `batch key_heads`, in f32."""
-    a, b, out = pattern.replace("->", ",").split(",")
-    return jnp.einsum(f"...{a},...{b}->...{out}", left, right, preferred_element_type=jnp.float32)
+    out = product(query, states, "ik,krv->irv") * (1.0 if by_channel else decays.enter)
+    return end, (out + product(products, written, "rij,jrv->irv"), written)

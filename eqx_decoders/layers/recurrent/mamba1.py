@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import AtLeast, CheckedFields, PositiveInt
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewChannelState
+from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdate, ConvShape, NewState
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream, new_steps, zero_padding
@@ -118,7 +118,7 @@ class Mamba1(eqx.Module):
         inputs = steps, written, key, query, rates, state, starts
         answer, state = scan_on_mesh(*inputs, execution=ctx.execution)
         if ctx.accept_all:
-            entry = NewChannelState(state=state)
+            entry = NewState(state=state)
         else:
             entry = ChannelUpdate(steps=steps, written=written, key=key, rates=rates)
         answer = answer + self.skip.astype(jnp.float32)[None, None] * value.astype(jnp.float32)

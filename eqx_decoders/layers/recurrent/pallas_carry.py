@@ -155,17 +155,18 @@ def _backward(interpret: bool, residuals: tuple, bars: tuple[Array, Array, Array
         added=results_bar, keep=keep, start=end_bar, left=right, left_scale=scale, right=left, more=states_bar
     )
     after, added_bar, start_bar = _run(given, True, interpret)
-    right_bar = _product(results, after, "irv,krv->irk")
+    right_bar = product(results, after, "irv,krv->irk")
     scale_bar = None
     if scale is not None:
         scale_bar = (right_bar * right[..., None, :]).sum(-1)
         right_bar = right_bar * scale[..., None]
-    left_bar = None if left is None else _product(added_bar, states, "irv,krv->irk")
+    left_bar = None if left is None else product(added_bar, states, "irv,krv->irk")
     terms_bar = CarryTerms(added_bar, left_bar, right_bar.sum(4), scale_bar, (states * after).sum(-1))
     return terms_bar, start_bar
 
 
-def _product(left: Array, right: Array, pattern: str) -> Array:
+def product(left: Array, right: Array, pattern: str) -> Array:
+    """Compute an einsum over the dimensions behind those of chunks and heads, in f32."""
     a, b, out = pattern.replace("->", ",").split(",")
     return jnp.einsum(f"...{a},...{b}->...{out}", left, right, preferred_element_type=jnp.float32)
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.context import Execution
+from eqx_decoders.layers.recurrent.sharded_scan import states_of_pieces
 from eqx_decoders.sharding.axes import names_of
 
 
@@ -112,17 +113,9 @@ def scan_on_mesh(
         decay = jnp.exp(rates[None] * steps.sum(1)[:, None])
         if resets is not None:
             decay = jnp.where(resets.any(1)[:, None, None], 0.0, decay)
-        ends, decays = (lax.all_gather(x, length) for x in (end, decay))
-
-        def step(carry, after):
-            state, own_state = carry
-            index, end, decay = after
-            own_state = jnp.where(index == lax.axis_index(length), state, own_state)
-            return (decay * state + end, own_state), None
-
         start = jnp.zeros_like(end) if state is None else state
-        (end, own_state), _ = lax.scan(step, (start, start), (jnp.arange(len(ends)), ends, decays))
-        out, _ = selective_scan(*piece, own_state, resets)
+        start, end = states_of_pieces(start, end, decay, jnp.multiply, length)
+        out, _ = selective_scan(*piece, start, resets)
         return out, end
 
     # named, too, are mesh axes of one device: over what no name splits gradients are summed

@@ -9,6 +9,7 @@ with the state [0 | I] and values [v | 0] ends in [B | A] and gives [b | a]. Wit
 decays. A and B of all pieces are gathered, a matrix or two per head and row; no token leaves its device.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -46,8 +47,8 @@ def recur_on_mesh(
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
     # a kernel sees a device's own arrays, and by their shapes it is chosen
-    least = CHUNK if layout.backend.pallas_tpu else 2 if layout.backend.pallas_gpu else value.shape[1] + 1
-    may_have_kernel = value.shape[1] >= least
+    backend, count = layout.backend, value.shape[1]
+    may_have_kernel = (backend.pallas_tpu and count >= CHUNK) or (backend.pallas_gpu and count > 1)
     device: dict[str, Any] = dict(platform=layout.platform, compute_capability=compute_capability(layout.device))
     if layout.single or not (length or may_have_kernel):
         return delta_rule(*arrays, **device)
@@ -64,7 +65,7 @@ def recur_on_mesh(
             return delta_rule(query, key, value, log_decay, beta, state, resets, **device)
         start = jnp.zeros(shape, jnp.float32) if state is None else state
         piece = _run_piece(query, key, value, log_decay, beta, resets, device)
-        start, end = _states(start, piece, length)
+        start, end = states_of_pieces(start, piece.end, piece.transition, _moved, length)
         out, written = (_with_state(x, start) for x in (piece.out, piece.written))
         return out.astype(value.dtype), written, end
 
@@ -119,16 +120,21 @@ def _fade(log_decay: Array, resets: Array | None) -> Float32[Array, "batch lengt
     return jnp.where((jnp.cumsum(resets, axis=1) > 0)[:, :, None, None], 0.0, fade)
 
 
-def _states(start: Array, piece: _Piece, axes: tuple[str, ...]) -> tuple[Array, Array]:
-    """Return the states before a device's piece and after the last one, from the state before the first one."""
+def states_of_pieces(
+    start: Array, end: Array, transition: Array, move: Callable[[Array, Array], Array], axes: tuple[str, ...]
+) -> tuple[Array, Array]:
+    """Return the states before a device's piece and after the last one, from the state before the first one.
+
+    A piece that begins in the state S ends in `move(transition, S) + end`.
+    """
 
     def step(carry, ends):
         state, own_state = carry
         index, end, transition = ends
         own_state = jnp.where(index == lax.axis_index(axes), state, own_state)
-        return (_moved(transition, state) + end, own_state), None
+        return (move(transition, state) + end, own_state), None
 
-    ends, transitions = (lax.all_gather(x, axes) for x in (piece.end, piece.transition))
+    ends, transitions = (lax.all_gather(x, axes) for x in (end, transition))
     (end, own_state), _ = lax.scan(step, (start, start), (jnp.arange(len(ends)), ends, transitions))
     return own_state, end
 

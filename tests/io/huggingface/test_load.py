@@ -58,9 +58,19 @@ MORE = (
     *("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense"),
     *("gpt_oss_yarn", "deepseek3_groups", "llama_bf16", "glm", "dots1", "hy_v3", "solar_open", "flex_olmo", "youtu"),
     *("falcon_mqa", "cohere_bias", "ministral_mixed", "vaultgemma", "gptj_tied", "opt", "falcon_mamba", "jamba"),
-    *("exaone4_full", "granite_moe", "ernie4_5", "seed_oss", "helium", "arcee_yarn", "hyperclovax", "granite_moe_shared"),
+    *(
+        "exaone4_full",
+        "granite_moe",
+        "ernie4_5",
+        "seed_oss",
+        "helium",
+        "arcee_yarn",
+        "hyperclovax",
+        "granite_moe_shared",
+    ),
     *("olmo2", "glm4_moe", "glm4_moe_lite", "qwen2_moe", "nemotron_bias", "stablelm_parallel", "gpt_bigcode"),
     *("mamba2", "cohere2_pattern", "olmoe_clip", "hunyuan_alpha", "hunyuan_moe", "lfm2_moe", "ministral3"),
+    "granite_moe_shared",
 )
 
 

@@ -13,7 +13,6 @@ from eqx_decoders.layers.cache.recurrent_state import (
     ChannelUpdate,
     ConvInputs,
     ConvShape,
-    NewChannelState,
     NewConvInputs,
     NewState,
     StateShape,
@@ -71,7 +70,7 @@ def test_a_state_by_channels_is_what_the_kept_tokens_wrote(length):
     kept = np.arange(length)[None] < np.asarray([[length], [0], [2]])
     memory = ChannelShape(key_dim=4, channels=5).build(LAYERS, BATCH, jnp.bfloat16)
     begin = jnp.asarray(normal(LAYERS, BATCH, 4, 5, seed=5))
-    memory = memory.commit(jax.vmap(NewChannelState)(begin), jnp.zeros((BATCH, 1), int))
+    memory = memory.commit(jax.vmap(NewState)(begin), jnp.zeros((BATCH, 1), int))
     want = np.array(memory.state)
     for row, token in zip(*np.nonzero(kept), strict=True):
         update = key[:, row, token, :, None] * written[:, row, token, None, :]
