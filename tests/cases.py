@@ -164,7 +164,9 @@ ENGRAM = EngramConfig(
 PER_LAYER = PerLayerEmbeddingConfig(features=8, vocab_size=VOCAB)
 FURTHER = {"mlp": MLPConfig(mlp_dim=8), "per layer": PerLayerInputConfig(features=8)}
 RECURRENT = {
-    "delta net": GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3),
+    "delta net": GatedDeltaNetConfig(
+        num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3, negative_eigenvalues=True
+    ),
     "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
     "mamba": Mamba1Config(channels=24, key_dim=5, step_rank=8, bias=True, norm=RMSNormConfig()),
     "gated convolution": GatedConvolutionConfig(channels=24, bias=True),

@@ -210,7 +210,8 @@ OPTIONS: dict[type, tuple] = {
     GatedDeltaNetConfig: (
         GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=4, value_dim=3),
         lambda c: block(mixer=c),
-        dict(num_key_heads=1, num_heads=8, key_dim=6, value_dim=5, taps=2, norm=RMSNormConfig(eps=0.5)),
+        dict(num_key_heads=1, num_heads=8, key_dim=6, value_dim=5, taps=2, norm=RMSNormConfig(eps=0.5))
+        | dict(negative_eigenvalues=True),
     ),
     Mamba1Config: (
         Mamba1Config(channels=6, key_dim=4, step_rank=2),

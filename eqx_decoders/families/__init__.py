@@ -69,6 +69,7 @@ from eqx_decoders.families import (
     olmo,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     opt,
     phi,
@@ -117,7 +118,7 @@ _PUBLISHED = (
     *(llama4_vision, mistral3, smolvlm, idefics3),
     *(phi, gptj, opt),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
-    *(mamba, falcon_mamba, jamba),
+    *(mamba, falcon_mamba, jamba, olmo_hybrid),
 )
 
 

@@ -9,7 +9,7 @@ from eqx_decoders.layers.rope import Rope
 
 
 def olmo_block(
-    shape: DecoderSizes, *, rope: Rope, mask: Mask = Causal(), experts: ExpertsConfig | None = None
+    shape: DecoderSizes, *, rope: Rope | None, mask: Mask = Causal(), experts: ExpertsConfig | None = None
 ) -> BlockConfig:
     """Return a block with norms on outputs only, and one norm of all queries of a token, and of all its keys."""
     mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm, over="heads"))

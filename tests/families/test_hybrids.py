@@ -100,6 +100,8 @@ REFUSED = [
     ("granitemoehybrid", dict(time_step_limit=[0.5]), r"time_step_limit\[0\]"),
     ("granitemoehybrid", dict(time_step_limit=[0.5, 0.1]), "dt_max=0.1"),
     ("granitemoehybrid", dict(position_embedding_type="alibi"), "position_embedding_type=alibi is not known"),
+    ("olmo_hybrid", dict(layer_types=["full_attention"] * 3), "all layers have attention"),
+    ("olmo_hybrid", dict(linear_use_gate=False), "linear_use_gate: not known here"),
     ("kimi_linear", dict(mla_use_nope=False), "mla_use_nope"),
     ("kimi_linear", dict(mla_use_output_gate=True), "mla_use_output_gate: not known here"),
     ("kimi_linear", dict(linear_attn_config={"gate_lower_bound": -5.0}), "gate_lower_bound"),
@@ -126,3 +128,31 @@ def test_a_step_may_be_unlimited():
     for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None):
         mamba = decode(sample("granitemoehybrid", time_step_limit=limit)).blocks[0].mixer
         assert (mamba.dt_min, mamba.dt_max) == (0.0, None)
+
+
+SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+
+
+@pytest.mark.parametrize("layers, full", [(3, [2]), (6, [3])])
+def test_sizes_and_layers_of_olmo_hybrid_may_be_left_out(layers, full):
+    config = decode(sample("olmo_hybrid", "layer_types", *SIZES, num_hidden_layers=layers, hidden_size=48))
+    assert [index for index, block in enumerate(config.blocks) if isinstance(block.mixer, AttentionConfig)] == full
+    delta = config.blocks[0].mixer
+    assert (delta.num_key_heads, delta.num_heads, delta.key_dim, delta.value_dim) == (3, 3, 12, 24)
+
+
+@pytest.mark.parametrize(
+    "keys, theta",
+    [
+        (dict(rope_parameters={"rope_type": "default", "rope_theta": None}), None),
+        (dict(rope_parameters=None, rope_theta=None), None),
+        (dict(rope_parameters=None), 1e4),
+        (dict(rope_parameters={"rope_type": "default"}), 1e4),
+        (dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), 5e5),
+    ],
+)
+def test_olmo_hybrid_rotates_nothing_where_theta_is_null(keys, theta):
+    """Not where it is missing: then it is transformers' default."""
+    config = decode(sample("olmo_hybrid", "rope_parameters", "rope_theta", **keys))
+    assert getattr(config.blocks[1].mixer.rope, "theta", None) == theta
+    assert decode(FAMILIES["olmo_hybrid"].encode(config)) == config

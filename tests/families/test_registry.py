@@ -223,6 +223,7 @@ PARAMETERS = {
     "falcon-mamba-7b": 7_272_665_088,
     "jamba-52b-a12b": 51_570_323_328,
     "jamba-398b-a94b": 398_555_145_696,
+    "olmo-hybrid-7b": 7_430_870_688,
 }
 
 

@@ -43,6 +43,8 @@ class GatedDeltaNetConfig(CheckedFields):
     - `key_dim`, `value_dim`: features of a key and of a value.
     - `taps`: tokens that the convolutions see, the last among them.
     - `norm`: normalization of each head's answer.
+    - `negative_eigenvalues`: whether beta is twice a sigmoid: above 1 the factor `1 - beta` of the state along a key is
+        negative (Grazzi et al. 2025; Olmo Hybrid).
     """
 
     num_key_heads: PositiveInt
@@ -51,6 +53,7 @@ class GatedDeltaNetConfig(CheckedFields):
     value_dim: PositiveInt
     taps: Annotated[int, AtLeast(2)] = 4
     norm: RMSNormConfig = RMSNormConfig()
+    negative_eigenvalues: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -152,4 +155,5 @@ class GatedDeltaNet(eqx.Module):
         dt, beta = (ctx.einsum(pattern, x, weight).astype(jnp.float32) for weight in (self.dt, self.beta))
         a_log, dt_bias = (each.astype(jnp.float32)[None, None] for each in (self.a_log, self.dt_bias))
         log_decay = zero_padding(-jnp.exp(a_log) * jax.nn.softplus(dt + dt_bias), ctx.positions)
-        return log_decay[..., None], zero_padding(jax.nn.sigmoid(beta), ctx.positions)
+        share = jax.nn.sigmoid(beta) * (2.0 if self.config.negative_eigenvalues else 1.0)
+        return log_decay[..., None], zero_padding(share, ctx.positions)

@@ -70,6 +70,7 @@ MORE = (
     ),
     *("olmo2", "glm4_moe", "glm4_moe_lite", "qwen2_moe", "nemotron_bias", "stablelm_parallel", "gpt_bigcode"),
     *("mamba2", "cohere2_pattern", "olmoe_clip", "hunyuan_alpha", "hunyuan_moe", "lfm2_moe", "ministral3"),
+    "olmo_hybrid",
     "granite_moe_shared",
 )
 

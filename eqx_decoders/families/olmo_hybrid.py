@@ -1,0 +1,112 @@
+"""Olmo Hybrid (Team Olmo 2026): three gated delta nets, with norms before their layers, to one attention of OLMo 2."""
+
+import functools
+from typing import Any
+
+from eqx_decoders.families._olmo import olmo_block
+from eqx_decoders.families._qwen_hybrid import INTO_KEYS, INTO_VALUES, KEYS, LINEAR, VALUES, every_fourth
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, hybrid_layers, llama_weights, norm_weights
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.settings_table import Check, Defaults, Flag, Group, Integer, Rule, Values, value_at
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+_NORM = RMSNormConfig(eps=1e-5)  # within gated delta nets, whatever `rms_norm_eps` is
+
+
+def olmo_hybrid(
+    shape: DecoderSizes, *, delta: GatedDeltaNetConfig, full: tuple[bool, ...], rope: Rope | None
+) -> DecoderConfig:
+    """Return a decoder with attention in the layers where `full` is True, else `delta`."""
+    attention, recurrence = olmo_block(shape, rope=rope), shape.block(delta)
+    return shape.decoder(attention if has_attention else recurrence for has_attention in full)
+
+
+def _read_rope(fields: Fields, values: Values) -> Rope | None:
+    """Read the rotary embedding: there is none if `rope_theta` is null, and transformers' default if it is missing."""
+    places = fields.content, fields.content.get("rope_parameters")
+    thetas = [place["rope_theta"] for place in places if isinstance(place, dict) and "rope_theta" in place]
+    rope = read_rope(fields)
+    return None if thetas and thetas == [None] * len(thetas) else rope
+
+
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    if value_at(config, "attention").rope is not None:
+        return write_rope(config)
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+
+
+def _heads(values: Values) -> int:
+    return values["shape"].num_heads
+
+
+def _key_dim(values: Values) -> int:
+    return int(0.75 * values["shape"].embed_dim / values["num_key_heads"])
+
+
+_DELTA = (
+    Integer("linear_num_key_heads", "delta.num_key_heads", _heads),
+    Integer("linear_num_value_heads", "delta.num_heads", _heads),
+    Integer("linear_key_head_dim", "delta.key_dim", _key_dim),
+    Integer("linear_value_head_dim", "delta.value_dim", lambda values: 2 * values["key_dim"]),
+    Integer("linear_conv_kernel_dim", "delta.taps", 4),
+    Flag("linear_allow_neg_eigval", "delta.negative_eigenvalues", True),
+)
+_DEFAULTS = dict(
+    vocab_size=100_352, hidden_size=3840, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=30
+)
+_INTO = {"q": ("query", INTO_KEYS), "k": ("key", INTO_KEYS), "v": ("value", INTO_VALUES), "g": ("gate", INTO_VALUES)}
+_TAPS = {"q": ("query", KEYS), "k": ("key", KEYS), "v": ("value", VALUES)}
+FAMILY = Family(
+    model_type="olmo_hybrid",
+    architecture="OlmoHybridForCausalLM",
+    settings=(
+        Defaults(_DEFAULTS),
+        decoder_sizes(keys={"head_dim": None}),
+        Group("delta", functools.partial(GatedDeltaNetConfig, norm=_NORM), _DELTA),
+        Rule("_interval", lambda fields, values: min(4, values["shape"].num_layers)),
+        hybrid_layers(AttentionConfig),
+        Check(lambda values: not all(values["full"]), "all layers have attention: check layer_types."),
+        Rule("rope", _read_rope, _write_rope),
+    ),
+    build=olmo_hybrid,
+    weights=(
+        *llama_weights(norms="post"),
+        *norm_weights(LAYER, pre_mixer_norm="attention_layer_norm", pre_mlp_norm="feedforward_layer_norm"),
+        *(Weight(f"{LINEAR}{letter}_proj.weight", f"mixer.{name}", into) for letter, (name, into) in _INTO.items()),
+        *(
+            Weight(f"{LINEAR}{letter}_conv1d.weight", f"mixer.{name}_taps", f"{rows} 1 taps -> {rows.strip('()')} taps")
+            for letter, (name, rows) in _TAPS.items()
+        ),
+        Weight(LINEAR + "a_proj.weight", "mixer.dt", "heads embed -> embed heads"),
+        Weight(LINEAR + "b_proj.weight", "mixer.beta", "heads embed -> embed heads"),
+        Weight(LINEAR + "A_log", "mixer.a_log", "heads -> heads"),
+        Weight(LINEAR + "dt_bias", "mixer.dt_bias", "heads -> heads"),
+        Weight(LINEAR + "o_norm.weight", "mixer.norm.scale", "norm -> norm"),
+        Weight(LINEAR + "o_proj.weight", "mixer.out", f"embed {VALUES} -> heads value_dim embed"),
+    ),
+    ignored_keys=dict.fromkeys(
+        ("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
+        "how it was begun",
+    ),
+)
+
+
+def _7b() -> DecoderConfig:
+    shape = DecoderSizes(
+        vocab_size=100_352, embed_dim=3840, num_layers=32, num_heads=30, num_kv_heads=30, head_dim=128, mlp_dim=11_008
+    )
+    delta = GatedDeltaNetConfig(
+        num_key_heads=30, num_heads=30, key_dim=96, value_dim=192, norm=_NORM, negative_eigenvalues=True
+    )
+    return olmo_hybrid(shape, delta=delta, full=every_fourth(32), rope=None)
+
+
+MODELS = {"olmo-hybrid-7b": _7b}
