@@ -117,6 +117,9 @@ class ArrayWeight(AbstractArrayWeight):
             flat, matrix, shape = plan.flattened(x, self.values)
             return product(flat, matrix, transposed=plan.transposed, out_dtype=options.dtype).reshape(shape)
         weight, layout = cast_in_loop(self.values, x.dtype), options.layout
+        if layout is not None and layout.backend.doubles_one_row and plan.has_one_row(x):
+            twice = jnp.concatenate([x, x])
+            return jnp.einsum(plan.letters, twice, weight, preferred_element_type=options.dtype)[:1]
         if layout is not None and options.gathers(plan, weight.size, x):
             ring = gradient_ring(plan, layout, x, weight)
             if ring is not None:

@@ -62,6 +62,10 @@ class ProductPlan:
             words, shape = words[:place] + words[place + 1 :], shape[:place] + shape[place + missing :]
         return dict(zip(words, shape, strict=True))
 
+    def has_one_row(self, x: Array) -> bool:
+        """Return whether an activation has one row, which is multiplied by a matrix."""
+        return self.contracted is not None and math.prod(x.shape[: x.ndim - self.contracted]) == 1
+
     def flattened(
         self, x: Float[Array, "..."], weight: Float[Array, "..."]
     ) -> tuple[Float[Array, "rows inner"], Float[Array, "..."], tuple[int, ...]]:

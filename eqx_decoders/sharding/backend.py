@@ -21,6 +21,8 @@ class Backend:
     - `widens_half`: multiplies 16-bit numbers as float32, so caches are in float32, and few queries are cast to it
         rather than a cache to theirs.
     - `flat_products`: products as one matrix product each (`numerics.einsum`).
+    - `doubles_one_row`: one row is multiplied as two equal ones: the compiler would write its products with a weight of
+        several dimensions to memory, all of them, before it adds them up.
     - `separate_layers`: layers of a model for inference as arrays of their own, views that a scan would copy.
     - `unrolled_layers`: programs of inference without a scan over layers, which would copy each one's arrays; who owns
         a model may cut its arrays for good (`unstack_in_place`).
@@ -51,6 +53,7 @@ class Backend:
     native_int8: bool = True
     widens_half: bool = False
     flat_products: bool = False
+    doubles_one_row: bool = False
     separate_layers: bool = False
     unrolled_layers: bool = False
     few_rows: bool = False
@@ -100,6 +103,7 @@ BACKENDS = {
     ),
     "gpu": Backend(
         platform="gpu",
+        doubles_one_row=True,
         unrolled_layers=True,
         attention_kernels=("cudnn", "triton"),
         pallas_gpu=True,

@@ -14,6 +14,8 @@ from eqx_decoders.numerics.einsum import einsum
 from eqx_decoders.numerics.initializers import fan_in, normal
 from eqx_decoders.numerics.matmul import cast_in_loop
 from eqx_decoders.numerics.precision import Precision
+from eqx_decoders.sharding.backend import backend_of
+from eqx_decoders.sharding.layout import Layout
 from tests.compare import assert_close
 
 
@@ -64,6 +66,25 @@ def test_flattened_is_plain(pattern):
     for (dtype, _), (flat, plain) in zip(dtypes, run(cases), strict=True):
         for a, b in zip(flat, plain, strict=True):
             assert_close(a, b, units=128 if dtype == "float32" else 4, dtype=dtype)
+
+
+@pytest.mark.parametrize("pattern", ["b l d, d h k -> b l h k", "b l h k, h k d -> b l d", "b l d, v d -> b l v"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_row_is_doubled_on_gpus_and_changes_nothing(pattern, rows, monkeypatch):
+    sizes = dict(b=1, l=rows, d=8, h=3, k=4, v=11)
+    shapes = [[sizes[word] for word in side.split()] for side in pattern.split(" -> ")[0].split(", ")]
+    x, weight = (draw(seed, shape, "float32") for seed, shape in enumerate(shapes))
+
+    def run(x, weight):
+        y, back = jax.vjp(lambda *args: einsum(pattern, *args, layout=Layout()), x, weight)
+        return y, *back(jnp.cos(y))
+
+    want = jax.jit(run)(x, weight)
+    monkeypatch.setattr(Layout, "backend", backend_of("gpu"))
+    doubled = jax.jit(lambda *args: run(*args))
+    assert ("concatenate" in doubled.lower(x, weight).as_text()) == (rows == 1)
+    for got, wanted in zip(doubled(x, weight), want, strict=True):
+        assert_close(got, wanted, units=8)
 
 
 @pytest.mark.parametrize("half_width, amx", [(False, False), (True, False), (True, True)], ids=["plain", "half", "amx"])
