@@ -19,7 +19,7 @@ from allpairspy import AllPairs
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.blocks.residual.residual import Sequential, Weighted
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
@@ -132,6 +132,7 @@ CHANNELS = {
 RESIDUALS = {
     **{name: name for name in ("sequential", "parallel", "plain", "chained")},
     "scaled": Sequential(residual_scale=0.5, output_scale=True),
+    "weighted": Weighted(keeps_normed=True, gains=True),
     "hyper-connections": HyperConnections(streams=3, iterations=3),
 }
 MESHES = {

@@ -20,7 +20,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential
+from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential, Weighted
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, _declared
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
@@ -297,6 +297,11 @@ OPTIONS: dict[type, tuple] = {
         Sequential(),
         lambda c: decoder(blocks=block(residual=c).blocks * 2),
         dict(residual_scale=0.5, output_scale=True, output_norm=RMS),
+    ),
+    Weighted: (
+        Weighted(),
+        lambda c: block(residual=c),
+        dict(keeps_normed=True, keep=(0.5, 2.0), add=(2.0, 0.5), gains=True),
     ),
     **{kind: (kind(), lambda c: block(residual=c), {}) for kind in (Parallel, NoResidual, Chained)},
     LearnedPositions: (

@@ -85,7 +85,7 @@ class _PartRun:
             self._write(value)
         while self.next < len(self.layers):
             layer, ctx = self.layers[self.next], self.run.ctx
-            y, self.coefficients = self.residual.read(self.state, layer.reads_streams, ctx)
+            y, self.coefficients = self.residual.read(self.state, layer, ctx)
             if isinstance(layer.layer, StaggeredLayer):
                 inputs = self.run.inputs(layer, y)
                 return _Stop(inputs, layer.layer.begin(inputs))

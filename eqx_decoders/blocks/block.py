@@ -231,8 +231,13 @@ class Block(eqx.Module):
             *_extra_layers("post_layers", self.post_layers),
         ]
         configs = self.config.branches()
-        return [
+        layers = [
             each._replace(reads_streams=_reads_streams(configs[each.name])) for each in layers if each.name in configs
+        ]
+        if not self.config.residual.keeps_normed:
+            return layers
+        return [
+            each if each.reads_streams else each._replace(pre_norm=None, stream_norm=each.pre_norm) for each in layers
         ]
 
 

@@ -18,7 +18,8 @@ from eqx_decoders.remat import save
 class BlockLayer(NamedTuple):
     """A layer of a block with its norms: `scale * post_norm(layer(pre_norm(x)))`.
 
-    `reads_streams` tells whether it reads and writes all residual streams, rather than the block for it.
+    `reads_streams` tells whether it reads and writes all residual streams, rather than the block for it; `stream_norm`
+    normalizes the stream itself before it.
     """
 
     name: str
@@ -27,10 +28,11 @@ class BlockLayer(NamedTuple):
     post_norm: Norm | None
     scale: float = 1.0
     reads_streams: bool = False
+    stream_norm: Norm | None = None
 
     def function(self, run: "BlockRun") -> BranchFunction:
         """Return the layer as a function of its input in one forward pass."""
-        return BranchFunction(functools.partial(run, self), self.reads_streams)
+        return BranchFunction(functools.partial(run, self), self.reads_streams, self.stream_norm)
 
 
 BlockResult = tuple[Array, dict[str, Any], BlockStats]

@@ -6,4 +6,5 @@ from eqx_decoders.blocks.residual.residual import (
     NoResidual as NoResidual,
     Parallel as Parallel,
     Sequential as Sequential,
+    Weighted as Weighted,
 )

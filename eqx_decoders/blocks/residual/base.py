@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields
+from eqx_decoders.layers.norm import Norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,13 +18,26 @@ class BranchFunction:
     """A layer of a block with its norms, as a function of its input.
 
     - `reads_streams`: whether it reads and returns all residual streams; else one.
+    - `stream_norm`: normalizes the stream itself before the layer, which then has no norm before it; None for none.
     """
 
     run: Callable[[Array], Array]
     reads_streams: bool = False
+    stream_norm: Norm | None = None
 
     def __call__(self, x: Array) -> Array:
         return self.run(x)
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """What a residual connection must know of a layer that reads the stream."""
+
+    @property
+    def reads_streams(self) -> bool: ...
+
+    @property
+    def stream_norm(self) -> Norm | None: ...
 
 
 Dropout = Callable[[Array], Array]
@@ -36,11 +50,13 @@ class Residual(CheckedFields):
     - `streams`: number of residual streams.
     - `shares_norm`: an MLP without a norm of its own reads the mixer's normalized input.
     - `chains`: the MLP reads the mixer's output, whose features may be others than the stream's.
+    - `keeps_normed`: norms before layers normalize the stream itself.
     """
 
     streams: ClassVar[int] = 1
     shares_norm: ClassVar[bool] = False
     chains: ClassVar[bool] = False
+    keeps_normed: ClassVar[bool] = False
 
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length *streams embed"]:
         """Return the input of the first block for these embeddings."""
@@ -77,7 +93,7 @@ class ReadWriteResidual(eqx.Module):
         """Return the state before the first layer, from the block's input."""
         return x
 
-    def read(self, state: Any, reads_streams: bool, ctx: Context) -> tuple[Array, Any]:
+    def read(self, state: Any, reader: Reader, ctx: Context) -> tuple[Array, Any]:
         """Return the next layer's input, and coefficients for `write`."""
         return state, None
 
@@ -93,6 +109,6 @@ class ReadWriteResidual(eqx.Module):
         """Return the stream after the block."""
         state = self.begin(x)
         for branch in branches:
-            y, coefficients = self.read(state, branch.reads_streams, ctx)
+            y, coefficients = self.read(state, branch, ctx)
             state = self.write(state, branch(y), coefficients)
         return self.end(state, drop, ctx)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import Dropout, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -131,9 +131,9 @@ class HyperConnected(ReadWriteResidual):
     def begin(self, x: Float[Array, "batch length streams embed"]) -> tuple[Array, int]:
         return x, 0
 
-    def read(self, state: tuple[Array, int], reads_streams: bool, ctx: Context) -> tuple[Array, Coefficients | None]:
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Coefficients | None]:
         x, used = state
-        if reads_streams:
+        if reader.reads_streams:
             return x, None
         coefficients = self.connections[used](x, ctx)
         return _read(x, coefficients.read), coefficients

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import Dropout, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
-from eqx_decoders.errors import PositiveFloat
+from eqx_decoders.errors import PositiveFloat, check
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import BUFFER
@@ -55,6 +55,65 @@ class SequentialResidual(ReadWriteResidual):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Weighted(Residual):
+    """`x = keep * gain * s + add * branch(s)`, one branch after another, where s is x, or `norm(x)`.
+
+    **Arguments:**
+
+    - `keeps_normed`: whether the norm before a branch normalizes the stream itself, s = norm(x) (BLOOM, MiniMax-Text);
+        else only what the branch reads.
+    - `keep`, `add`: a number for each branch, in order; () for ones.
+    - `gains`: whether each branch has a learned vector that multiplies the stream (Doge).
+    """
+
+    keeps_normed: bool = False  # pyright: ignore[reportIncompatibleVariableOverride] - others never do
+    keep: tuple[PositiveFloat, ...] = ()
+    add: tuple[PositiveFloat, ...] = ()
+    gains: bool = False
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "WeightedResidual":
+        for field in ("keep", "add"):
+            value = getattr(self, field)
+            rule = f"must have a number for each of the block's {branches} layers"
+            check(len(value) in (0, branches), f"Weighted.{field}={value} {rule}.")
+        gains = tuple(Gain(jnp.ones((embed_dim,))) for _ in range(branches)) if self.gains else None
+        return WeightedResidual(gains=gains, config=self)
+
+
+class Gain(eqx.Module):
+    """Learned vector that multiplies the stream for one branch."""
+
+    scale: Float[Array, "embed"]
+
+
+class WeightedResidual(ReadWriteResidual):
+    """`x = keep * gain * s + add * branch(s)`; its state is the stream, and the number of branches so far."""
+
+    gains: tuple[Gain, ...] | None
+    config: Weighted = eqx.field(static=True)
+
+    def begin(self, x: Array) -> tuple[Array, int]:
+        return x, 0
+
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Array | None]:
+        x = state[0] if reader.stream_norm is None else reader.stream_norm(state[0])
+        return x, None if reader.reads_streams else x
+
+    def write(self, state: tuple[Array, int], out: Array, coefficients: Array | None = None) -> tuple[Array, int]:
+        """Add a branch's output to what it read, `coefficients`; one that reads all streams is just added."""
+        config, x, number = self.config, coefficients, state[1]
+        if x is None:
+            return state[0] + out, number
+        if self.gains is not None:
+            x = x * self.gains[number].scale.astype(x.dtype)[None, None]
+        keep, add = (1.0 if not each else each[number] for each in (config.keep, config.add))
+        return _scaled(x, keep) + _scaled(out, add), number + 1
+
+    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Array:
+        return drop(state[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel(Residual):
     """`x += dropout(mixer(n(x)) + mlp(n(x)))`: all branches read the same stream (Wang & Komatsuzaki 2021; PaLM)."""
 
@@ -70,7 +129,7 @@ class ParallelResidual(ReadWriteResidual):
     def begin(self, x: Array) -> tuple[Array, Array | None]:
         return x, None
 
-    def read(self, state: tuple[Array, Array | None], reads_streams: bool, ctx: Context) -> tuple[Array, None]:
+    def read(self, state: tuple[Array, Array | None], reader: Reader, ctx: Context) -> tuple[Array, None]:
         return state[0], None
 
     def write(self, state: tuple[Array, Array | None], out: Array, coefficients: None = None) -> tuple[Array, Array]:
@@ -118,7 +177,7 @@ class ChainedResidual(ReadWriteResidual):
     def begin(self, x: Array) -> tuple[Array, Array]:
         return x, x
 
-    def read(self, state: tuple[Array, Array], reads_streams: bool, ctx: Context) -> tuple[Array, None]:
+    def read(self, state: tuple[Array, Array], reader: Reader, ctx: Context) -> tuple[Array, None]:
         return state[1], None
 
     def write(self, state: tuple[Array, Array], out: Array, coefficients: None = None) -> tuple[Array, Array]:
