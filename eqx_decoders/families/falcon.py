@@ -6,7 +6,7 @@ from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_atte
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Only, Renamed, Rule, Values, only, value_at
+from eqx_decoders.families.settings_table import AUTO_MAP, Only, Renamed, Rule, Values, only, value_at
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -52,6 +52,7 @@ FAMILY = Family(
         Renamed({"n_embed": "hidden_size"}),
         Only("alibi", False, written=True),
         Only("parallel_attn", True, written=True),  # of the published models only Falcon-RW differs, which has ALiBi
+        AUTO_MAP,
         *only(apply_residual_connection_post_layernorm=False),
         Rule("norms", _read_form),
         decoder_sizes(eps=1e-5, tied=True, activation="gelu", keys=_KEYS),
@@ -70,7 +71,7 @@ FAMILY = Family(
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
     prefix="transformer.",
-    ignored_keys={"ff_factor": "ffn_hidden_size says it", "auto_map": "names code, which is not run"},
+    ignored_keys={"ff_factor": "ffn_hidden_size says it"},
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Flag, Renamed
+from eqx_decoders.families.settings_table import AUTO_MAP, Check, Flag, Renamed
 from eqx_decoders.layers.rope import DynamicRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -26,6 +26,7 @@ FAMILY = Family(
     model_type="internlm3",
     architecture="LlamaForCausalLM",
     settings=(
+        AUTO_MAP,
         Renamed({"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
         decoder_sizes(num_kv_heads=2, head_dim=128, eps=1e-5),
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
@@ -38,7 +39,6 @@ FAMILY = Family(
     build=internlm3,
     weights=llama_weights(),
     own_settings=_with_architecture,
-    ignored_keys={"auto_map": "names code in the same directory, which is not run"},
 )
 
 _8B = DecoderSizes(

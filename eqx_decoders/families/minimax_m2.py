@@ -6,7 +6,7 @@ from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotary_dim
-from eqx_decoders.families.settings_table import Only, only
+from eqx_decoders.families.settings_table import AUTO_MAP, Only, only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -25,7 +25,6 @@ _IGNORED = {
     "the only ones are of layers of another kind": "layernorm_full_attention_beta layernorm_linear_attention_beta "
     "layernorm_mlp_beta mlp_intermediate_size shared_moe_mode",
     "layers of multi-token prediction are not published": "use_mtp num_mtp_modules mtp_transformer_layers",
-    "names code in the same directory, which is not run": "auto_map",
 }
 _MOE = LAYER + "block_sparse_moe."
 
@@ -38,6 +37,7 @@ FAMILY = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     settings=(
+        AUTO_MAP,
         decoder_sizes(num_kv_heads=8, head_dim=128, keys=NO_BIAS, paths=moe.EXPERT_PATHS),
         *moe.expert_counts("num_local_experts", num=256, chosen=8),
         # these stand in published files, and transformers does not read them

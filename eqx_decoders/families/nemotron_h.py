@@ -17,6 +17,7 @@ from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import (
     ABSENT,
+    AUTO_MAP,
     Defaults,
     Flag,
     Group,
@@ -153,7 +154,6 @@ _IGNORED = {
     "how it was begun": "rescale_prenorm_residual time_step_max time_step_floor mamba_dt_max mamba_dt_init_floor",
     "layers of multi-token prediction are not read": "num_nextn_predict_layers mtp_hybrid_override_pattern "
     "mtp_layers_block_type",
-    "names code in the same directory, which is not run": "auto_map",
 }
 _LAYER = "backbone.layers.{layer}."
 _MIXER = _LAYER + "mixer."
@@ -163,6 +163,7 @@ FAMILY = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     settings=(
+        AUTO_MAP,
         Renamed(_RENAMED),
         Rule("", _without_infinite_limit),
         Defaults(dict(vocab_size=131_072, hidden_size=4096, num_attention_heads=32, intermediate_size=21_504)),
