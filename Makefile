@@ -52,7 +52,7 @@ test-slow: $(CLIENTS)  ## the slow tests: many kills, long examples, clients of 
 	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
 
 test-accelerator: $(STAMP)  ## where a GPU is: its kernels against the plain forms
-	AS_USERS_RUN=1 JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)
+	AS_USERS_RUN=1 JAX_PLATFORMS=cuda,cpu XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)
 
 mutants: $(STAMP)  ## break one line at a time and see whether a fast test fails; ARGS='--count 80 --seed 1'
 	$(CPU) $(BIN)/python tests/mutants.py --fast $(ARGS)
