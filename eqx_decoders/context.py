@@ -197,7 +197,7 @@ class Context(eqx.Module):
     - `spans`: last position of each token's span, -1 for none; None if there are none.
     - `rotary_positions`: positions of several dimensions; None if they are those of `positions`.
     - `layer_inputs`: inputs of this layer alone, by name.
-    - `shared`: past and new entries of earlier layers, by their `shares_kv_as`.
+    - `shared`: what earlier layers share, by its name: see `BlockConfig.lent`.
     """
 
     positions: Int[Array, "batch length"]

@@ -221,7 +221,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
     ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
-    ("kv_shared_from", (True,), "mixer", ("latent", "indexed", "learned", *RECURRENT)),  # they lend nothing
+    ("kv_shared_from", (True,), "mixer", ("latent", "learned", *RECURRENT)),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("dropout", (0.25,), "mesh", OWN_DROPOUT),  # parts of a batch draw masks of their own
@@ -295,7 +295,7 @@ def random_cases(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def decoder_config(case: Case) -> ed.DecoderConfig:
-    """Two equal layers of the case's kind, or one and two that borrow its keys and values."""
+    """Two equal layers of the case's kind, or one and two that borrow its keys and values, or choices of keys."""
     pre, post = NORMS[case["norm"]]
     channel, mixer = _channel(case), _mixer(case)
     after = case["norm"] == "after only"
@@ -314,8 +314,7 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
     block = dataclasses.replace(block, **_further(case))
     blocks = (block, block)
     if case["kv_shared_from"]:
-        narrow = dataclasses.replace(mixer, fused_qkv=False, shared_kv=False, kv_shared_from="first")
-        blocks = (dataclasses.replace(block, shares_kv_as="first"), *(dataclasses.replace(block, mixer=narrow),) * 2)
+        blocks = _sharing(block)
     return ed.DecoderConfig(
         vocab_size=VOCAB,
         embed_dim=EMBED,
@@ -333,6 +332,16 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
         else None,
         mtp=MTPConfig(num_depths=depths, block=alone, norm=RMSNormConfig()) if depths else None,
     )
+
+
+def _sharing(block: ed.BlockConfig) -> tuple[ed.BlockConfig, ...]:
+    """A layer, and two that use its keys and values, or in cycles of two layers the choices of their indexers."""
+    if isinstance(block.mixer, LatentAttentionConfig):
+        indexers = (dataclasses.replace(block.mixer.indexer, **{name: "it"}) for name in ("shares_as", "shared_from"))
+        mixers = (dataclasses.replace(block.mixer, indexer=indexer) for indexer in indexers)
+        return tuple(dataclasses.replace(block, mixer=mixer) for mixer in mixers) * 2
+    narrow = dataclasses.replace(block.mixer, fused_qkv=False, shared_kv=False, kv_shared_from="first")
+    return dataclasses.replace(block, shares_kv_as="first"), *(dataclasses.replace(block, mixer=narrow),) * 2
 
 
 def _further(case: Case) -> dict[str, Any]:

@@ -198,8 +198,15 @@ OPTIONS: dict[type, tuple] = {
     ),
     IndexerConfig: (
         INDEXER,
-        lambda c: block(mixer=dataclasses.replace(LATENT, indexer=c)),
-        dict(num_heads=5, head_dim=6, top_k=3, norm=LayerNormConfig(bias=False), loss_weight=0.5, warmup=True),
+        # behind one that shares its choice, as far as both are alike
+        lambda c: decoder(
+            blocks=tuple(
+                dataclasses.replace(BLOCK, mixer=dataclasses.replace(LATENT, indexer=each))
+                for each in (dataclasses.replace(c, shares_as="it", shared_from=None), c)
+            )
+        ),
+        dict(num_heads=5, head_dim=6, top_k=3, norm=LayerNormConfig(bias=False), loss_weight=0.5, warmup=True)
+        | dict(pairing="interleaved", shares_as="name", shared_from="it"),
     ),
     LearnedInitConfig: (
         LEARNED,
@@ -451,7 +458,7 @@ def test_every_option_is_read(kind, field):
     if field in ("dropout", "random"):
         np.testing.assert_array_equal(plain, other)  # without a key it is not read
         assert differ(plain, logits(after, keyed=True))
-    elif field == "shares_kv_as":  # a name, of use to layers that borrow
+    elif field in ("shares_kv_as", "shares_as"):  # a name, of use to layers that borrow
         np.testing.assert_array_equal(plain, other)
     elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig or (kind, field) == LEARNS:
         np.testing.assert_array_equal(plain, other)

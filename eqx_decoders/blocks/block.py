@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.block_run import BlockLayer, BlockResult, BlockRun
+from eqx_decoders.blocks.block_run import LENT, BlockLayer, BlockResult, BlockRun
 from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
@@ -152,6 +152,24 @@ class BlockConfig(CheckedFields):
         named |= {"mixer": self.mixer, "mlp": self.mlp}
         named |= {f"post_layers.{index}": branch.layer for index, branch in enumerate(self.post_layers)}
         return {name: layer for name, layer in named.items() if layer is not None}
+
+    @property
+    def lent_names(self) -> tuple[str, ...]:
+        """Names by which later layers use what its mixer computes."""
+        indexer = getattr(self.mixer, "indexer", None)
+        names = self.shares_kv_as, None if indexer is None else indexer.shares_as
+        return tuple(name for name in names if name is not None)
+
+    @property
+    def borrowed_name(self) -> str | None:
+        """Name of what its mixer uses of an earlier layer; None for nothing."""
+        of_indexer = getattr(getattr(self.mixer, "indexer", None), "shared_from", None)
+        return getattr(self.mixer, "kv_shared_from", None) or of_indexer
+
+    def lent(self, past: Any, entries: dict[str, Any]) -> dict[str, Any]:
+        """Return what later layers may use, by name: past and new keys and values, or what an indexer chose."""
+        kv_name = self.shares_kv_as
+        return {name: (past, entries) if name == kv_name else entries[LENT] for name in self.lent_names}
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the shapes of its layers' caches, by the names of `branches`."""

@@ -15,6 +15,9 @@ from eqx_decoders.layers.norm import Norm
 from eqx_decoders.remat import save
 
 
+LENT = "mixer.lent"  # among a block's entries: what its mixer lends to later layers, and no cache takes
+
+
 class BlockLayer(NamedTuple):
     """A layer of a block with its norms: `scale * post_norm(layer(pre_norm(x)))`.
 
@@ -80,6 +83,8 @@ class BlockRun:
     def output(self, layer: BlockLayer, result: BranchResult) -> Array:
         """Return the layer's output for the stream, after its norm; record the rest of its results."""
         self.entries[layer.name] = result.entries
+        if layer.name == "mixer":
+            self.entries[LENT] = result.lent
         self.stats.update(result.stats)
         out = result.out if layer.post_norm is None else layer.post_norm(result.out)
         return out if layer.scale == 1.0 else out * layer.scale

@@ -1,28 +1,32 @@
-"""Checks of layers that use the keys and values of earlier ones."""
+"""Checks of layers that use what earlier ones share: keys and values, or the choice of an indexer."""
+
+from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConfigError, check, check_word
 from eqx_decoders.layers.attention.attention import AttentionConfig
 
 
-def check_kv_sharing(blocks: tuple[BlockConfig, ...]) -> None:
-    """Raise ConfigError for layers that share keys and values with no earlier layer of the same sizes and mask."""
+def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
+    """Raise ConfigError for layers that use what no earlier layer of the same kind, sizes and mask shares."""
     known: dict[str, tuple] = {}
     for index, block in enumerate(blocks):
-        mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.kv_shared_from"
-        if isinstance(mixer, AttentionConfig) and mixer.kv_shared_from is not None:
-            check_word(where, mixer.kv_shared_from, known)
-            rule = "has another num_kv_heads, head_dim or mask than the layer that publishes it"
-            check(
-                _lent(mixer) == known[mixer.kv_shared_from], f"{where}={mixer.kv_shared_from!r} {rule}: {_lent(mixer)}."
-            )
-        if block.shares_kv_as is not None:
-            if not isinstance(mixer, AttentionConfig) or mixer.kv_shared_from is not None:
-                where = f"DecoderConfig.blocks[{index}].shares_kv_as={block.shares_kv_as!r}"
-                raise ConfigError(f"{where} needs attention with keys and values of its own as mixer.")
-            known[block.shares_kv_as] = _lent(mixer)
+        where, borrowed = f"DecoderConfig.blocks[{index}]", block.borrowed_name
+        if borrowed is not None:
+            field = "kv_shared_from" if isinstance(block.mixer, AttentionConfig) else "indexer.shared_from"
+            name = check_word(f"{where}.mixer.{field}", borrowed, known)
+            rule = f"has {_common(block)}, the layer that shares it {known[name]}: they must be alike"
+            check(_common(block) == known[name], f"{where}.mixer.{field}={name!r} {rule}.")
+        if block.shares_kv_as is not None and (borrowed is not None or not isinstance(block.mixer, AttentionConfig)):
+            rule = "needs attention with keys and values of its own as mixer"
+            raise ConfigError(f"{where}.shares_kv_as={block.shares_kv_as!r} {rule}.")
+        known |= dict.fromkeys(block.lent_names, _common(block))
 
 
-def _lent(mixer: AttentionConfig) -> tuple:
-    """Return the properties that both layers must have in common."""
-    return mixer.num_kv_heads, mixer.head_dim, mixer.mask
+def _common(block: BlockConfig) -> tuple:
+    """Return the properties that layers must have in common to share what they compute."""
+    mixer: Any = block.mixer
+    if isinstance(mixer, AttentionConfig):
+        return mixer.num_kv_heads, mixer.head_dim, mixer.mask
+    indexer = getattr(mixer, "indexer", None)
+    return () if indexer is None else (indexer.alone, mixer.mask)

@@ -98,11 +98,10 @@ def run_segment(
 def piped_repeats(segment: Segment, ctx: Context) -> int:
     """Return the number of repeats of a segment's unit that run as a pipeline.
 
-    It is 0 if later layers use keys and values of these layers.
+    It is 0 if later layers use what these layers share.
     """
     setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
-    shares_kv_as = any(block.config.shares_kv_as is not None for block in segment.unit)
-    if setup is None or stages == 1 or shares_kv_as:
+    if setup is None or stages == 1 or any(block.config.lent_names for block in segment.unit):
         return 0
     return segment.repeats - segment.repeats % (stages * setup.repeats)
 

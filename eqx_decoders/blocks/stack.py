@@ -74,7 +74,7 @@ class Segment(eqx.Module):
         sliced_late = scanned and caches is not None
 
         # what earlier segments share is carried only if it is replaced: a scan keeps its carry for the gradient
-        replaced = {name for name in ctx.shared if any(block.config.shares_kv_as == name for block in self.unit)}
+        replaced = {name for block in self.unit for name in block.config.lent_names if name in ctx.shared}
 
         def step(carry, layers):
             (x, shared), (index_or_arrays, keys, inputs) = carry, layers
@@ -89,8 +89,7 @@ class Segment(eqx.Module):
                 past = None if read is None else pasts(unit_caches[number], read)
                 key = None if keys is None else keys[number]
                 x, entry, stat = run(eqx.combine(arrays, block), x, block_ctx, past, key)
-                if block.config.shares_kv_as is not None:
-                    shared = shared | {block.config.shares_kv_as: (past, entry)}
+                shared = shared | block.config.lent(past, entry)
                 entries.append({name: entry[name] for name in unit_caches[number]})
                 stats.append(stat)
             carried = {name: shared[name] for name in replaced}
@@ -139,7 +138,7 @@ class SegmentOutput(NamedTuple):
 
     - `x`: the residual stream.
     - `entries`, `stats`: for each block of the unit, stacked over layers.
-    - `shared`: the past and the entries of layers whose keys and values later layers use, by name.
+    - `shared`: what later layers use of these and of earlier ones, by name: see `BlockConfig.lent`.
     """
 
     x: Array

@@ -30,6 +30,7 @@ from eqx_decoders.families import (
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     gpt2,
     gpt3,
     gpt_bigcode,
@@ -106,7 +107,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 _PUBLISHED = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
-    *(olmo2, flex_olmo, glm, glm4, glm4_moe, glm4_moe_lite),
+    *(olmo2, flex_olmo, glm, glm4, glm4_moe, glm4_moe_lite, glm_moe_dsa),
     *(qwen2_moe, dots1, hy_v3, solar_open, youtu),
     *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),
     *(starcoder2, gpt_neox, falcon, cohere, cohere2, minimax_m2),

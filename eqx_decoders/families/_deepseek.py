@@ -1,8 +1,9 @@
 """Blocks, settings and tensors of DeepSeek-V2, DeepSeek-V3 and Kimi K2: latent attention, and experts."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from eqx_decoders.blocks.block import MixerConfig
 from eqx_decoders.families import moe
@@ -247,6 +248,19 @@ V3_ROPE = Rule("_rope", _read_v3_rope, _write_v3_rope)
 DEPTHS = Integer(
     "num_nextn_predict_layers", lambda config: config.mtp.num_depths if config.mtp else 0, 0, least=0, name="depths"
 )
+
+
+def indexer_settings(num_heads: int, pairing: Literal["half", "interleaved"] = "half") -> Group:
+    """Return the rows of an indexer; `num_heads` is transformers' default."""
+    indexer = functools.partial(IndexerConfig, pairing=pairing)
+    rows = (
+        Integer("index_n_heads", "num_heads", num_heads),
+        Integer("index_head_dim", "head_dim", 128),
+        Integer("index_topk", "top_k", 2048),
+    )
+    return Group("indexer", indexer, rows, path="latent.indexer")
+
+
 V3_SETTINGS = (
     *v3_router_settings(scale=2.5, groups=8, chosen=4),
     *deepseek_settings(V3_ROPE, num_experts=256, shared=1, expert_dim=2048, num_dense_layers=3),
@@ -298,6 +312,14 @@ DEPTH = (
     Weight(_LAYER + "hnorm.weight", "stream_norm.scale", "norm -> norm"),
     Weight(_LAYER + "eh_proj.weight", "kernel", "embed joined -> joined embed"),
     Weight(_LAYER + "shared_head.norm.weight", "final_norm.scale", "norm -> norm"),
+)
+_INDEXER = _ATTENTION + "indexer."
+INDEXER = (
+    Weight(_INDEXER + "wq_b.weight", "mixer.indexer.query", "(heads head_dim) q_rank -> q_rank heads head_dim"),
+    Weight(_INDEXER + "wk.weight", "mixer.indexer.key", "head_dim embed -> embed head_dim"),
+    Weight(_INDEXER + "k_norm.weight", "mixer.indexer.key_norm.scale", "norm -> norm"),
+    Weight(_INDEXER + "k_norm.bias", "mixer.indexer.key_norm.bias", "norm -> norm"),
+    Weight(_INDEXER + "weights_proj.weight", "mixer.indexer.head_weight", "heads embed -> embed heads"),
 )
 V3_WEIGHTS = (*LATENT, *V3_EXPERTS, *DEPTH)
 V3_COPIES = {

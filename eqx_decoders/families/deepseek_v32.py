@@ -3,11 +3,20 @@
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_COPIES, V3_SETTINGS, V3_WEIGHTS, deepseek_v3, v3_671b, with_indexer
+from eqx_decoders.families._deepseek import (
+    INDEXER,
+    MLP,
+    V3_COPIES,
+    V3_SETTINGS,
+    V3_WEIGHTS,
+    deepseek_v3,
+    indexer_settings,
+    v3_671b,
+    with_indexer,
+)  # fmt: skip
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Group, Integer, Only, Rule, Values
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.settings_table import Only, Rule, Values
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -31,32 +40,20 @@ def _deepseek_v32(*, indexer: IndexerConfig, **options: Any) -> DecoderConfig:
     return with_indexer(deepseek_v3(**options), indexer)
 
 
-_INDEXER = "model.layers.{layer}.self_attn.indexer."
 FAMILY = Family(
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
     settings=(
-        Group("indexer", IndexerConfig, (
-            Integer("index_n_heads", "num_heads", 64),
-            Integer("index_head_dim", "head_dim", 128),
-            Integer("index_topk", "top_k", 2048),
-        ), path="latent.indexer"),
+        indexer_settings(num_heads=64),
         Only("rope_interleave", True),
         *V3_SETTINGS,
         Rule("", _check_layer_types, _write_layer_types),
     ),
     build=_deepseek_v32,
-    weights=(
-        *V3_WEIGHTS,
-        Weight(_INDEXER + "wq_b.weight", "mixer.indexer.query", "(heads head_dim) q_rank -> q_rank heads head_dim"),
-        Weight(_INDEXER + "wk.weight", "mixer.indexer.key", "head_dim embed -> embed head_dim"),
-        Weight(_INDEXER + "k_norm.weight", "mixer.indexer.key_norm.scale", "norm -> norm"),
-        Weight(_INDEXER + "k_norm.bias", "mixer.indexer.key_norm.bias", "norm -> norm"),
-        Weight(_INDEXER + "weights_proj.weight", "mixer.indexer.head_weight", "heads embed -> embed heads"),
-    ),
+    weights=(*V3_WEIGHTS, *INDEXER),
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "transformers' MLP of this model never has one"},
     copies=V3_COPIES,
-)  # fmt: skip
+)
 
 MODELS = {"deepseek32-671b": lambda: with_indexer(v3_671b(), IndexerConfig())}

@@ -17,11 +17,13 @@ class BranchResult(NamedTuple):
     - `out`: features for the residual stream.
     - `entries`: new entries for its cache, a tree like the cache itself; None for a layer without one.
     - `stats`: values for fields of `BlockStats`, by name.
+    - `lent`: what later layers may use of it besides its entries; None for nothing.
     """
 
     out: Array
     entries: Any = None
     stats: Mapping[str, Any] = MappingProxyType({})
+    lent: Any = None
 
 
 class BranchInputs(NamedTuple):

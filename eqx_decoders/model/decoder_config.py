@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.kv_sharing import check_kv_sharing
+from eqx_decoders.blocks.kv_sharing import check_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer, takers
 from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
@@ -65,7 +65,7 @@ class DecoderConfig(CheckedFields):
         streams = {block.residual.streams for block in self.blocks}
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
-        check_kv_sharing(self.blocks)
+        check_sharing(self.blocks)
         _check_mtp_block(None if self.mtp is None else self.mtp.block)
         check_per_layer(self.blocks, self.per_layer_embedding)
         check_media(self.media, self.blocks, self.embed_dim)
@@ -102,6 +102,6 @@ class DecoderConfig(CheckedFields):
 
 def _check_mtp_block(block: BlockConfig | None) -> None:
     """Raise ConfigError where the block of multi-token prediction needs what only the model's layers have."""
-    alone = block is None or not (getattr(block.mixer, "kv_shared_from", None) or takers((block,)) or block.pre_layers)
-    rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
+    alone = block is None or not (block.borrowed_name or takers((block,)) or block.pre_layers)
+    rule = "can't use what another layer shares, take an embedding of its own, or have branches before its mixer"
     check(alone, f"DecoderConfig.mtp.block {rule}.")

@@ -26,7 +26,9 @@ PUBLISHED = {
     "minimax_m2": CORRECTION_BIAS,
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,
-    **dict.fromkeys(("dots1", "glm4_moe", "glm4_moe_lite", "hy_v3", "lfm2_moe", "solar_open"), CORRECTION_BIAS),
+    **dict.fromkeys(
+        ("dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "lfm2_moe", "solar_open"), CORRECTION_BIAS
+    ),
     **dict.fromkeys(
         ("afmoe", "ernie4_5_moe", "ernie4_5_moe_bias"), CORRECTION_BIAS
     ),  # there a parameter without a gradient

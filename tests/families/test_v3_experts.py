@@ -36,6 +36,30 @@ def test_dense_layers_are_listed_or_counted(kind):
         decode(sample(kind, *names, **three, mlp_layer_types=["dense"] * 3))
 
 
+def test_choices_of_glm5_are_shared_by_a_list_a_pattern_or_a_period():
+    def chooses(**keys) -> str:
+        content = sample("glm_moe_dsa", "indexer_types", "mlp_layer_types", "layer_types", **keys)
+        config = decode(content | dict(num_hidden_layers=6))
+        assert FAMILIES["glm_moe_dsa"].decode(FAMILIES["glm_moe_dsa"].encode(config))[0] == config
+        names = [(block.mixer.indexer.shares_as, block.mixer.indexer.shared_from) for block in config.blocks]
+        return "".join({(None, None): "f", ("choice", None): "F", (None, "choice"): "s"}[each] for each in names)
+
+    assert chooses() == "ffffff"
+    assert chooses(index_topk_freq=3) == "fFssFs"
+    assert chooses(index_topk_freq=2, index_skip_topk_offset=3) == "ffFsFs"
+    assert (
+        chooses(index_topk_pattern="FFSSFS")
+        == chooses(index_topk_pattern=["full", "full", *["shared"] * 2, "full", "shared"])
+        == "fFssFs"
+    )
+    assert chooses(indexer_types=["full"] + ["shared"] * 5, index_topk_freq=2) == "Fsssss"
+    assert decode(sample("glm_moe_dsa", num_nextn_predict_layers=1)).mtp.block.mixer.indexer.shared_from is None
+    with pytest.raises(ed.ConversionError, match=r"blocks\[0\].mixer.indexer.shared_from='choice' is not known"):
+        chooses(indexer_types=["shared"] * 6)
+    with pytest.raises(ed.ConversionError, match="indexer_rope_interleave"):
+        chooses(indexer_rope_interleave=False)
+
+
 def test_layers_behind_the_last_of_hy3_are_left_out():
     config = decode(sample("hy_v3"))
     layers = len(config.blocks)

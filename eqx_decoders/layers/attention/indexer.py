@@ -3,7 +3,8 @@
     score_ts = sum_h w_th relu(q_th . k_s),    w_t = (W_w x_t) num_heads^-1/2 head_dim^-1/2
 
 One key k per token is shared by all heads. A query takes the best `top_k` of the keys that it sees; the earlier ones
-of equals. Where there are no more keys than that, attention is dense.
+of equals. Where there are no more keys than that, attention is dense. Later layers may use the choice of an earlier
+one (IndexCache, 2026).
 
 The indexer reads detached inputs, and its selection has no gradient: it learns from a loss of its own alone, the
 divergence KL(p || softmax(score)) from the distribution p of the attention it serves, the mean over its heads.
@@ -11,7 +12,7 @@ divergence KL(p || softmax(score)) from the distribution p of the attention it s
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Num, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt, check
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
@@ -42,6 +43,10 @@ class IndexerConfig(CheckedFields):
     - `loss_weight`: weight of its loss, the mean over tokens and over layers, in the training loss.
     - `warmup`: leave attention dense and learn from all visible keys, not from the chosen ones alone. MaxText applies
         its selection in this stage too, so that the indexer is taught by its own errors; the paper does not.
+    - `pairing`: which features are rotated together, whatever the attention's: `"half"`, or `"interleaved"` (GLM-5).
+    - `shares_as`: name by which later layers use its choice (`shared_from`); None for none.
+    - `shared_from`: uses the choice of an earlier layer, the latest whose `shares_as` is this word (GLM-5). The layer
+        has no indexer of its own, and all other fields are that one's. None: it chooses.
     """
 
     num_heads: PositiveInt = 64
@@ -50,10 +55,23 @@ class IndexerConfig(CheckedFields):
     norm: LayerNormConfig = LayerNormConfig(eps=1e-6)
     loss_weight: NonNegativeFloat = 0.0
     warmup: bool = False
+    pairing: Literal["half", "interleaved"] = "half"
+    shares_as: str | None = None
+    shared_from: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        rule = f"IndexerConfig.shares_as={self.shares_as!r} needs shared_from=None, not {self.shared_from!r}"
+        check(self.shares_as is None or self.shared_from is None, f"{rule}: the choice is another layer's.")
+
+    @property
+    def alone(self) -> "IndexerConfig":
+        """The same indexer without names, which those that share a choice have in common."""
+        return dataclasses.replace(self, shares_as=None, shared_from=None)
 
     def token_products(self, keys: int) -> int:
         """Count multiplications per token of its scores over so many keys."""
-        return self.num_heads * self.head_dim * keys
+        return 0 if self.shared_from is not None else self.num_heads * self.head_dim * keys
 
     def build(self, embed_dim: int, q_rank: int, *, key: PRNGKeyArray) -> "Indexer":
         keys, heads, head_dim = jax.random.split(key, 3), self.num_heads, self.head_dim
@@ -113,14 +131,14 @@ class Indexer(eqx.Module):
     ) -> Index:
         """Compute queries from the latent of queries, and the key and the weights of heads from the stream.
 
-        The first `rope_dim` features are rotated in halves, whatever the pairing of the attention.
+        The first `rope_dim` features are rotated.
         """
         x, low = jax.lax.stop_gradient((x, low))
-        half = dataclasses.replace(rope, pairing="half")
+        rope = dataclasses.replace(rope, pairing=self.config.pairing)
 
         def rotated(y: Array) -> Array:
             first, rest = jnp.split(y, [rope_dim], axis=-1)
-            return jnp.concatenate([rotate(first, ctx.positions, half, ctx.segment_ids), rest], axis=-1)
+            return jnp.concatenate([rotate(first, ctx.positions, rope, ctx.segment_ids), rest], axis=-1)
 
         pattern = "batch length q_rank, q_rank heads head_dim -> batch length heads head_dim"
         query = rotated(ctx.einsum(pattern, low, self.query))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.indexer import Index, Indexer, IndexerConfig, Teacher
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
@@ -113,13 +113,21 @@ class LatentAttentionConfig(CheckedFields):
         """
         return self.latent_dim if self.latent_dim < LANE else -(-self.latent_dim // LANE) * LANE
 
+    @property
+    def chooses(self) -> bool:
+        """Whether it has an indexer of its own."""
+        return self.indexer is not None and self.indexer.shared_from is None
+
     def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape]:
         """Return the shape of the cache: one head of latents and rotary keys, without values, and an indexer's keys."""
         latents = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
         if self.indexer is None:
             return latents
+        latents = dataclasses.replace(latents, by_slot=True)
+        if not self.chooses:
+            return latents
         index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.indexer.head_dim, values=False)
-        return {"latents": dataclasses.replace(latents, by_slot=True), "index": index}
+        return {"latents": latents, "index": index}
 
     def token_products(self, length: int) -> int:
         """Count multiplications per token of scores, an indexer's too, and of their products with values."""
@@ -157,7 +165,7 @@ class LatentAttentionConfig(CheckedFields):
         )
 
     def _build_indexer(self, embed_dim: int, key: PRNGKeyArray) -> Indexer | None:
-        if self.indexer is None or self.q_rank is None:
+        if self.indexer is None or self.q_rank is None or not self.chooses:
             return None
         return self.indexer.build(embed_dim, self.q_rank, key=key)
 
@@ -190,7 +198,7 @@ class LatentAttention(eqx.Module):
         """Call the layer for a block: return the output, new entries for a cache, and statistics."""
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
-        config, stats, index, choice = self.config, {}, None, KeyChoice()
+        config, stats, index, choice = self.config, {}, None, self._shared_choice(ctx)
         if self.indexer is not None and config.rope is not None:
             index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
         if isinstance(past, dict):
@@ -200,15 +208,20 @@ class LatentAttention(eqx.Module):
             choice = self.indexer.choose_cached(index, *stored, config.mask, ctx)
         entries: Any = NewKV(key=latent, value=None)
         if past is None:
-            mixed, stats = self._expanded(query, latent, ctx, index)
+            mixed, choice, stats = self._expanded(query, latent, ctx, index, choice)
         else:
             mixed, entries = self._absorbed(query, entries, past, ctx, choice)
         entries = entries if index is None else {"latents": entries, "index": NewKV(index.key, None)}
         mixed = save(ctx.constrain(mixed, "batch length heads value_dim"), "attention_out")
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", mixed, self.out)
         return BranchResult(
-            save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries, stats
+            save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries, stats, choice
         )
+
+    def _shared_choice(self, ctx: Context) -> KeyChoice:
+        """Return what the indexer of an earlier layer chose, where that is used; else all."""
+        name = None if self.config.indexer is None else self.config.indexer.shared_from
+        return KeyChoice() if name is None else ctx.shared[check_word("IndexerConfig.shared_from", name, ctx.shared)]
 
     def _query_input(self, x: Array, ctx: Context) -> Float[Array, "batch length features"]:
         """Return the input of queries: their latent, or `x` itself."""
@@ -245,11 +258,11 @@ class LatentAttention(eqx.Module):
         return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope, ctx.segment_ids)
 
     def _expanded(
-        self, query: Array, latent: Array, ctx: Context, index: Index | None = None
-    ) -> tuple[Float[Array, "batch length heads value_dim"], dict[str, Any]]:
+        self, query: Array, latent: Array, ctx: Context, index: Index | None, choice: KeyChoice
+    ) -> tuple[Float[Array, "batch length heads value_dim"], KeyChoice, dict[str, Any]]:
         """Attend with every head's own keys and values, the fewest operations for many queries.
 
-        Returns statistics, too.
+        Returns what is attended to, too: what the layer's own indexer chooses, or `choice`; and statistics.
         """
         config = self.config
         low, rope, _ = jnp.split(latent, [config.kv_rank, config.latent_dim], axis=-1)
@@ -258,7 +271,7 @@ class LatentAttention(eqx.Module):
         key = jnp.concatenate([nope, jnp.broadcast_to(rope, (*nope.shape[:3], config.rope_dim))], axis=-1)
         key = save(ctx.constrain(key, "batch length heads qk_dim"), "key_proj")
         value = save(ctx.constrain(value, "batch length heads value_dim"), "value_proj")
-        selected: Any = None
+        selected: Any = choice.present
         stats: dict[str, Any] = {}
         if self.indexer is not None and index is not None:
             teacher = Teacher(query, key) if self.indexer.config.loss_weight > 0 else None
@@ -269,7 +282,7 @@ class LatentAttention(eqx.Module):
             scores = run_max_scores(_present_inputs(query, key, value, ctx, selected), options)
             stats["max_scores"] = jnp.max(scores, axis=0)
         out, _ = self._attend(query, key, value, ctx, selected, needs_lse=False)
-        return out, stats
+        return out, KeyChoice(present=selected), stats
 
     def _absorbed(
         self, query: Array, latents: NewKV, past: Past, ctx: Context, choice: KeyChoice

@@ -16,7 +16,7 @@ def indexer_configs(config: DecoderConfig) -> tuple[IndexerConfig, ...]:
     """
     ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
     mixers = [block.mixer for block in (*config.blocks, *ahead)]
-    indexers = [mixer.indexer for mixer in mixers if isinstance(mixer, LatentAttentionConfig)]
+    indexers = [mixer.indexer for mixer in mixers if isinstance(mixer, LatentAttentionConfig) and mixer.chooses]
     return tuple(indexer for indexer in indexers if indexer is not None and indexer.loss_weight > 0)
 
 

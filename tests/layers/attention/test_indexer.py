@@ -50,12 +50,13 @@ INDEXER = IndexerConfig(num_heads=5, head_dim=6, top_k=2)
 
 def scores_by_hand(layer, x, positions, segments):
     """`batch length length`; -inf where a key is not seen."""
+    pairing = layer.config.indexer.pairing
     config, w = layer.config, weights_of(layer)
     heads, head_dim = config.indexer.num_heads, config.indexer.head_dim
     table = plain_frequencies(config.rope.theta, config.rope_dim)
 
     def rotated(vector, position):
-        first = rotate_by_hand(vector[: config.rope_dim], max(position, 0), table, "half")
+        first = rotate_by_hand(vector[: config.rope_dim], max(position, 0), table, pairing)
         return np.concatenate([first, vector[config.rope_dim :]])
 
     scores = np.full((*x.shape[:2], x.shape[1]), -np.inf)
@@ -115,6 +116,27 @@ def test_the_layer_attends_to_what_the_loop_chooses(pairing):
     assert entries["latents"].key.shape == (2, 7, 1, 10) and entries["index"].key.shape == (2, 7, 1, 6)
     other = eqx.tree_at(lambda each: each.indexer.key_norm.bias, layer, layer.indexer.key_norm.bias + 3)
     assert np.abs(apply(other, jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] - out).max() > 1e-2
+
+
+def test_the_indexer_pairs_features_in_its_own_way():
+    layer = drawn(indexer=dataclasses.replace(INDEXER, pairing="interleaved"), rope=Rope(theta=10.0))
+    out, _ = apply(layer, jnp.asarray(X), context(POSITIONS, SEGMENTS))
+    chosen = chosen_by_hand(scores_by_hand(layer, wide(X), POSITIONS, SEGMENTS), 2)
+    assert_close(out, shares_by_hand(layer, wide(X), POSITIONS, chosen)[1], units=128)
+
+
+def test_a_layer_attends_to_what_an_earlier_one_chooses():
+    """Without an indexer, and without keys of one in its cache."""
+    giver = drawn(indexer=dataclasses.replace(INDEXER, shares_as="it"))
+    taker = drawn(indexer=dataclasses.replace(INDEXER, shared_from="it"), rope=Rope(theta=7.0))
+    assert taker.indexer is None and isinstance(taker.config.cache_shape(8), KVShape)
+    ctx, other = context(POSITIONS, SEGMENTS), jnp.flip(jnp.asarray(X), axis=-1)
+    choice = giver.branch(other, ctx, None, None).lent
+    out, _ = apply(taker, jnp.asarray(X), dataclasses.replace(ctx, shared={"it": choice}))
+    chosen = chosen_by_hand(scores_by_hand(giver, wide(other), POSITIONS, SEGMENTS), 2)
+    assert_close(out, shares_by_hand(taker, wide(X), POSITIONS, chosen)[1], units=128)
+    with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.shared_from='it' is not known"):
+        taker(jnp.asarray(X), ctx)
 
 
 def test_the_best_of_each_row():
@@ -281,6 +303,22 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
     np.testing.assert_array_equal(np.asarray(choice.present[:, 0]) & seen[..., count:], want[..., count:])
 
 
+@pytest.mark.slow
+def test_shared_choices_decode_as_the_whole():
+    """In a cycle of two layers, behind a layer that chooses for itself; scanned."""
+    config = decoder(5)
+    mixers = [config.blocks[0].mixer] + [
+        dataclasses.replace(
+            config.blocks[0].mixer, indexer=dataclasses.replace(config.blocks[0].mixer.indexer, **names)
+        )
+        for names in (dict(shares_as="it"), dict(shared_from="it")) * 2
+    ]
+    blocks = (dataclasses.replace(config.blocks[0], mixer=mixer) for mixer in mixers)
+    model = filled(dataclasses.replace(config, blocks=tuple(blocks)))
+    assert [segment.repeats for segment in model.segments] == [1, 2]
+    check_ragged_pieces(model, ed.Layout.create(data=2, fsdp=2, tensor=2))
+
+
 def test_generation_chooses_like_the_whole():
     model, prompt = filled(decoder(1)), some_tokens(2, 6)
     tokens = ed.generate(model, prompt, max_new_tokens=5)
@@ -322,9 +360,30 @@ def test_what_does_not_fit_is_refused(options, sentence):
         LatentAttentionConfig(**SIZES | dict(indexer=INDEXER) | options)
     with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.top_k=0"):
         IndexerConfig(top_k=0)
+    with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.shares_as='it' needs shared_from=None"):
+        IndexerConfig(shares_as="it", shared_from="it")
+
+
+def test_what_no_layer_shares_is_refused():
+    config = decoder(1)
+    mixer = config.blocks[0].mixer
+
+    def block(**changes):
+        return dataclasses.replace(
+            config.blocks[0], mixer=dataclasses.replace(mixer, indexer=dataclasses.replace(mixer.indexer, **changes))
+        )
+
+    with pytest.raises(ed.ConfigError, match=r"blocks\[1\]\.mixer\.indexer\.shared_from='it' is not known"):
+        dataclasses.replace(config, blocks=(block(), block(shared_from="it")))
+    with pytest.raises(ed.ConfigError, match=r"blocks\[1\]\.mixer\.indexer\.shared_from='it' has .* alike"):
+        dataclasses.replace(config, blocks=(block(shares_as="it"), block(shared_from="it", top_k=4)))
+    with pytest.raises(ed.ConfigError, match=r"mtp\.block can't use what another layer shares"):
+        dataclasses.replace(config, mtp=ed.MTPConfig(num_depths=1, block=block(shared_from="it"), norm=RMSNormConfig()))
 
 
 def test_operations_are_counted():
     mixer = decoder().blocks[0].mixer
     assert mixer.token_products(2) == 4 * 2 * 15 + 16 * 6 * 2
+    taker = dataclasses.replace(mixer, indexer=dataclasses.replace(mixer.indexer, shared_from="it"))
+    assert taker.token_products(100) == 4 * 3 * 15
     assert mixer.token_products(100) == 4 * 3 * 15 + 16 * 6 * 100
