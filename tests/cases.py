@@ -38,6 +38,7 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
@@ -171,6 +172,7 @@ RECURRENT = {
     "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
     "mamba": Mamba1Config(channels=24, key_dim=5, step_rank=8, bias=True, norm=RMSNormConfig()),
     "gated convolution": GatedConvolutionConfig(channels=24, bias=True),
+    "gated unit": RGLRUConfig(num_heads=4, value_dim=8, taps=3),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
 }
 SPLITS_HEADS = (

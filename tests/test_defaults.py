@@ -44,6 +44,7 @@ DEFAULTS = {
     "AttentionOptions": dict(platform="cpu", needs_lse=True),
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba1Config": dict(taps=4, taps_bias=True),
+    "RGLRUConfig": dict(taps=4, activation="gelu_tanh"),
     "Mamba2Config": dict(taps=4, taps_bias=True, eps=1e-5),
     "GatedConvolutionConfig": dict(taps=3),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),

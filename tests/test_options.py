@@ -42,6 +42,7 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.rope import (
     DynamicRope,
     LinearRope,
@@ -235,6 +236,11 @@ OPTIONS: dict[type, tuple] = {
         GatedConvolutionConfig(channels=8),
         lambda c: block(mixer=c),
         dict(channels=4, taps=2, bias=True),
+    ),
+    RGLRUConfig: (
+        RGLRUConfig(num_heads=2, value_dim=4),
+        lambda c: block(mixer=c),
+        dict(num_heads=1, value_dim=3, taps=2, activation="relu"),
     ),
     KimiDeltaAttentionConfig: (
         KimiDeltaAttentionConfig(num_heads=2, head_dim=4, gate_rank=3),

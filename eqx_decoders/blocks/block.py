@@ -30,6 +30,7 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDe
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1, Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
+from eqx_decoders.layers.recurrent.rg_lru import RGLRU, RGLRUConfig
 
 
 # The layers that may stand in each place of a block; a new layer is added here.
@@ -43,6 +44,7 @@ MixerConfig = (
     | Mamba2Config
     | KimiDeltaAttentionConfig
     | GatedConvolutionConfig
+    | RGLRUConfig
     | LocalAttentionConfig
 )
 Mixer = (
@@ -54,6 +56,7 @@ Mixer = (
     | Mamba2
     | KimiDeltaAttention
     | GatedConvolution
+    | RGLRU
     | LocalAttention
 )
 

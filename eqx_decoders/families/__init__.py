@@ -88,6 +88,7 @@ from eqx_decoders.families import (
     qwen3_omni,
     qwen3_vl,
     qwen3_vl_moe,
+    recurrent_gemma,
     seed_oss,
     smollm3,
     smolvlm,
@@ -120,6 +121,7 @@ _PUBLISHED = (
     *(phi, gptj, opt),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
     *(mamba, falcon_mamba, jamba, olmo_hybrid),
+    recurrent_gemma,
 )
 
 

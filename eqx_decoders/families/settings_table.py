@@ -33,6 +33,7 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 
 
 ABSENT: Any = object()  # the value of a path that is a function, for a key that is not written
@@ -47,6 +48,7 @@ FINDERS: dict[str, tuple[type, ...]] = {
     "mamba1": (Mamba1Config,),
     "delta": (GatedDeltaNetConfig, KimiDeltaAttentionConfig),
     "convolution": (GatedConvolutionConfig,),
+    "rg_lru": (RGLRUConfig,),
     "experts": (ExpertsConfig,),
     "mlp": (MLPConfig, ExpertsConfig),  # experts only where no block has an MLP
 }

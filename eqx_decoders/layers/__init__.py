@@ -2,8 +2,8 @@
 
 Mix tokens
     `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `GatedDeltaNetConfig`,
-    `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`; in encoders of audio
-    `LocalAttentionConfig` and `LightConvolutionConfig`; `LearnedInitConfig` learns attention's initial weights.
+    `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`; in encoders
+    of audio `LocalAttentionConfig` and `LightConvolutionConfig`; `LearnedInitConfig` learns attention's first weights.
 
 Transform each token
     `MLPConfig`, `LinearConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`, `load_balance_loss`,
@@ -106,6 +106,7 @@ from eqx_decoders.layers.recurrent.kimi_delta import (
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1 as Mamba1, Mamba1Config as Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
 from eqx_decoders.layers.recurrent.recurrence import delta_rule as delta_rule, linear_recurrence as linear_recurrence
+from eqx_decoders.layers.recurrent.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
 from eqx_decoders.layers.rope import (
     DynamicRope as DynamicRope,
     LinearRope as LinearRope,

@@ -79,7 +79,7 @@ AXES: dict[str, str] = {
     "kernel_rows": "bands that it looks at",
     "kernel_columns": "frames that it looks at",
     "mel": "bands of a spectrum",
-    "inner": "features that a projector reads, and the channels that a recurrence makes `scan_inputs` of",
+    "inner": "features that a projector reads, and the channels that a recurrence makes gates or `scan_inputs` of",
     "scan_inputs": "features that make steps, keys and queries of a recurrence: few, and never split",
     "outer": "features that a projector makes",
     "channels": "features of a convolution's input",

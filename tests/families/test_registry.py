@@ -225,6 +225,8 @@ PARAMETERS = {
     "jamba-52b-a12b": 51_570_323_328,
     "jamba-398b-a94b": 398_555_145_696,
     "olmo-hybrid-7b": 7_430_870_688,
+    "recurrentgemma-2b": 2_682_862_080,
+    "recurrentgemma-9b": 8_579_977_216,
 }
 
 

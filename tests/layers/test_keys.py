@@ -23,6 +23,7 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, output_gate=True)
@@ -45,6 +46,7 @@ LAYERS = {
     "kimi delta attention": (KimiDeltaAttentionConfig(num_heads=2, head_dim=3, gate_rank=2), 14),
     "gated convolution": (GatedConvolutionConfig(channels=3), 3),
     "mamba": (Mamba1Config(channels=3, key_dim=2, step_rank=2), 6),
+    "gated unit": (RGLRUConfig(num_heads=2, value_dim=3), 7),
     "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
     "mlp": (MLPConfig(mlp_dim=3), 3),
     "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),

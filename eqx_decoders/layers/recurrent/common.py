@@ -51,7 +51,8 @@ def projected_streams(
         projected = ctx.constrain(ctx.einsum(pattern, x, getattr(layer, name)), f"batch length {words}")
         taps, bias = getattr(layer, f"{name}_taps"), getattr(layer, f"{name}_taps_bias", None)
         streams[name] = convolved(save(projected, f"{name}_proj"), taps, bias, cached_part(past, name), ctx)
-    return {name: out for name, (out, _) in streams.items()}, {name: tail for name, (_, tail) in streams.items()}
+    smooth, tails = ({name: pair[part] for name, pair in streams.items()} for part in (0, 1))
+    return jax.tree.map(jax.nn.silu, smooth), tails
 
 
 def new_steps(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
@@ -67,12 +68,12 @@ def convolved(
     tail: Float[Array, "batch back channels"] | None,
     ctx: Context,
 ) -> tuple[Float[Array, "batch length heads dims"], ConvInputs | NewConvInputs]:
-    """Compute `silu(convolution(x) + bias)`, causal and channel by channel, and the new entries of a `ConvState`."""
+    """Compute `convolution(x) + bias` of heads, as `convolved_stream` does of channels."""
     channels = kernel.shape[0] * kernel.shape[1]
     flat = ctx.constrain(x.reshape(*x.shape[:2], channels), "batch length channels")
     weights = kernel.reshape(channels, -1), None if bias is None else bias.reshape(channels)
     smooth, entries = convolved_stream(flat, *weights, tail, ctx)
-    return jax.nn.silu(smooth).reshape(x.shape), entries
+    return smooth.reshape(x.shape), entries
 
 
 def convolved_stream(
