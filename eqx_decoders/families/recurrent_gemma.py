@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from eqx_decoders.errors import check
 from eqx_decoders.families.common import (
     ENDS,
     LAYER,
@@ -73,7 +74,8 @@ def _write_cycle(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _recurrence(shape: DecoderSizes, *, width: int, taps: int) -> RGLRUConfig:
-    heads = shape.num_heads
+    heads, rule = shape.num_heads, "must be a multiple of num_attention_heads"
+    check(width % heads == 0, f"lru_width={width} {rule}={heads}.")
     return RGLRUConfig(num_heads=heads, value_dim=width // heads, taps=taps, activation=shape.activation)
 
 

@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2, Bamba and Jamba: what their sizes must be, and what is refused."""
+"""Mamba, Mamba-2, Bamba, Jamba and RecurrentGemma: what their sizes must be, and what is refused."""
 
 import pytest
 
@@ -39,6 +39,16 @@ def test_one_expert_is_an_mlp():
     assert decode(FAMILIES["jamba"].encode(config)) == config
 
 
+@pytest.mark.parametrize("kinds, written", [("raara", "raa"), ("ra", "ra"), ("aaaaa", "a"), ("rra", "rra")])
+def test_a_cycle_of_layers_is_cut_off(kinds, written):
+    """RecurrentGemma's; `intermediate_size` counts gate and up, and an odd one is rounded down."""
+    kinds, written = ([dict(r="recurrent", a="attention")[kind] for kind in word] for word in (kinds, written))
+    config = decode(sample("recurrent_gemma", block_types=kinds, num_hidden_layers=5, intermediate_size=37))
+    assert ["attention" if hasattr(x, "mask") else "recurrent" for x in mixers(config)] == (kinds * 5)[:5]
+    keys = FAMILIES["recurrent_gemma"].encode(config)
+    assert (keys["block_types"], keys["intermediate_size"], config.blocks[0].mlp.mlp_dim) == (written, 36, 18)
+
+
 @pytest.mark.parametrize(
     "kind, keys, sentence",
     [
@@ -56,6 +66,9 @@ def test_one_expert_is_an_mlp():
         ("jamba", dict(attn_layer_offset=3), "attn_layer_offset=3 must be below attn_layer_period=3"),
         ("jamba", dict(attn_layer_period=9, attn_layer_offset=8), "no layer has attention: check attn_layer_offset"),
         ("jamba", dict(sliding_window=5), "sliding_window=5 changes what the model computes"),
+        ("recurrent_gemma", dict(block_types=["recurrent"]), "no layer has attention: check block_types"),
+        ("recurrent_gemma", dict(block_types=["attention", "mamba"]), "block_types: mamba is not known here"),
+        ("recurrent_gemma", dict(lru_width=23), "lru_width=23 must be a multiple of num_attention_heads=2"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused(kind, keys, sentence):
