@@ -19,7 +19,7 @@ from allpairspy import AllPairs
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Sequential, Weighted
+from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
@@ -27,6 +27,7 @@ from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig
+from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
@@ -134,6 +135,7 @@ RESIDUALS = {
     **{name: name for name in ("sequential", "parallel", "plain", "chained")},
     "scaled": Sequential(residual_scale=0.5, output_scale=True),
     "weighted": Weighted(keeps_normed=True, gains=True),
+    "post-norm": PostNorm(),
     "hyper-connections": HyperConnections(streams=3, iterations=3),
 }
 MESHES = {
@@ -159,6 +161,11 @@ FORMS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "split batch": (dict(fsdp=2, context=2, tensor=2), dict(batch_split=2)),
     "split batch and experts": (dict(expert=2, context=2, tensor=2), dict(batch_split=2)),
     "small pieces": (dict(expert=4, tensor=2), dict(exchange_bytes=256, head_bytes=4096)),
+}
+NARROW = {  # tables and heads of other features than the stream's, beside these norms
+    "LayerNorm": dict(
+        embedding_rank=8, head_transform=HeadTransformConfig(features=8, bias=True, norm=LayerNormConfig())
+    ),
 }
 ENGRAM = EngramConfig(
     embed_dim=EMBED, vocab_size=VOCAB, layers=(0,), layer=0, num_heads=2, head_dim=8, vocab_bases=(20, 30), taps=2
@@ -323,6 +330,7 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
         blocks=blocks,
         final_norm=RMSNormConfig(),
         tied=case["tied"],
+        **NARROW.get(case["norm"], {}),
         head_bias=case["norm"] in ("LayerNorm", "mean alone"),
         embedding_scale=2.0 if case["tied"] else 1.0,
         embedding_norm=LayerNormConfig() if case["norm"] == "mean alone" else None,

@@ -20,7 +20,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential, Weighted
+from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, _declared
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
@@ -31,6 +31,7 @@ from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses
+from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
@@ -316,6 +317,7 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(residual=c),
         dict(keeps_normed=True, keep=(0.5, 2.0), add=(2.0, 0.5), gains=True),
     ),
+    PostNorm: (PostNorm(), lambda c: block(residual=c), dict(norm=RMS)),
     **{kind: (kind(), lambda c: block(residual=c), {}) for kind in (Parallel, NoResidual, Chained)},
     LearnedPositions: (
         LearnedPositions(max_positions=8),
@@ -337,7 +339,12 @@ OPTIONS: dict[type, tuple] = {
         )
         | dict(positions=SinusoidalPositions(), logit_divisor=2.0, logit_soft_cap=0.5, dropout=0.5)
         | dict(per_layer_embedding=dataclasses.replace(PER_LAYER, norm=RMSNormConfig(eps=0.5)))
-        | dict(init_std=0.3, mtp=AHEAD, embedding_norm=RMS),
+        | dict(init_std=0.3, mtp=AHEAD, embedding_norm=RMS, embedding_rank=5, head_transform=HeadTransformConfig()),
+    ),
+    HeadTransformConfig: (
+        HeadTransformConfig(),
+        lambda c: decoder(head_transform=c),
+        dict(features=5, activation="relu", bias=True, norm=RMS),
     ),
     MTPConfig: (
         AHEAD,

@@ -1,7 +1,13 @@
-"""OPT (Zhang et al. 2022): learned positions from the third row on, LayerNorm, ReLU without a gate, biases."""
+"""OPT (Zhang et al. 2022): learned positions from the third row on, LayerNorm, ReLU without a gate, biases.
 
+The one of 350M has norms behind its layers, and an embedding that is narrower than the stream.
+"""
+
+import dataclasses
 import functools
 
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.residual.residual import PostNorm
 from eqx_decoders.families.common import (
     DecoderSizes,
     decoder_sizes,
@@ -11,22 +17,67 @@ from eqx_decoders.families.common import (
     renamed,
     self_attention,
 )
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Check, Flag, Integer, Only
+from eqx_decoders.families.settings_table import Flag, Integer, Rule, Values
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
+from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_NORM = LayerNormConfig(eps=1e-5)
+def opt(
+    shape: DecoderSizes,
+    *,
+    max_positions: int = 2048,
+    bias: bool = True,
+    rank: int | None = None,
+    norm_first: bool = True,
+    norm_weights: bool = True,
+    no_final_norm: bool = False,
+) -> DecoderConfig:
+    """Return a decoder of OPT blocks.
 
+    **Arguments:**
 
-def opt(shape: DecoderSizes, *, max_positions: int = 2048, bias: bool = True) -> DecoderConfig:
-    """Return a decoder of OPT blocks."""
+    - `shape`, `max_positions`: its sizes.
+    - `bias`: whether projections have biases.
+    - `rank`: features of the embedding where these are not those of the stream.
+    - `norm_first`: whether norms stand before the layers; else behind the sums of stream and layers.
+    - `norm_weights`: whether norms have scales and biases.
+    - `no_final_norm`: whether there is no final norm; behind sums there never is.
+    """
     mixer, mlp = shape.attention(rope=None, qkv_bias=bias, out_bias=bias), shape.mlp(gated=False, bias=bias)
-    positions = LearnedPositions(max_positions=max_positions, offset=2)
-    return shape.decoder(shape.block(mixer, mlp, _NORM), _NORM, positions=positions)
+    norm = LayerNormConfig(eps=1e-5, scale=norm_weights, bias=norm_weights)
+    post = BlockConfig(mixer=mixer, mlp=mlp, residual=PostNorm(norm=norm))
+    config = shape.decoder(
+        shape.block(mixer, mlp, norm) if norm_first else post,
+        norm,
+        positions=LearnedPositions(max_positions=max_positions, offset=2),
+        embedding_rank=rank,
+        head_transform=None if rank is None else HeadTransformConfig(features=rank, activation="identity"),
+    )
+    return dataclasses.replace(config, final_norm=None) if no_final_norm or not norm_first else config
+
+
+def _norm_first(config: DecoderConfig) -> bool:
+    return not isinstance(config.residual, PostNorm)
+
+
+def _lacks_final_norm(config: DecoderConfig) -> bool:
+    return _norm_first(config) and config.final_norm is None
+
+
+def _read_rank(fields: Fields, values: Values) -> int | None:
+    table, embed_dim = fields.integer("word_embed_proj_dim", None), values["shape"].embed_dim
+    return None if table == embed_dim else table
+
+
+def _has_norm_weights(config: DecoderConfig) -> bool:
+    residual, norm = config.residual, config.blocks[0].pre_mixer_norm
+    norm = residual.norm if isinstance(residual, PostNorm) else norm
+    return norm is not None and norm.scale
 
 
 _KEYS = {
@@ -43,21 +94,25 @@ FAMILY = Family(
         decoder_sizes(tied=True, activation="relu", keys=_KEYS),
         Integer("max_position_embeddings", "positions.max_positions", 2048, name="max_positions"),
         Flag("enable_bias", "attention.qkv_bias", True, name="bias"),
-        Integer("word_embed_proj_dim", "embed_dim", lambda values: values["shape"].embed_dim, name="_embed"),
-        Check(
-            lambda values: values["_embed"] == values["shape"].embed_dim,
-            "word_embed_proj_dim={_embed} must be hidden_size: OPT-350M's projections are not implemented.",
+        Integer("word_embed_proj_dim", "table_features", lambda values: values["shape"].embed_dim, name="_table"),
+        Rule(
+            "rank", lambda fields, values: values["_table"] if values["_table"] != values["shape"].embed_dim else None
         ),
-        Only("do_layer_norm_before", True, written=True),
-        Only("layer_norm_elementwise_affine", True, written=True),
-        Only("_remove_final_layer_norm", False, written=True),
+        Flag("do_layer_norm_before", _norm_first, True, name="norm_first"),
+        Flag("layer_norm_elementwise_affine", _has_norm_weights, True, name="norm_weights"),
+        Flag(
+            "_remove_final_layer_norm", lambda x: _norm_first(x) and x.final_norm is None, False, name="no_final_norm"
+        ),
     ),
     build=opt,
     weights=(
         Weight(_PREFIX + "embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
+        Weight(_PREFIX + "project_in.weight", "embedding.projection.kernel", "embed inner -> inner embed"),
+        Weight(_PREFIX + "project_out.weight", "head_transform.kernel", "outer embed -> embed outer"),
         Weight(_PREFIX + "embed_positions.weight", "positions.table", "positions embed -> positions embed"),
         *norm_weights(_PREFIX, final_norm="final_layer_norm"),
         *norm_weights(_LAYER, pre_mixer_norm="self_attn_layer_norm", pre_mlp_norm="final_layer_norm"),
+        *norm_weights(_LAYER, **{"residual.norms.0": "self_attn_layer_norm", "residual.norms.1": "final_layer_norm"}),
         *renamed(self_attention(_LAYER), {"o_proj": "out_proj"}),
         *plain_mlp(_LAYER, up="fc1", down="fc2"),
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
@@ -68,6 +123,7 @@ FAMILY = Family(
 _sizes = functools.partial(gpt_sizes, vocab_size=50_272, tied=True, activation="relu")
 _SIZES = {
     "opt-125m": _sizes(768, 12, 12),
+    "opt-350m": _sizes(1024, 24, 16),
     "opt-1.3b": _sizes(2048, 24, 32),
     "opt-2.7b": _sizes(2560, 32, 32),
     "opt-6.7b": _sizes(4096, 32, 32),
@@ -77,3 +133,4 @@ _SIZES = {
 }
 
 MODELS = {name: functools.partial(opt, shape) for name, shape in _SIZES.items()}
+MODELS["opt-350m"] = functools.partial(opt, _SIZES["opt-350m"], rank=512, norm_first=False)

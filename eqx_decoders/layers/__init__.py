@@ -14,7 +14,7 @@ Normalize
 
 Embed
     `LearnedPositions`, `SinusoidalPositions`, `EngramConfig` (`TokenClasses`), `PerLayerEmbeddingConfig`,
-    `PerLayerInputConfig`.
+    `PerLayerInputConfig`; `HeadTransformConfig` before the head.
 
 Choose masks and positions
     `Causal`, `SlidingWindow`, `Chunked`, `Bidirectional`, `Spans` and `spans_of`; `Rope`, `LinearRope`, `Llama3Rope`,
@@ -63,6 +63,10 @@ from eqx_decoders.layers.embedding.engram import (
     Engram as Engram,
     EngramConfig as EngramConfig,
     TokenClasses as TokenClasses,
+)
+from eqx_decoders.layers.embedding.head_transform import (
+    HeadTransform as HeadTransform,
+    HeadTransformConfig as HeadTransformConfig,
 )
 from eqx_decoders.layers.embedding.per_layer_embedding import (
     PerLayerEmbeddingConfig as PerLayerEmbeddingConfig,

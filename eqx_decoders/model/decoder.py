@@ -40,6 +40,7 @@ from eqx_decoders.layers.embedding.embedding import (
     document_positions,
     logits,
 )
+from eqx_decoders.layers.embedding.head_transform import HeadTransform
 from eqx_decoders.layers.embedding.per_layer_embedding import INPUT, PerLayerEmbedding
 from eqx_decoders.layers.norm import Norm
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -54,7 +55,6 @@ from eqx_decoders.model.forward_inputs import (
 from eqx_decoders.model.mtp import MTP, MTPOutput, run_depths, shift_left
 from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.einsum import AbstractWeight
-from eqx_decoders.numerics.initializers import normal
 from eqx_decoders.numerics.rounded_weight import round_weights
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
@@ -83,25 +83,6 @@ class Decoder(eqx.Module):
     has any.
 
     Created by `init`, `abstract` or `load_*`. `model.replace(remat="full")` is the same model run another way.
-
-    Arguments of MaxText's `Transformer`, for those who know it:
-
-    | MaxText | here |
-    |---|---|
-    | `decoder_input_tokens`, `decoder_positions`, `decoder_segment_ids` | `tokens`, `positions`, `segment_ids` |
-    | `encoder_images`, `encoder_image_masks`, `encoder_audios` | `media`, by `Media.create`; no padded tiles |
-    | bidirectional masks of images | `media.spans`, in layers with `AttentionConfig.spans` |
-    | deepstack embeddings | computed by `encode`, added by `AddedFeaturesConfig`, with and without scan |
-    | `enable_dropout`, rngs | `key`; None is without |
-    | `model_mode="train"` | no `cache` |
-    | `model_mode="prefill"`, `"autoregressive"` | a `cache`, empty or not; any number of tokens at a time |
-    | `previous_chunk` | the `cache`: a chunk is a call that goes on with it |
-    | `true_length` | positions of -1, or segment 0, for padding; `prompt_lengths` of `generate` |
-    | `slot` | a row of the cache: `cache.with_row`, `cache.reset` |
-    | `page_state` | tables of a cache with `pages`, by `cache.with_tables`; without, its rows are contiguous |
-    | `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_mtp` alone |
-    | `kv_caches`, `attention_metadata` | `forward_uncommitted`, which writes nothing, and `cache.commit` |
-    | `nnx_method`, intermediates | methods (`run`, `logits`, `head_input`), and `Output.stats` |
     """
 
     embedding: TokenEmbedding
@@ -110,6 +91,7 @@ class Decoder(eqx.Module):
     per_layer_embedding: PerLayerEmbedding | None
     segments: tuple[Segment, ...]
     final_norm: Norm | None
+    head_transform: HeadTransform | None
     head: Head | None
     head_bias: Float[AnyArray, "vocab"] | None
     mtp: MTP | None
@@ -133,15 +115,22 @@ class Decoder(eqx.Module):
             stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count]))
             begin += count
         per_layer, layers = config.per_layer_embedding, len(takers(config.blocks))
-        table = normal(table_key, (config.vocab_size, config.embed_dim), jnp.float32, config.init_std)
+        transform, transform_key = config.head_transform, jax.random.fold_in(key, 8)
         return cls(
-            embedding=TokenEmbedding(table=table, scale=config.embedding_scale),
+            embedding=TokenEmbedding.build(
+                (config.vocab_size, config.table_features),
+                config.embed_dim,
+                scale=config.embedding_scale,
+                std=config.init_std,
+                key=table_key,
+            ),
             embedding_norm=None if config.embedding_norm is None else config.embedding_norm.build(config.embed_dim),
             positions=None if config.positions is None else config.positions.build(config.embed_dim, key=position_key),
             per_layer_embedding=per_layer and per_layer.build(config.embed_dim, layers, key=per_layer_key),
             segments=tuple(stack),
             final_norm=None if config.final_norm is None else config.final_norm.build(config.embed_dim),
-            head=None if config.tied else build_head(config.embed_dim, config.vocab_size, key=head_key),
+            head_transform=None if transform is None else transform.build(config.embed_dim, key=transform_key),
+            head=None if config.tied else build_head(config.head_features, config.vocab_size, key=head_key),
             head_bias=jnp.zeros(config.vocab_size) if config.head_bias else None,
             mtp=None if config.mtp is None else MTP.build(config.mtp, config.embed_dim, key=mtp_key),
             vision=None if vision is None else Encoder.build(vision, key=vision_key),
@@ -353,8 +342,8 @@ class Decoder(eqx.Module):
     @typed
     def head_input(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
-    ) -> Float[Array, "batch length embed"]:
-        """Return the head's input: the final norm (and dropout) of `hidden`, or with `depth` of `MTPOutput.hidden`.
+    ) -> Float[Array, "batch length head_embed"]:
+        """Return the head's input, of `hidden`, or with `depth` of `MTPOutput.hidden`: norm, transform and dropout.
 
         It is divided by `logit_divisor`, so that losses need not do it.
         """
@@ -363,6 +352,7 @@ class Decoder(eqx.Module):
             assert self.mtp is not None
             norm = self.mtp.unstacked()[depth - 1].final_norm
         hidden = hidden if norm is None else norm(hidden)
+        hidden = hidden if self.head_transform is None else self.head_transform(hidden, self._head_context(hidden))
         if self.config.logit_divisor != 1.0:
             hidden = hidden / self.config.logit_divisor
         return dropout(hidden, self.config.dropout, self._keys(key)[2])
@@ -372,9 +362,12 @@ class Decoder(eqx.Module):
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
         """Apply the head to `Output.hidden`; with `depth`, counted from 1, to `MTPOutput.hidden[depth - 1]`."""
-        ctx = Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
         options: Any = dict(tied=self.head is None, bias=self.logit_bias, soft_cap=self.config.logit_soft_cap)
-        return logits(self.head_input(hidden, key=key, depth=depth), self.head_kernel, ctx, **options)
+        x = self.head_input(hidden, key=key, depth=depth)
+        return logits(x, self.head_kernel, self._head_context(hidden), **options)
+
+    def _head_context(self, hidden: Array) -> Context:
+        return Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
 
     @property
     def head_kernel(self) -> Array | AbstractWeight:

@@ -10,6 +10,7 @@ from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
 from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.embedding.embedding import PositionsConfig
+from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.norm import NormConfig
 from eqx_decoders.model.config_json import decoder_from_json, decoder_to_json
@@ -27,6 +28,9 @@ class DecoderConfig(CheckedFields):
     - `blocks`: one configuration per layer, in order.
     - `final_norm`: before the head; None for none.
     - `tied`: whether the embedding table is the head.
+    - `embedding_rank`: features of the embedding table where they are not those of the stream, to which a matrix maps
+        them (Lan et al. 2020); None where they are.
+    - `head_transform`: what maps the normalized stream to the head's input; None for nothing.
     - `head_bias`: whether the head, tied or not, adds a bias to the logits.
     - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
     - `embedding_norm`: normalization of the input of the first layer (BLOOM); None for none.
@@ -45,6 +49,8 @@ class DecoderConfig(CheckedFields):
     blocks: Annotated[tuple[BlockConfig, ...], NonEmpty("BlockConfig")]
     final_norm: NormConfig | None
     tied: bool = False
+    embedding_rank: PositiveInt | None = None
+    head_transform: HeadTransformConfig | None = None
     head_bias: bool = False
     embedding_scale: PositiveFloat = 1.0
     embedding_norm: NormConfig | None = None
@@ -65,6 +71,10 @@ class DecoderConfig(CheckedFields):
         streams = {block.residual.streams for block in self.blocks}
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
+        read, stored = self.head_features, self.table_features
+        rule = f"a head of {read} features, and the embedding table has {stored}"
+        remedy = "Set head_transform.features to embedding_rank"
+        check(not self.tied or read == stored, f"DecoderConfig.tied=True needs {rule}. {remedy}, or tied=False.")
         check_sharing(self.blocks)
         _check_mtp_block(None if self.mtp is None else self.mtp.block)
         check_per_layer(self.blocks, self.per_layer_embedding)
@@ -74,6 +84,16 @@ class DecoderConfig(CheckedFields):
     def residual(self) -> ResidualConfig:
         """Residual connection of the first layer, which has the number of residual streams."""
         return self.blocks[0].residual
+
+    @property
+    def table_features(self) -> int:
+        """Features of the embedding table."""
+        return self.embedding_rank or self.embed_dim
+
+    @property
+    def head_features(self) -> int:
+        """Features that the output head reads."""
+        return (self.head_transform and self.head_transform.features) or self.embed_dim
 
     @property
     def has_grid_positions(self) -> bool:

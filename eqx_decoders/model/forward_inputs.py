@@ -1,4 +1,24 @@
-"""Inputs of a decoder's forward pass: checked arrays, and the `Context` that every layer receives."""
+"""Inputs of a decoder's forward pass: checked arrays, and the `Context` that every layer receives.
+
+Arguments of MaxText's `Transformer`, for those who know it:
+
+| MaxText | here |
+|---|---|
+| `decoder_input_tokens`, `decoder_positions`, `decoder_segment_ids` | `tokens`, `positions`, `segment_ids` |
+| `encoder_images`, `encoder_image_masks`, `encoder_audios` | `media`, by `Media.create`; no padded tiles |
+| bidirectional masks of images | `media.spans`, in layers with `AttentionConfig.spans` |
+| deepstack embeddings | computed by `encode`, added by `AddedFeaturesConfig`, with and without scan |
+| `enable_dropout`, rngs | `key`; None is without |
+| `model_mode="train"` | no `cache` |
+| `model_mode="prefill"`, `"autoregressive"` | a `cache`, empty or not; any number of tokens at a time |
+| `previous_chunk` | the `cache`: a chunk is a call that goes on with it |
+| `true_length` | positions of -1, or segment 0, for padding; `prompt_lengths` of `generate` |
+| `slot` | a row of the cache: `cache.with_row`, `cache.reset` |
+| `page_state` | tables of a cache with `pages`, by `cache.with_tables`; without, its rows are contiguous |
+| `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_mtp` alone |
+| `kv_caches`, `attention_metadata` | `forward_uncommitted`, which writes nothing, and `cache.commit` |
+| `nnx_method`, intermediates | methods (`run`, `logits`, `head_input`), and `Output.stats` |
+"""
 
 import dataclasses
 from typing import Any, NamedTuple

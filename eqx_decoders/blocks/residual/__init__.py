@@ -5,6 +5,7 @@ from eqx_decoders.blocks.residual.residual import (
     Chained as Chained,
     NoResidual as NoResidual,
     Parallel as Parallel,
+    PostNorm as PostNorm,
     Sequential as Sequential,
     Weighted as Weighted,
 )

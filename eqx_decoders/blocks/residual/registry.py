@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Literal
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential, Weighted
+from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 
 
-ResidualConfig = Sequential | Weighted | Parallel | NoResidual | Chained | HyperConnections
+ResidualConfig = Sequential | PostNorm | Weighted | Parallel | NoResidual | Chained | HyperConnections
 
 RESIDUALS: dict[str, ResidualConfig] = {
     "sequential": Sequential(),

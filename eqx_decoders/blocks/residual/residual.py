@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import PositiveFloat, check
-from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, Norm, NormConfig
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import BUFFER
 
@@ -52,6 +52,43 @@ class SequentialResidual(ReadWriteResidual):
         x = drop(state)
         x = x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
         return x if self.norm is None else self.norm(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PostNorm(Residual):
+    """`x = norm(x + branch(x))`, one branch after another, each with a norm of its own (Vaswani et al. 2017).
+
+    To a branch that reads and writes all streams by itself (an Engram) no norm belongs.
+
+    **Arguments:**
+
+    - `norm`: of every sum.
+    """
+
+    norm: NormConfig = LayerNormConfig()
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "PostNormResidual":
+        return PostNormResidual(norms=tuple(self.norm.build(embed_dim) for _ in range(branches)))
+
+
+class PostNormResidual(ReadWriteResidual):
+    """`x = norm(x + branch(x))`, one branch after another. Its state is the stream, and the number of norms used."""
+
+    norms: tuple[Norm, ...]
+
+    def begin(self, x: Array) -> tuple[Array, int]:
+        return x, 0
+
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Norm | None]:
+        x, used = state
+        return x, None if reader.reads_streams else self.norms[used]
+
+    def write(self, state: tuple[Array, int], out: Array, coefficients: Norm | None = None) -> tuple[Array, int]:
+        x, used = state
+        return (x + out, used) if coefficients is None else (coefficients(x + out), used + 1)
+
+    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Array:
+        return drop(state[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -238,7 +238,7 @@ def _untie(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Fami
         tensors[table] = tensors.pop(family.head)
         return config
     embedding, head = tensors[table], tensors[family.head]
-    if embedding.shape == head.shape == (config.vocab_size, config.embed_dim) and not _are_equal(embedding, head):
+    if embedding.shape == head.shape == (config.vocab_size, config.table_features) and not _are_equal(embedding, head):
         return dataclasses.replace(config, tied=False)
     if embedding.shape == head.shape:
         del tensors[family.head]  # equal, or both of a wrong shape, which is reported once

@@ -17,17 +17,42 @@ from eqx_decoders.numerics.einsum import AbstractWeight, add_bias, as_weight
 from eqx_decoders.numerics.initializers import fan_in, normal
 
 
+class EmbeddingProjection(eqx.Module):
+    """Matrix from the features of a table to those of the residual stream."""
+
+    kernel: Float[Array, "inner embed"]
+
+    def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch length embed"]:
+        return ctx.einsum("batch length inner, inner embed -> batch length embed", x, self.kernel)
+
+
 class TokenEmbedding(eqx.Module):
-    """Embedding `scale * table[token]`; ids outside the vocabulary are clipped into it."""
+    """Embedding `scale * projection(table[token])`; ids outside the vocabulary are clipped into it.
+
+    Without a projection the table has the features of the residual stream.
+    """
 
     table: Float[Array, "vocab embed"]
+    projection: EmbeddingProjection | None = None
     scale: float = eqx.field(static=True, default=1.0)
+
+    @classmethod
+    def build(
+        cls, shape: tuple[int, int], embed_dim: int, *, scale: float, std: float, key: PRNGKeyArray
+    ) -> "TokenEmbedding":
+        """Build a table of this shape, with a projection where its features are not `embed_dim`."""
+        table, projection = normal(key, shape, jnp.float32, std), None
+        if shape[1] != embed_dim:
+            kernel = fan_in(jax.random.fold_in(key, 1), (shape[1], embed_dim), jnp.float32, shape[1])
+            projection = EmbeddingProjection(kernel=kernel)
+        return cls(table=table, projection=projection, scale=scale)
 
     def __call__(self, tokens: Integer[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
         compute, tokens = ctx.execution.precision.compute, as_int32("tokens", tokens)
         one_hot = ctx.execution.lookup == "one_hot"
         rows = self._product(tokens, ctx) if one_hot else look_up(self.table, tokens, "vocab embed", ctx)
-        x = ctx.constrain(rows, "batch length embed")
+        x = rows if self.projection is None else self.projection(ctx.constrain(rows, "batch length embed"), ctx)
+        x = ctx.constrain(x, "batch length embed")
         # the factor is rounded to the dtype first, as Hugging Face does it
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
 

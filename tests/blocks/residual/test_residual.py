@@ -1,4 +1,4 @@
-"""A weighted residual connection against its sum written out in NumPy."""
+"""Residual connections of one stream: weighted sums and norms of sums, written out in NumPy."""
 
 import equinox as eqx
 import jax
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.blocks.residual.residual import Weighted
+from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.residual import PostNorm, Weighted
 from eqx_decoders.layers.mlp import LinearConfig
-from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from tests.compare import assert_close
 from tests.layers.common import context, drawn
 from tests.oracles import norm_by_hand, wide
@@ -38,3 +39,20 @@ def test_each_branch_is_added_to_what_is_kept(normed):
 def test_a_number_for_each_branch():
     with pytest.raises(ed.ConfigError, match=r"Weighted.keep=\(0.5,\) must have a number for each of the block's 2"):
         Weighted(keep=(0.5,)).build(4, branches=2, inner_dim=4, key=jax.random.key(0))
+
+
+def test_each_sum_has_a_norm_but_those_of_branches_that_write_themselves():
+    generator = np.random.default_rng(0)
+    x, *matrices = (generator.normal(size=(2, 5, 6)) for _ in range(4))
+    residual = PostNorm(norm=RMSNormConfig(eps=0.1)).build(6, branches=2, inner_dim=6, key=jax.random.key(0))
+    residual = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), leaf.dtype), residual)
+    branches = [BranchFunction(lambda y, m=m: y * m.astype(np.float32), m is matrices[1]) for m in matrices]
+    got = residual(jnp.asarray(x, jnp.float32), branches, lambda y: 2 * y, context(np.zeros((2, 5))))
+
+    def normed(y, norm):
+        return y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + 0.1) * wide(norm.scale)
+
+    x = normed(x + x * matrices[0], residual.norms[0])
+    x = x + x * matrices[1]
+    assert_close(got, 2 * normed(x + x * matrices[2], residual.norms[1]))
+    assert PostNorm().norm == LayerNormConfig()

@@ -80,7 +80,7 @@ MORE = (
     ),
     *("mamba2", "cohere2_pattern", "olmoe_clip", "hunyuan_alpha", "hunyuan_moe", "lfm2_moe", "ministral3"),
     "olmo_hybrid",
-    "granite_moe_shared",
+    *("granite_moe_shared", "modernbert_decoder"),
 )
 
 

@@ -1,0 +1,134 @@
+"""ModernBERT's decoder, Ettin (Weller et al. 2025): two windows to one full layer, and the head of BERT."""
+
+import functools
+from typing import Any
+
+from eqx_decoders.families.common import (
+    ENDS,
+    LAYER,
+    DecoderSizes,
+    decoder_sizes,
+    find_window,
+    fused_mlp,
+    norm,
+    norm_weights,
+    read_masks,
+    renamed,
+    self_attention,
+    write_masks,
+)
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import RopesByLayer
+from eqx_decoders.families.settings_table import Flag, Only, Renamed, Rule, Values, activation
+from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def modernbert_decoder(
+    shape: DecoderSizes,
+    *,
+    masks: tuple[Mask, ...],
+    rope: Rope = Rope(theta=160_000.0),
+    local_rope: Rope = Rope(theta=10_000.0),
+    norm_bias: bool = False,
+    mlp_bias: bool = False,
+    head_activation: str = "gelu",
+    transform_bias: bool = False,
+    head_bias: bool = True,
+) -> DecoderConfig:
+    """Return a decoder of ModernBERT's blocks: the first has no norm before attention, for the embedding has one."""
+    norm, mlp = LayerNormConfig(eps=shape.eps, bias=norm_bias), shape.mlp(fused=True, bias=mlp_bias)
+
+    def mixer(mask: Mask):
+        return shape.attention(mask=mask, rope=local_rope if isinstance(mask, SlidingWindow) else rope)
+
+    first = shape.block(mixer(masks[0]), mlp, norm, pre_mixer_norm=None)
+    blocks = (first, *(shape.block(mixer(mask), mlp, norm) for mask in masks[1:]))
+    transform = HeadTransformConfig(activation=head_activation, bias=transform_bias, norm=norm)
+    return shape.decoder(blocks, norm, embedding_norm=norm, head_transform=transform, head_bias=head_bias)
+
+
+def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
+    """Read the masks; a window is half of `local_attention`, which counts both sides."""
+    period, both = fields.integer("global_attn_every_n_layers", 3), fields.integer("local_attention", 128, least=2)
+    fields.allow_only("sliding_window", both // 2)
+    local = [index % period != 0 for index in range(values["shape"].num_layers)]
+    return read_masks(fields, both // 2, local, key="local_attention")
+
+
+def _write_masks(config: DecoderConfig) -> dict[str, Any]:
+    return write_masks(config, default=64) | {"local_attention": 2 * (find_window(config) or 64)}
+
+
+_TRANSFORM = "head_transform."
+_KEYS = {
+    "hidden_act": "hidden_activation",
+    "rms_norm_eps": "norm_eps",
+    **dict.fromkeys(("num_key_value_heads", "head_dim")),
+}
+FAMILY = Family(
+    model_type="modernbert-decoder",
+    architecture="ModernBertDecoderForCausalLM",
+    settings=(
+        decoder_sizes(eps=1e-5, tied=True, activation="gelu", keys=_KEYS),
+        Rule("masks", _read_masks, _write_masks),
+        Only("rope_scaling"),
+        Only("causal_mask", True),
+        Renamed({"global_rope_theta": "rope_theta"}),
+        RopesByLayer(theta=160_000.0, local_theta=10_000.0, local_key="local_rope_theta"),
+        Flag("norm_bias", "final_norm.bias", False, name="norm_bias"),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        activation("classifier_activation", _TRANSFORM + "activation", "gelu", name="head_activation"),
+        Flag("classifier_bias", _TRANSFORM + "bias", False, name="transform_bias"),
+        Flag("decoder_bias", "head_bias", True, name="head_bias"),
+    ),
+    build=modernbert_decoder,
+    weights=(
+        *renamed(
+            ENDS,
+            {"embed_tokens": "embeddings.tok_embeddings", "model.norm": "model.final_norm", "lm_head": "decoder"},
+        ),
+        *norm("model.embeddings.norm", "embedding_norm"),
+        *norm_weights(LAYER, pre_mixer_norm="attn_norm", pre_mlp_norm="mlp_norm"),
+        *renamed(self_attention(LAYER, "attn."), {"o_proj": "Wo"}),
+        *fused_mlp(LAYER + "mlp.", gate_up="Wi", down="Wo"),
+        *sharing(LAYER + "mlp.Wi.bias", ("mlp.gate_bias", "mlp -> mlp"), ("mlp.up_bias", "mlp -> mlp")),
+        Weight(LAYER + "mlp.Wo.bias", "mlp.down_bias", "embed -> embed"),
+        Weight("lm_head.dense.weight", _TRANSFORM + "kernel", "outer embed -> embed outer"),
+        Weight("lm_head.dense.bias", _TRANSFORM + "bias", "outer -> outer"),
+        *norm("lm_head.norm", _TRANSFORM + "norm"),
+    ),
+    ignored_keys={
+        **dict.fromkeys(("embedding_dropout", "mlp_dropout", "classifier_dropout"), "dropout happens in training only"),
+        **dict.fromkeys(("cls_token_id", "classifier_pooling", "initializer_cutoff_factor"), "not for a causal model"),
+        **dict.fromkeys(("layer_norm_eps", "position_embedding_type"), "transformers reads others"),
+        **dict.fromkeys(("deterministic_flash_attn", "reference_compile"), "how transformers runs the encoder"),
+        **dict.fromkeys(
+            ("repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"), "how the encoder is trained"
+        ),
+    },
+)
+
+
+def _model(embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int) -> DecoderConfig:
+    shape = DecoderSizes(
+        vocab_size=50_368, embed_dim=embed_dim, num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_heads,
+        head_dim=embed_dim // num_heads, mlp_dim=mlp_dim, eps=1e-5, tied=True, activation="gelu",
+    )  # fmt: skip
+    masks = tuple(SlidingWindow(64) if index % 3 else Causal() for index in range(num_layers))
+    return modernbert_decoder(shape, masks=masks, local_rope=Rope(theta=160_000.0))
+
+
+MODELS = {
+    "ettin-17m": functools.partial(_model, 256, 7, 4, 384),
+    "ettin-32m": functools.partial(_model, 384, 10, 6, 576),
+    "ettin-68m": functools.partial(_model, 512, 19, 8, 768),
+    "ettin-150m": functools.partial(_model, 768, 22, 12, 1152),
+    "ettin-400m": functools.partial(_model, 1024, 28, 16, 2624),
+    "ettin-1b": functools.partial(_model, 1792, 28, 28, 3840),
+}
