@@ -109,7 +109,7 @@ CHANNELS = {
     "gated": MLPConfig(mlp_dim=24),
     "fused": MLPConfig(mlp_dim=24, fused=True, activation="gelu_tanh", bias=True),
     "ungated": MLPConfig(mlp_dim=24, gated=False, activation="relu2", bias=True),
-    "normalized": MLPConfig(mlp_dim=24, activation="relu2", inner_norm=RMSNormConfig()),
+    "normalized": MLPConfig(mlp_dim=24, activation="xielu", inner_norm=RMSNormConfig()),
     "linear": LinearConfig(),
     "none": None,
     "dropless": ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["dropless"], bias=True),

@@ -13,6 +13,7 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.xielu import XIELU
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract
@@ -29,6 +30,7 @@ ROUTERS = [
     RouterConfig(order="score_first", num_groups=2, groups_per_token=1, scaling_factor=4.0),
     RouterConfig(selection_bias=True, num_groups=2, groups_per_token=1, group_score="top2_sum", **SIGMOID),
     RouterConfig(score="sigmoid", input_scaling=True),
+    RouterConfig(sparse_mixer=0.3),
     RouterConfig(score="sqrt_softplus", order="score_first", renormalize=True, selection_bias=True),
 ]
 
@@ -66,7 +68,11 @@ def filled(config: DecoderConfig, seed: int = 0, **execution) -> Decoder:
         return jnp.asarray(generator.normal(0.2 if leaf.ndim < 2 else 0.0, fan**-0.5, leaf.shape), leaf.dtype)
 
     shapes, static = eqx.partition(abstract(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    return eqx.combine(jax.tree.map(draw, shapes), static).replace(**execution)
+    model = eqx.combine(jax.tree.map(draw, shapes), static).replace(**execution)
+    # at zero xIELU jumps by what it takes for a number just below
+    is_xielu = lambda part: isinstance(part, XIELU)  # noqa: E731
+    close = lambda part: eqx.tree_at(lambda one: one.eps, part, part.eps * 1e-6) if is_xielu(part) else part  # noqa: E731
+    return jax.tree.map(close, model, is_leaf=is_xielu)
 
 
 def some_tokens(rows: int, length: int, seed: int = 3) -> jax.Array:

@@ -1,5 +1,6 @@
 """Layers in NumPy and float64, written from the formula with loops: what the tests compare with."""
 
+import functools
 import math
 
 import numpy as np
@@ -84,8 +85,18 @@ BY_HAND = {
 }
 
 
+def xielu_by_hand(layer, x):
+    """xIELU of one number."""
+    alpha_p, alpha_n = (math.log1p(math.exp(wide(each))) for each in (layer.alpha_p, layer.alpha_n))
+    beta, eps = wide(layer.beta), wide(layer.eps)
+    if x > 0:
+        return alpha_p * x * x + beta * x
+    return (math.expm1(min(x, eps)) - x) * (beta + alpha_n) + beta * x
+
+
 def mlp_by_hand(layer, x):
-    act = np.vectorize(BY_HAND[layer.config.activation])
+    xielu = functools.partial(xielu_by_hand, layer.xielu)
+    act = np.vectorize(BY_HAND[layer.config.activation] if layer.xielu is None else xielu)
     gate, up = wide(layer.gate), wide(layer.up)
     if layer.gate_up is not None:
         gate, up = wide(layer.gate_up)[:, 0], wide(layer.gate_up)[:, 1]
@@ -131,6 +142,12 @@ def route_by_hand(router, x):
     weights = [scores[e] for e in chosen]
     if c.order == "select_first":
         weights = scored_by_hand([logits[e] for e in chosen], c.score)
+    if c.sparse_mixer is not None:
+        weights = []
+        for place, e in enumerate(chosen):
+            left = [z for i, z in enumerate(logits) if i not in chosen[:place]]
+            near = [z for z in left if (logits[e] - z) / max(abs(z), logits[e]) <= 2 * c.sparse_mixer]
+            weights.append(1 / sum(math.exp(z - logits[e]) for z in near))
     if c.renormalize:
         weights = [w / sum(weights) for w in weights]
     weights = [w * c.scaling_factor for w in weights]

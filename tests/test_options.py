@@ -141,7 +141,7 @@ OPTIONS: dict[type, tuple] = {
         lambda c: mixer(rope=c, head_dim=int(8 / c.fraction)),  # of which 8 features are rotated
         ROPE
         | dict(short_factors=(2.0, 3.0, 4.0, 5.0), long_factors=(5.0, 9.0, 1.0, 1.0), original_length=40)
-        | dict(factor=4.0, attention_factor=2.0),
+        | dict(factor=4.0, attention_factor=2.0, long_attention_factor=3.0, keeps_short=True),
     ),
     NTKRope: (NTKRope(alpha=2.0), lambda c: mixer(rope=c), ROPE | dict(alpha=4.0)),
     ProportionalRope: (
@@ -252,7 +252,7 @@ OPTIONS: dict[type, tuple] = {
     MLPConfig: (
         MLP,
         lambda c: block(mlp=c),
-        dict(mlp_dim=10, activation="relu", gated=False, bias=True, fused=True, inner_norm=RMS, dropout=0.5),
+        dict(mlp_dim=10, activation="xielu", gated=False, bias=True, fused=True, inner_norm=RMS, dropout=0.5),
     ),
     ExpertsConfig: (
         EXPERTS,
@@ -267,7 +267,7 @@ OPTIONS: dict[type, tuple] = {
         dict(score="sigmoid", order="score_first", renormalize=True, bias=True, selection_bias=True, num_groups=4)
         | dict(groups_per_token=2, group_score="top2_sum", scaling_factor=2.0, per_expert_scale=True)
         | dict(input_scaling=True, random=True, balance_loss=0.5, balance_form="megatron", z_loss=0.5)
-        | dict(bias_update_rate=0.1, input_norm=RMS),
+        | dict(bias_update_rate=0.1, input_norm=RMS, sparse_mixer=0.3),
     ),
     EngramConfig: (
         ENGRAM,

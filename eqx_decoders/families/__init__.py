@@ -5,11 +5,13 @@ from collections.abc import Callable
 from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
     afmoe,
+    apertus,
     arcee,
     bamba,
     bitnet,
     cohere,
     cohere2,
+    dbrx,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
@@ -76,6 +78,7 @@ from eqx_decoders.families import (
     opt,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
@@ -109,6 +112,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 _PUBLISHED = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
+    *(apertus, phimoe, dbrx),
     *(olmo2, flex_olmo, glm, glm4, glm4_moe, glm4_moe_lite, glm_moe_dsa),
     *(qwen2_moe, dots1, hy_v3, solar_open, youtu),
     *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),

@@ -14,6 +14,7 @@ from eqx_decoders.errors import CheckedFields, OneOf, PositiveInt, Rate, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.xielu import XIELU
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
@@ -32,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 ActivationName = Annotated[str, OneOf(tuple(ACTIVATIONS))]
+MLPActivationName = Annotated[str, OneOf((*ACTIVATIONS, "xielu"))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,8 @@ class MLPConfig(CheckedFields):
     **Arguments:**
 
     - `mlp_dim`: hidden features.
-    - `activation`: one of `ACTIVATIONS`; `"gelu"` is exact, `"gelu_tanh"` its tanh approximation.
+    - `activation`: one of `ACTIVATIONS`, of which `"gelu"` is exact and `"gelu_tanh"` its tanh approximation; or
+        `"xielu"`, which each layer learns for itself (`XIELU`; Apertus).
     - `gated`: whether a second input projection is multiplied in.
     - `bias`: whether all projections have a bias.
     - `fused`: whether gate and up are one product.
@@ -50,7 +53,7 @@ class MLPConfig(CheckedFields):
     """
 
     mlp_dim: PositiveInt
-    activation: ActivationName = "silu"
+    activation: MLPActivationName = "silu"
     gated: bool = True
     bias: bool = False
     fused: bool = False
@@ -75,6 +78,7 @@ class MLPConfig(CheckedFields):
             gate_up=fused,
             down=fan_in(keys[2], (mlp, embed_dim), jnp.float32, mlp),
             inner_norm=self.inner_norm.build(mlp) if self.inner_norm else None,
+            xielu=XIELU.build() if self.activation == "xielu" else None,
             config=self,
             **biases,
         )
@@ -91,13 +95,14 @@ class MLP(eqx.Module):
     up_bias: Float[Array, "mlp"] | None
     down_bias: Float[Array, "embed"] | None
     inner_norm: Norm | None
+    xielu: XIELU | None
     config: MLPConfig = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         gate, up = self._inputs(x, ctx)
-        act = ACTIVATIONS[self.config.activation]
+        act = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
         hidden = act(up) if gate is None else act(gate) * up
         hidden = hidden if self.inner_norm is None else self.inner_norm(hidden)
         hidden = dropout(ctx.constrain(hidden, "batch length mlp"), self.config.dropout, key)

@@ -76,17 +76,23 @@ class Rope(CheckedFields):
         """Return factors of the angles in documents with these last positions, for embeddings with a `fixed_length`."""
         raise AssertionError(f"{type(self).__name__} does not depend on the length of a text")
 
-    def angles(
-        self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
-    ) -> Float[Array, "batch length pairs"]:
-        """Return the angle of each pair; positions below 0 count as 0, and have one dimension or several.
+    def magnitudes(self, last: Float32[Array, "batch _"]) -> Float[Array, "batch _"]:
+        """Return factors of cosine and sine in documents with these last positions."""
+        return jnp.full(last.shape, self.magnitude)
 
-        `segments` number the documents of a row, whose lengths may count.
+    def turns(
+        self, positions: Num[Array, "batch length *axes"], dim: int, segments: Int[Array, "batch length"] | None = None
+    ) -> tuple[Float[Array, "batch length pairs"], Float[Array, "batch _ 1"] | float]:
+        """Return the angle of each pair, and factors of cosine and sine.
+
+        Positions below 0 count as 0, and have one dimension or several. `segments` number the documents of a row, whose
+        lengths may count.
         """
         angles = self._plain_angles(positions, dim)
         if self.fixed_length is None:
-            return angles
-        return angles * self.stretch(_last_positions(positions, segments).astype(jnp.float32), dim)
+            return angles, self.magnitude
+        last = _last_positions(positions, segments).astype(jnp.float32)
+        return angles * self.stretch(last, dim), self.magnitudes(last)[..., None]
 
     def _plain_angles(
         self, positions: Num[Array, "batch length *axes"], dim: int
@@ -276,6 +282,8 @@ class LongRope(Rope):
     - `original_length`: the context length that the model was trained on, in tokens.
     - `factor`: extension of the context, of which `magnitude` is made: `sqrt(1 + ln(factor) / ln(original_length))`.
     - `attention_factor`: multiplies cosine and sine in place of that.
+    - `long_attention_factor`: the same for long texts; None for no other number.
+    - `keeps_short`: whether long texts have the divisors of short ones (Phi-3.5-MoE in transformers).
     """
 
     short_factors: tuple[PositiveFloat, ...]
@@ -283,6 +291,8 @@ class LongRope(Rope):
     original_length: Annotated[int, InRange(above=1)]
     factor: Annotated[float, InRange(least=1)] = 1.0
     attention_factor: PositiveFloat | None = None
+    long_attention_factor: PositiveFloat | None = None
+    keeps_short: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -292,15 +302,23 @@ class LongRope(Rope):
 
     @property
     def fixed_length(self) -> int | None:
-        return self.original_length
+        same = self.keeps_short and self.long_attention_factor in (None, self.magnitude)
+        return None if same else self.original_length
 
-    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
+    def frequencies(self, dim: int) -> np.ndarray:
         count = len(self.short_factors)
         check(
             count == dim // 2, f"LongRope.short_factors has {count} numbers, but heads have {dim // 2} rotated pairs."
         )
-        short, long = (1.0 / jnp.asarray(x, jnp.float32)[None, None] for x in (self.short_factors, self.long_factors))
-        return jnp.where((last >= self.original_length)[..., None], long, short)
+        return super().frequencies(dim) / np.asarray(self.short_factors)
+
+    def stretch(self, last: Float32[Array, "batch _"], dim: int) -> Float[Array, "batch _ pairs"]:
+        long = self.short_factors if self.keeps_short else self.long_factors
+        shorter = np.asarray(self.short_factors) / np.asarray(long)
+        return jnp.where((last >= self.original_length)[..., None], jnp.asarray(shorter, jnp.float32)[None, None], 1.0)
+
+    def magnitudes(self, last: Float32[Array, "batch _"]) -> Float[Array, "batch _"]:
+        return jnp.where(last >= self.original_length, self.long_attention_factor or self.magnitude, self.magnitude)
 
     @property
     def magnitude(self) -> float:
@@ -403,8 +421,8 @@ def rotate(
     `segments` number the documents of a row.
     """
     count = rope.rotated(x.shape[-1])
-    angles = rope.angles(positions, count, segments)[:, :, None]
-    cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+    angles, magnitude = rope.turns(positions, count, segments)
+    cos, sin = ((turned * magnitude)[:, :, None] for turned in (jnp.cos(angles), jnp.sin(angles)))
     cos, sin = jax.lax.optimization_barrier((cos, sin))  # or a compiler would compute them again for each head
     turned = x[..., :count].astype(jnp.float32)
     if rope.pairing != "interleaved":

@@ -10,12 +10,14 @@ import pytest
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.xielu import XIELU
 from tests.compare import assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import (
     BY_HAND,
     mlp_by_hand,
     wide,
+    xielu_by_hand,
 )
 
 
@@ -39,12 +41,25 @@ def test_activations(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "xielu"])
 def test_mlp(options, activation):
     config = MLPConfig(mlp_dim=9, activation=activation, **options)
     layer = drawn(lambda key: config.build(5, key=key))
     x, ctx = normal(2, 3, 5), context(np.zeros((2, 3)))
     assert_close(layer(jnp.asarray(x), ctx), mlp_by_hand(layer, wide(x)), units=32)
+
+
+def test_xielu_is_exact_and_its_gradient_finite():
+    """Far from zero on both sides, where what the other side would take overflows, and in 16 bits."""
+    layer, x = XIELU.build(), np.array([-3e4, -200.0, -6.0, -1e-3, -1e-7, 0.0, 1e-7, 1e-3, 6.0, 200.0, 3e4])
+    want = np.array([xielu_by_hand(layer, float(v)) for v in x])
+    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), want, rtol=2e-6, atol=1e-12)
+    low = jnp.asarray(x, jnp.bfloat16)
+    want = [xielu_by_hand(layer, float(v)) for v in low]
+    np.testing.assert_allclose(layer(low).astype(np.float32), want, rtol=2**-8)
+    far = jnp.asarray([-1e30, -1e3, 1e3, 1e19], jnp.float32)
+    of_x, of_layer = jax.grad(lambda x, layer: jnp.sum(layer(x)), argnums=(0, 1))(far, layer)
+    assert np.all(np.isfinite(of_x)) and np.all(np.isfinite(jax.tree.leaves(of_layer)))
 
 
 def test_fused_mlp_equals_unfused():

@@ -63,8 +63,8 @@ def test_the_base_grows_beyond_the_original_length():
     for row, last in enumerate((5, 8)):
         base = 1e4 * (4.0 * max(last + 1, 6) / 6 - 3.0) ** (8 / 6)
         by_hand = np.maximum(positions[row], 0)[:, None] * base ** (-np.arange(4) / 4)
-        assert_close(rope.angles(jnp.asarray(positions), 8)[row], by_hand)
-    assert_close(rope.angles(positions[:1], 8), Rope().angles(positions[:1], 8))
+        assert_close(rope.turns(jnp.asarray(positions), 8)[0][row], by_hand)
+    assert_close(rope.turns(positions[:1], 8)[0], Rope().turns(positions[:1], 8)[0])
 
 
 def check_rotation(rope, frequencies, magnitude):
@@ -157,6 +157,21 @@ def test_pairs_turn_by_the_dimensions_in_turn(kind, sections, axes):
     assert_close(rotate(jnp.asarray(x), jnp.asarray(positions), rope), want, units=128)
 
 
+def test_long_rope_without_long_divisors_depends_on_no_length():
+    """Phi-3.5-MoE: long texts have the magnitude alone of their own, and in its files that is the same."""
+    rope = LongRope(
+        short_factors=(1.0, 1.5), long_factors=(3.0, 4.0), original_length=6, keeps_short=True, attention_factor=1.25,
+    )  # fmt: skip
+    x, positions = jnp.asarray(normal(1, 9, 2, 4)), jnp.arange(9)[None]
+    assert rope.fixed_length is None
+    short = rotate(x[:, :4], positions[:, :4], rope)
+    assert_close(rotate(x, positions, rope)[:, :4], short)
+    longer = dataclasses.replace(rope, long_attention_factor=1.5)
+    assert longer.fixed_length == 6
+    assert_close(rotate(x[:, :4], positions[:, :4], longer), short)
+    assert_close(rotate(x, positions, longer)[:, :4], np.asarray(short) * 1.5 / 1.25)
+
+
 def test_equal_dimensions_are_one():
     x, positions = jnp.asarray(normal(2, 3, 2, 16)), jnp.asarray([[0, 1, 7], [-1, 30, 5]])
     rope = Rope(sections=(3, 3, 2))
@@ -179,8 +194,16 @@ def test_positions_must_have_the_dimensions_of_the_sections():
     [
         DynamicRope(factor=2.0, original_length=6),
         LongRope(short_factors=(1.0, 1.5), long_factors=(3.0, 4.0), original_length=6),
+        LongRope(
+            short_factors=(1.0, 1.5),
+            long_factors=(3.0, 4.0),
+            original_length=6,
+            keeps_short=True,
+            attention_factor=1.1,
+            long_attention_factor=1.4,
+        ),
     ],
-    ids=lambda rope: type(rope).__name__,
+    ids=lambda rope: f"{type(rope).__name__} {getattr(rope, 'keeps_short', '')}",
 )
 def test_each_document_of_a_row_has_its_own_length(rope):
     """A long one does not turn the short one beside it, in any order, with padding between."""

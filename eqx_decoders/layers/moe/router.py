@@ -38,6 +38,10 @@ class RouterConfig(CheckedFields):
     - `score`: what makes logits weights; `"sqrt_softplus"` is `sqrt(log(1 + exp(logit)))` (DeepSeek-V4).
     - `order`: `"select_first"` scores the k chosen logits only (a softmax is then over these k); `"score_first"` scores
         all experts and chooses by their scores.
+    - `sparse_mixer`: the weight of each chosen expert is its share of a softmax over those experts that no earlier
+        choice took and whose logits are near its own, `(own - logit) / max(|logit|, own) <= 2 sparse_mixer`
+        (SparseMixer, Liu et al. 2023; Phi-3.5-MoE). Training differentiates these weights: there is neither jitter nor
+        another estimate of the gradient. None: weights as `order` says.
     - `renormalize`: weights are divided by their sum over the chosen; `1e-20` is added to it unless scores are a
         softmax.
     - `bias`: logits have a bias that is trained by gradient.
@@ -58,6 +62,7 @@ class RouterConfig(CheckedFields):
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["select_first", "score_first"] = "select_first"
+    sparse_mixer: PositiveFloat | None = None
     renormalize: bool = False
     bias: bool = False
     selection_bias: bool = False
@@ -89,6 +94,9 @@ class RouterConfig(CheckedFields):
             f"RouterConfig.renormalize={self.renormalize} changes nothing where order='select_first': a softmax over "
             "the chosen sums to 1. Leave it out.",
         )
+        shares = first and self.score == "softmax"
+        rule = "needs score='softmax' and order='select_first': it chooses by logits"
+        check(self.sparse_mixer is None or shares, f"RouterConfig.sparse_mixer={self.sparse_mixer} {rule}.")
         check(
             self.selection_bias or self.bias_update_rate == 0,
             f"RouterConfig.bias_update_rate={self.bias_update_rate} needs selection_bias=True.",
@@ -231,7 +239,9 @@ class Router(eqx.Module):
 
     def _combine_weights(self, logits: Array, scores: Array, indices: Array) -> Float[Array, "batch length slots"]:
         config = self.config
-        if config.order == "select_first":
+        if config.sparse_mixer is not None:
+            weights = _shares_in_turn(logits, indices, 2.0 * config.sparse_mixer)
+        elif config.order == "select_first":
             weights = _score(_take(logits, indices), config.score)
         else:
             weights = _take(scores, indices)
@@ -284,6 +294,19 @@ def _score(logits: Array, score: str) -> Array:
         return jax.nn.sigmoid(logits)
     # the root has no gradient at 0, where softplus underflows
     return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), jnp.finfo(logits.dtype).tiny))
+
+
+def _shares_in_turn(logits: Array, indices: Array, apart: float) -> Float[Array, "batch length slots"]:
+    """Return each choice's share of a softmax over the experts that are left and not `apart` from it (SparseMixer)."""
+    left, shares = jnp.ones(logits.shape, bool), []
+    for chosen in jnp.moveaxis(_one_hot(indices, logits.shape[-1]), -2, 0):
+        own = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1, keepdims=True)
+        # where both are 0 there is no number, and nothing is apart
+        is_apart = (own - logits) / jnp.maximum(jnp.abs(logits), own) > apart
+        share = jax.nn.softmax(jnp.where(left & ~is_apart, logits, -jnp.inf), axis=-1)
+        shares.append(jnp.sum(jnp.where(chosen, share, 0.0), axis=-1))
+        left &= ~chosen
+    return jnp.stack(shares, axis=-1)
 
 
 def _top_k(values: Float[Array, "*dims candidates"], count: int) -> tuple[Array, Int32[Array, "*dims slots"]]:

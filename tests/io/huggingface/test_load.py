@@ -55,6 +55,7 @@ def rewritten(directory, change) -> pathlib.Path:
 
 # further checkpoints of kinds of which another is tried in the quick tests
 MORE = (
+    "dbrx",
     *("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense"),
     *("gpt_oss_yarn", "deepseek3_groups", "llama_bf16", "glm", "dots1", "hy_v3", "solar_open", "flex_olmo", "youtu"),
     *("falcon_mqa", "cohere_bias", "ministral_mixed", "vaultgemma", "gptj_tied", "opt", "falcon_mamba", "jamba"),
@@ -148,6 +149,7 @@ def test_export_is_what_was_imported(loaded, tmp_path):
     before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path / "new"))
     # in several ways with the same meaning; transformers does not count what it leaves out
     spelled = {"rope_parameters", "decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers", "expand"}
+    spelled |= {"attn_config", "ffn_config"}  # which repeat settings of the whole
     both = [key for key in before if key in after and key not in spelled]
     assert {key: after[key] for key in both} == {key: before[key] for key in both}
     off = {"use_bidirectional_attention", "add_cross_attention", "is_decoder", "full_attn_idxs"}

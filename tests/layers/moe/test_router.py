@@ -31,6 +31,7 @@ VARIANTS = {
     "deepseek_v3 without renormalizing": dict(group_score="top2_sum", **(DEEPSEEK | dict(renormalize=False)), **GROUPS),
     "kimi_k2": DEEPSEEK,
     "deepseek_v4": DEEPSEEK | dict(score="sqrt_softplus"),
+    "phi3.5": dict(sparse_mixer=0.3),
     "llama4": dict(score="sigmoid", input_scaling=True),
     "gemma4": dict(order="score_first", renormalize=True, per_expert_scale=True, input_norm=RMSNormConfig(eps=0.1)),
     "of everything": dict(bias=True, per_expert_scale=True, **DEEPSEEK, **GROUPS),
@@ -56,6 +57,15 @@ def run(router, x, positions, key):
 
 def route(router, x, positions=POSITIONS, key=None):
     return run(router, jnp.asarray(x), jnp.asarray(positions), key)
+
+
+def test_sparse_mixer_of_equal_logits():
+    """Zero is as near to zero as any number is to itself; gradients are finite."""
+    router, x = router_of(sparse_mixer=0.3), jnp.zeros((*POSITIONS.shape, EMBED))
+    weights = np.asarray(route(router, x)[1])
+    np.testing.assert_allclose(weights[0, 0], 1 / np.arange(EXPERTS, EXPERTS - CHOSEN, -1), rtol=1e-6)
+    gradient = jax.grad(lambda kernel: route(dataclasses.replace(router, kernel=kernel), x)[1][0, 0, 0])(router.kernel)
+    assert np.all(np.isfinite(gradient))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

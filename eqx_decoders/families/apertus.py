@@ -1,0 +1,65 @@
+"""Apertus (Hernández-Cano et al. 2025): q and k normalized per head, MLPs without a gate that learn xIELU."""
+
+import functools
+
+from eqx_decoders.families.common import (
+    ENDS,
+    LAYER,
+    DecoderSizes,
+    decoder_sizes,
+    norm_weights,
+    plain_mlp,
+    self_attention,
+)
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Rule, Values
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.rope import Llama3Rope, Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+_THETA = 12_000_000.0
+
+
+def apertus(shape: DecoderSizes, *, rope: Rope = Llama3Rope(theta=_THETA)) -> DecoderConfig:
+    """Return a decoder of Apertus blocks."""
+    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm))
+    return shape.decoder(shape.block(mixer, shape.mlp(gated=False)))
+
+
+def _default_rope(fields: Fields, values: Values) -> None:
+    """Supply the rotary embedding of files that have none: transformers' is not the plain one."""
+    if all(fields.content.get(key) is None for key in ("rope_parameters", "rope_scaling")):
+        numbers = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+        fields.content["rope_parameters"] = dict(rope_type="llama3", rope_theta=_THETA, **numbers)
+
+
+_MLP = LAYER + "mlp."
+FAMILY = Family(
+    model_type="apertus",
+    architecture="ApertusForCausalLM",
+    settings=(
+        decoder_sizes(eps=1e-5, activation="xielu", words={"xielu": "xielu", **ACTIVATIONS}),
+        Rule("", _default_rope),
+        rope_settings(theta=_THETA),
+    ),
+    build=apertus,
+    weights=(
+        *ENDS,
+        *self_attention(LAYER),
+        *norm_weights(LAYER, pre_mixer_norm="attention_layernorm", pre_mlp_norm="feedforward_layernorm"),
+        *plain_mlp(_MLP),
+        *(Weight(f"{_MLP}act_fn.{name}", f"mlp.xielu.{name}", "1 ->") for name in ("alpha_p", "alpha_n")),
+        *(Weight(f"{_MLP}act_fn.{name}", f"mlp.xielu.{name}", "->") for name in ("beta", "eps")),
+    ),
+)
+
+_shape = functools.partial(DecoderSizes, vocab_size=131_072, num_kv_heads=8, head_dim=128, eps=1e-5, activation="xielu")
+
+MODELS = {
+    "apertus-8b": lambda: apertus(_shape(embed_dim=4096, num_layers=32, num_heads=32, mlp_dim=21_504)),
+    "apertus-70b": lambda: apertus(_shape(embed_dim=8192, num_layers=80, num_heads=64, mlp_dim=43_008)),
+}

@@ -1,0 +1,157 @@
+"""DBRX (Databricks 2024): clipped queries, keys and values; LayerNorms without biases; four of sixteen experts."""
+
+from typing import Any
+
+from eqx_decoders.families.common import DecoderSizes, norm_weights
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.settings_table import (
+    AUTO_MAP,
+    Check,
+    Group,
+    Integer,
+    Layers,
+    Number,
+    Only,
+    Rule,
+    Table,
+    Values,
+    Word,
+    value_at,
+)
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def dbrx(
+    shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, renormalize: bool = True,
+    rope: Rope = Rope(), clip: float | None = None,
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder of DBRX blocks."""
+    norm = LayerNormConfig(eps=shape.eps, bias=False)
+    router = RouterConfig(order="score_first", renormalize=renormalize)
+    experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token, router=router)
+    mixer = shape.attention(rope=rope, qkv_clip=clip, fused_qkv=True)
+    return shape.decoder(shape.block(mixer, experts, norm), norm)
+
+
+def _read_rope(fields: Fields, values: Values) -> Rope:
+    """Read the rotary embedding, whose base published files have in `attn_config`."""
+    theta = values["_theta"]
+    rope = read_rope(fields, theta=theta)
+    if rope.theta != theta:
+        rule = "releases of transformers differ in which of them they take: make them equal"
+        raise fields.error(f"attn_config.rope_theta={theta}, but {rope.theta} outside of it, and {rule}.")
+    return rope
+
+
+def _read_normalization(fields: Fields, values: Values) -> bool:
+    power = fields.take("moe_normalize_expert_weights", 1.0, None)
+    if power not in (None, 1):
+        raise fields.error(f"moe_normalize_expert_weights={power!r} must be 1 or null: no other norm is implemented.")
+    return power is not None
+
+
+def _write_normalization(config: DecoderConfig) -> dict[str, Any]:
+    return {"moe_normalize_expert_weights": 1.0 if value_at(config, "experts.router.renormalize") else None}
+
+
+def _read_activation(fields: Fields, values: Values) -> str:
+    table = fields.table("ffn_act_fn") or Fields({})
+    name = table.word("name", ACTIVATIONS, "silu")
+    table.finish({})
+    return name
+
+
+def _write_activation(config: DecoderConfig) -> dict[str, Any]:
+    return {"ffn_act_fn": {"name": activation_name(value_at(config, "experts.activation"))}}
+
+
+_NESTED = {"architectures": "names nothing here", "hidden_size": "that of the decoder counts"}
+_ATTENTION = Table(
+    "attn_config",
+    (
+        Number("clip_qkv", "attention.qkv_clip", None, name="clip"),
+        Integer("kv_n_heads", "attention.num_kv_heads", 1, name="_kv_heads"),
+        Number("rope_theta", "attention.rope.theta", name="_theta"),
+    ),
+    what="attention",
+    ignored=_NESTED,
+)
+_EXPERTS = Table(
+    "ffn_config",
+    (
+        Integer("ffn_hidden_size", "experts.mlp_dim", 3584, name="_mlp_dim"),
+        Integer("moe_num_experts", "experts.num_experts", 4, name="num_experts"),
+        Integer("moe_top_k", "experts.num_experts_per_token", 1),
+        Rule("renormalize", _read_normalization, _write_normalization),
+        Rule("_activation", _read_activation, _write_activation),
+    ),
+    what="the experts",
+    ignored=_NESTED | dict.fromkeys(("moe_loss_weight", "moe_jitter_eps"), "routers are trained with it"),
+)
+_SIZES = (
+    Integer("d_model", "embed_dim", 2048),
+    Integer("n_heads", "attention.num_heads", 16, name="num_heads"),
+    Check(lambda values: values["embed_dim"] % values["num_heads"] == 0, "d_model={embed_dim} must be a multiple of "
+          "n_heads={num_heads}."),
+    Layers("n_layers", "blocks", 24, name="num_layers"),
+    Integer("vocab_size", "vocab_size", 32_000),
+    Number("initializer_range", "init_std", 0.02),
+    # what stands elsewhere, or follows
+    Integer("", None, lambda values: values["_kv_heads"], name="num_kv_heads"),
+    Integer("", None, lambda values: values["embed_dim"] // values["num_heads"], name="head_dim"),
+    Integer("", None, lambda values: values["_mlp_dim"], name="mlp_dim"),
+    Word("", None, lambda values: values["_activation"], known={}, name="activation"),
+    Number("", None, 1e-5, name="eps"),
+)  # fmt: skip
+
+_BLOCK = "transformer.blocks.{layer}."
+_INNER, _MLP = _BLOCK + "norm_attn_norm.", _BLOCK + "ffn.experts.mlp."
+FAMILY = Family(
+    model_type="dbrx",
+    architecture="DbrxForCausalLM",
+    settings=(
+        AUTO_MAP,
+        _ATTENTION,
+        _EXPERTS,
+        Group("shape", DecoderSizes, _SIZES),
+        Only("num_key_value_heads", lambda values: values["_kv_heads"]),
+        Only("tie_word_embeddings", False),
+        Rule("rope", _read_rope, write_rope),
+    ),
+    build=dbrx,
+    weights=(
+        Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
+        Weight("transformer.norm_f.weight", "final_norm.scale", "norm -> norm"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+        *norm_weights(_INNER, pre_mixer_norm="norm_1", pre_mlp_norm="norm_2"),
+        Weight(_INNER + "attn.Wqkv.weight", "mixer.qkv", "(qkv_heads head_dim) embed -> embed qkv_heads head_dim"),
+        Weight(_INNER + "attn.out_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        Weight(_BLOCK + "ffn.router.layer.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        Weight(_MLP + "w1", "mlp.gate", "(experts mlp) embed -> experts embed mlp"),
+        Weight(_MLP + "v1", "mlp.up", "(experts mlp) embed -> experts embed mlp"),
+        Weight(_MLP + "w2", "mlp.down", "(experts mlp) embed -> experts mlp embed"),
+    ),
+    prefix="transformer.",
+    ignored_keys={
+        "output_router_logits": "routers are trained with it",
+        "emb_pdrop": "dropout happens in training only",
+        "max_seq_len": "a promise, not a limit: rotary positions have no table",
+    },
+)
+
+_132B = DecoderSizes(
+    vocab_size=100_352, embed_dim=6144, num_layers=40, num_heads=48, num_kv_heads=8, head_dim=128, mlp_dim=10_752,
+    eps=1e-5,
+)  # fmt: skip
+
+MODELS = {
+    "dbrx-132b-a36b": lambda: dbrx(
+        _132B, num_experts=16, num_experts_per_token=4, rope=Rope(theta=500_000.0), clip=8.0
+    ),
+}
