@@ -12,7 +12,8 @@ Make it
     `init` makes the weights, `abstract` their shapes alone; `count_parameters`, `with_mtp`, `add_mtp`.
 
 Read and write Hugging Face's directories
-    `load_hf`, `abstract_hf`, `save_hf`; with tokenizer and chat template `load_text_model`.
+    `load_hf`, `abstract_hf`, `save_hf`; with tokenizer and chat template `load_text_model`. `register_family` adds a
+    family of one's own.
 
 Run it
     `Decoder` is the model and returns an `Output`. `Inputs` and `Media` are what it reads beside tokens. `Block`,
@@ -82,7 +83,11 @@ if TYPE_CHECKING:
         DataError as DataError,
         EqxDecodersError as EqxDecodersError,
     )
-    from eqx_decoders.families import get_config as get_config, list_models as list_models
+    from eqx_decoders.families import (
+        get_config as get_config,
+        list_models as list_models,
+        register_family as register_family,
+    )
     from eqx_decoders.families.summary import ModelInfo as ModelInfo, describe_model as describe_model
     from eqx_decoders.inference.generation import generate as generate, stream as stream
     from eqx_decoders.inference.text_model import load_text_model as load_text_model
@@ -139,7 +144,7 @@ __getattr__, __all__, __dir__ = lazy(
         "encoders.media": "Media",
         "encoders.media_config": "EncoderConfig MediaConfig",
         "errors": "CheckpointError ConfigError ConversionError DataError EqxDecodersError",
-        "families": "get_config list_models",
+        "families": "get_config list_models register_family",
         "families.summary": "ModelInfo describe_model",
         "inference.generation": "generate stream",
         "inference.text_model": "load_text_model",

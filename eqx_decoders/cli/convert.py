@@ -1,8 +1,9 @@
-"""Convert between Hugging Face directories and run directories, and check conversions.
+"""Convert between Hugging Face directories and run directories, check conversions, and draft new families.
 
 python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
 python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
 python scripts/convert.py verify exported/tiny
+python scripts/convert.py draft path/to/NewModel
 
 A model that is larger than one device is split by a mesh (--mesh.fsdp -1), also over several processes (--distributed),
 which must see the same directories.
@@ -23,6 +24,7 @@ from jaxtyping import Float, Int
 
 from eqx_decoders.cli import program, require, run_command
 from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of
+from eqx_decoders.cli.family_draft import Draft
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.errors import (
     CheckedFields,
@@ -192,10 +194,11 @@ COMMANDS = {
     "import": (Import(source="", run_dir=""), ("source", "run_dir")),
     "export": (Export(run_dir="", directory=""), ("run_dir", "directory")),
     "verify": (Verify(directory=""), ("directory",)),
+    "draft": (Draft(directory=""), ("directory",)),
 }
 
 
-@program(lambda: flag_names(Import) | flag_names(Export) | flag_names(Verify))
+@program(lambda: flag_names(Import) | flag_names(Export) | flag_names(Verify) | flag_names(Draft))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; return the exit code."""
     require("tyro")
@@ -206,10 +209,10 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     return run_command(commands, args, prog or sys.argv[0], (__doc__ or "").strip())
 
 
-def _run(default: Import | Export | Verify, required: Sequence[str], args: Sequence[str], prog: str) -> int:
+def _run(default: Import | Export | Verify | Draft, required: Sequence[str], args: Sequence[str], prog: str) -> int:
     """Parse the arguments of a command and run it."""
     titles = {type(default): type(default).__name__, Devices: "devices"}
     options: dict[str, Any] = dict(args=args, prog=prog, description=inspect.getdoc(default))
     command = parse_flags(default, titles=titles, required=required, **options)
-    with contextlib.nullcontext() if isinstance(command, Verify) else command.connected():
+    with contextlib.nullcontext() if isinstance(command, Verify | Draft) else command.connected():
         return command()

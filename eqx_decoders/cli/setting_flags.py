@@ -15,6 +15,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+from eqx_decoders.cli.family_files import HELP
 from eqx_decoders.context import ExecutionConfig
 from eqx_decoders.training.config_file import field_types, flat_settings, with_settings
 from eqx_decoders.training.flags import flag
@@ -67,7 +68,10 @@ def parse_flags(
         whole = dataclasses.field() if set(required) & set(names) else dataclasses.field(default_factory=group)
         parts.append((title, Annotated[group, tyro.conf.OmitArgPrefixes], whole))
     parsed = tyro.cli(
-        dataclasses.make_dataclass("Flags", parts, kw_only=True), args=args, prog=prog, description=description
+        dataclasses.make_dataclass("Flags", parts, kw_only=True),
+        args=args,
+        prog=prog,
+        description="\n\n".join(filter(None, (description, HELP))),
     )
     values = {
         name: getattr(getattr(parsed, title), name.replace(".", "__"))

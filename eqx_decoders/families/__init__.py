@@ -1,8 +1,8 @@
 """Published models by name, and families of checkpoints by their `model_type`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from eqx_decoders.errors import ConversionError, check_word
+from eqx_decoders.errors import ConversionError, check, check_word
 from eqx_decoders.families import (
     afmoe,
     apertus,
@@ -153,6 +153,40 @@ _MODELS: dict[str, Callable[[], DecoderConfig]] = {
 }
 FAMILIES = _collect_families()
 _NAMES = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
+
+
+_OWN: set[str] = set()  # names that `register_family` has added, which it may replace
+
+
+def register_family(family: Family, models: Mapping[str, Callable[[], DecoderConfig]] = {}) -> None:
+    """Add a family of one's own: `load_hf`, `save_hf` and all else then read and write its checkpoints, too.
+
+    `models` are configurations by name, for `get_config`. What is registered again is replaced. Raises ConfigError for
+    a name that the library has.
+    """
+    check(isinstance(family, Family), f"register_family: family={family!r:.80} must be a Family.")
+    if isinstance(family, MultimodalFamily):
+        family = family.with_text(find_family(family.text_type))
+    for name in (family.model_type, *family.aliases):
+        known = name in _NAMES and name not in _OWN
+        check(not known, f"Family.model_type={name!r} is that of a family of the library: take another name.")
+    taken = [name for name in models if name in _MODELS and name not in _OWN]
+    check(not taken, f"register_family: models has {', '.join(taken)}, which the library has: take other names.")
+    FAMILIES[family.model_type] = family
+    _NAMES.update(dict.fromkeys((family.model_type, *family.aliases), family))
+    _MODELS.update({name: _builder(model) for name, model in models.items()})
+    _OWN.update((family.model_type, *family.aliases, *models))
+
+
+def published_families() -> dict[str, tuple[Family, str]]:
+    """Return the library's families by `model_type`, each with the name of its module."""
+    modules = {module.FAMILY.model_type: module.__name__ for module in _PUBLISHED}
+    return {kind: (family, modules[kind]) for kind, family in FAMILIES.items() if kind in modules}
+
+
+def is_known(model_type: str) -> bool:
+    """Return whether some family has this `model_type`."""
+    return model_type in _NAMES
 
 
 def find_family(model_type: str) -> Family:

@@ -100,6 +100,17 @@ class Fields:
         """Return True if `key` was read."""
         return key in self._read
 
+    @property
+    def read_keys(self) -> frozenset[str]:
+        """Keys that were asked for, there or not."""
+        return frozenset(self._read)
+
+    def without(self, *keys: str) -> "Fields":
+        """Return a copy without these keys, of which the same keys are read."""
+        copy = Fields({key: value for key, value in self.content.items() if key not in keys}, self.where)
+        copy._read, copy._carried = set(self._read), dict(self._carried)
+        return copy
+
     def take(self, key: str, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
         """Return the raw value of `key`."""
         self._read.add(key)

@@ -73,7 +73,7 @@ def test_the_flags_of_train():
     """All of them, the data's without a prefix, each with the docstring of its field."""
     out, _ = call("train", "--help")
     text = " ".join(out.replace("│", " ").split())
-    assert set(FLAGS.split()) == set(re.findall(r"--[a-z][\w.-]*", text)) - {"--help"}
+    assert set(FLAGS.split()) == set(re.findall(r"--[a-z][\w.-]*", text)) - {"--help", "--family"}
     for words in ("Sequences per step", "Tokens per sequence", "chosen by hash", "in a training run also of weights"):
         assert words in text
     assert "usage: train" in out

@@ -157,6 +157,20 @@ def stored_tensors(directory: Directory, single: str = "model.safetensors") -> d
     return tensors
 
 
+def tensor_shapes(directory: Directory, single: str = "model.safetensors") -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of all tensors of a checkpoint by name; None for those in files that are not there.
+
+    Only headers are read.
+    """
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for file, names in _shards(directory, single).items():
+        if names is not None and not directory.has(file):
+            shapes |= dict.fromkeys(names)
+        else:
+            shapes |= {name: stored.shape for name, stored in _read_header(directory.file(file)).items()}
+    return shapes
+
+
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     with _opened(path) as file:  # the package checks that the header describes the file
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dictionary

@@ -1,0 +1,205 @@
+"""Drafts of families that are not here: the nearest family, what differs, and a table that reads the checkpoint."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqx_decoders as ed
+from eqx_decoders import families
+from eqx_decoders.cli.family_files import register_file
+from eqx_decoders.families.draft.draft_report import comments, report
+from eqx_decoders.families.draft.notes import literal
+from eqx_decoders.families.draft.questions import notes_of
+from eqx_decoders.families.draft.ranking import rank
+from eqx_decoders.families.draft.renames import difference
+from eqx_decoders.families.draft.source import draft_source, python_name
+from eqx_decoders.families.draft.tensor_groups import grouped, pattern_of
+from eqx_decoders.families.llama import FAMILY as LLAMA
+from eqx_decoders.io.huggingface.directory import Directory, tensor_shapes
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """What a test registers or takes out is undone."""
+    for name in ("FAMILIES", "_NAMES", "_MODELS", "_OWN"):
+        monkeypatch.setattr(families, name, type(getattr(families, name))(getattr(families, name)))
+
+
+FEW = ("llama", "mistral", "gemma2")
+
+
+def draft_of(directory: Path, among: tuple[str, ...] = FEW) -> tuple[str, str, str]:
+    """The nearest family without the directory's own, the text of the draft, and the report; all families for ()."""
+    content = json.loads((directory / "config.json").read_text())
+    families.FAMILIES.pop(content["model_type"], None)
+    families._NAMES.pop(content["model_type"], None)
+    known = families.published_families()
+    text = [family for name, (family, _) in known.items() if family.text is None and name in (among or known)]
+    likeness, comparison, words = rank(text, content, tensor_shapes(Directory(directory)))
+    nearest, module = known[comparison.family.model_type]
+    source = draft_source(comparison, notes_of(comparison, words), inspect.getsource(sys.modules[module]))
+    return nearest.model_type, source, report([each.shares for each in likeness], comparison, source)
+
+
+def another_model(folder: Path, config: dict, names: dict[str, str] | None = None, **more: np.ndarray) -> Path:
+    """InternLM's fixture with other keys, words in the names of tensors, and more tensors."""
+    shutil.copytree(FIXTURES / "internlm3_bias", folder)
+    content = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+    tensors = load_file(folder / "model.safetensors") | more
+    for old, new in (names or {}).items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def worst_logit(directory: Path) -> float:
+    expected = np.load(directory / "expected.npz")
+    return float(np.abs(np.asarray(ed.load_hf(directory)(expected["input_ids"]).logits) - expected["logits"]).max())
+
+
+SIBLINGS = [
+    pytest.param("ministral_mixed", FEW, "llama", "with_masks(config, masks)"),  # windows that Llama does not read
+    *(
+        pytest.param(fixture, (), nearest, says, marks=pytest.mark.slow)
+        for fixture, nearest, says in (
+            ("ministral_mixed", "llama", "with_masks(config, masks)"),
+            ("olmo2", "exaone4", 'over="heads"'),
+            ("seed_oss", "llama", 'Only("attention_out_bias", True'),
+            ("internlm3_bias", "llama", "def internlm3("),
+            ("arcee_yarn", "llama", "gated=False"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("fixture", "among", "nearest", "says"), SIBLINGS)
+def test_the_draft_of_a_sibling_gives_the_logits_of_transformers(fixture, among, nearest, says, tmp_path):
+    """As if its family were not there."""
+    directory = FIXTURES / fixture
+    found, source, _ = draft_of(directory, among)
+    assert found == nearest and says in source and not comments(source, "QUESTION: ")
+    (tmp_path / "draft.py").write_text(source)
+    register_file(str(tmp_path / "draft.py"))
+    assert worst_logit(directory) < 1e-4
+
+
+def test_renamed_modules_other_keys_and_unknown_tensors(tmp_path):
+    """Llama with other names, biases and norms of heads that its table has rows for, and what nothing explains."""
+    number = {f"model.layers.{layer}.mlp.act.alpha": np.ones(1, np.float32) for layer in range(2)}
+    heads = {f"model.layers.{layer}.self_attn.q_norm.weight": np.ones(32, np.float32) for layer in range(2)}
+    heads |= {name.replace("q_norm", "k_norm"): np.ones(16, np.float32) for name in heads}
+    names = {"model.layers.": "transformer.blocks.", ".input_layernorm.": ".attn_norm.", ".self_attn.": ".mixer."}
+    config = dict(model_type="nova-9", architectures=["NovaForCausalLM"], hidden_act="swoosh", attention_bias=...)
+    config |= dict(num_hidden_layers=..., n_layers=2, token_boost=1.5, attn_drop=0.1, use_turbo=False)
+    base = json.loads((FIXTURES / "internlm3_bias" / "config.json").read_text())
+    assert base["num_attention_heads"] * base["head_dim"] == 32
+    directory = another_model(tmp_path / "nova", config, names, **number, **heads)
+    nearest, source, text = draft_of(directory)
+    assert nearest == "llama"
+    questions = comments(source, "QUESTION: ")
+    assert [
+        word for word in ("swoosh", "token_boost=1.5", "act.alpha [1]") if not any(word in q for q in questions)
+    ] == []
+    assert len(questions) == 3
+    tree = ast.parse(source)
+    assert "FAMILY" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for code in (
+        'model_type="nova-9"',
+        'Renamed({"n_layers": "num_hidden_layers"})',
+        'Only("use_turbo", False, written=True),  # off: other values are refused',
+        '"attn_drop": "dropout happens in training only, and a loaded model has none"',
+        '"model.layers.": "transformer.blocks."',
+        '".input_layernorm.": ".attn_norm."',
+        '".self_attn.": ".mixer."',
+        "qkv_bias=True",
+        'QKNorm(norm=block.pre_mixer_norm or block.post_mixer_norm, over="heads")',
+    ):
+        assert code in source, code
+    assert "attn_norm is what input_layernorm is called" in text and "act.alpha [1] belongs to no weight" in text
+
+    # it imports, and reads the checkpoint where its questions are none
+    (tmp_path / "nova.py").write_text(source)
+    register_file(str(tmp_path / "nova.py"))
+    with pytest.raises(ed.ConversionError, match="hidden_act=swoosh is not known"):
+        ed.abstract_hf(directory)
+    content = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(content | {"hidden_act": "silu"}))
+    with pytest.raises(ed.ConversionError, match=r"2 tensors are not as expected[^$]*act\.alpha belongs to no weight"):
+        ed.abstract_hf(directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({name: x for name, x in tensors.items() if "alpha" not in name}, directory / "model.safetensors")
+    mixer = ed.abstract_hf(directory).config.blocks[0].mixer
+    assert mixer.qk_norm.over == "heads" and mixer.qkv_bias and mixer.out_bias
+
+
+def test_an_index_without_files_is_enough(tmp_path):
+    shutil.copy(FIXTURES / "seed_oss" / "config.json", tmp_path)
+    names = load_file(FIXTURES / "seed_oss" / "model.safetensors").keys()
+    table = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+    assert set(tensor_shapes(Directory(tmp_path)).values()) == {None}
+    nearest, source, _ = draft_of(tmp_path, ("llama",))
+    assert (nearest, source) == draft_of(FIXTURES / "seed_oss", ("llama",))[:2]
+
+
+HOSTILE = '"""\nimport os\nos.abort()\n"""\\ \u2028 # \x00'
+
+
+def test_words_of_a_file_are_never_code(tmp_path):
+    config = {"model_type": HOSTILE, "architectures": [HOSTILE], HOSTILE: HOSTILE, "x": {HOSTILE: 1}, "y": float("nan")}
+    tensors = {f"model.layers.{layer}.{HOSTILE}.weight": np.ones(24, np.float32) for layer in range(2)}
+    _, source, text = draft_of(another_model(tmp_path / "hostile", config, **tensors))
+    tree = ast.parse(source)
+    names = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert names <= {"dataclasses"} and "os" not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    (call,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAMILY"
+    )
+    assert {kw.arg: ast.literal_eval(kw.value) for kw in call.keywords if kw.arg == "model_type"} == {
+        "model_type": HOSTILE
+    }
+    assert all(line.isprintable() for line in (*source.split("\n"), *text.split("\n")))
+
+
+def test_words():
+    assert (
+        pattern_of("model.layers.12.mlp.experts.3.up.weight") == "model.layers.{layer}.mlp.experts.{expert}.up.weight"
+    )
+    assert pattern_of("model.norm1.weight") == "model.norm1.weight"
+    groups = grouped({"a.0.b": (2,), "a.1.b": (3,), "c": None})
+    assert groups["a.{layer}.b"].layers == {0, 1} and groups["a.{layer}.b"].shape is None and groups["c"].shapes == ()
+    assert difference("a.{layer}.x.weight", "a.{layer}.y.z.weight") == (".x.", ".y.z.")
+    assert difference("model.norm.weight", "norm_f.weight") == ("model.norm.", "norm_f.")
+    assert [python_name(kind) for kind in ("Phi-3.5", "3d", "class", "../x", "é")] == [
+        "phi_3_5", "family_3d", "family_class", "___x", "_",
+    ]  # fmt: skip
+    value = {"a": [True, None, 1.5, "é\n"], 'q"\\': float("inf")}
+    assert eval(literal(value)) == value and literal(value).isascii()
+
+
+def test_a_family_of_ones_own():
+    own = dataclasses.replace(LLAMA, model_type="own", aliases=("older",))
+    ed.register_family(own, {"own-1b": lambda: ed.get_config("tiny")})
+    assert families.find_family("older") is families.FAMILIES["own"] is own and "own-1b" in ed.list_models()
+    again = dataclasses.replace(own, architecture="OwnForCausalLM")
+    ed.register_family(again)  # as where a notebook runs its cell again
+    assert families.find_family("own") is again
+    for wrong, models, says in (
+        (LLAMA, {}, "'llama' is that of a family of the library"),
+        (dataclasses.replace(own, aliases=("kimi_k2",)), {}, "'kimi_k2' is that of"),
+        (own, {"tiny": lambda: ed.get_config("tiny")}, "models has tiny, which the library has"),
+    ):
+        with pytest.raises(ed.ConfigError, match=says):
+            ed.register_family(wrong, models)
