@@ -34,6 +34,7 @@ from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
@@ -172,6 +173,10 @@ ENGRAM = EngramConfig(
 )
 PER_LAYER = PerLayerEmbeddingConfig(features=8, vocab_size=VOCAB)
 FURTHER = {"mlp": MLPConfig(mlp_dim=8), "per layer": PerLayerInputConfig(features=8)}
+_BIASED_MAMBA = Mamba2Config(
+    num_heads=4, value_dim=5, num_groups=2, key_dim=6, norm="before_gate", in_bias=True, out_bias=True,
+    in_scales=(2.0, 0.5, 2.0, 0.5, 3.0),
+)  # fmt: skip
 RECURRENT = {
     "delta net": GatedDeltaNetConfig(
         num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3, negative_eigenvalues=True
@@ -181,6 +186,12 @@ RECURRENT = {
     "gated convolution": GatedConvolutionConfig(channels=24, bias=True),
     "gated unit": RGLRUConfig(num_heads=4, value_dim=8, taps=3),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
+    "mamba2 and attention": ParallelMixersConfig(
+        mixers=(
+            NamedMixer(name="mamba", mixer=_BIASED_MAMBA, input_scale=2.0, output_scale=0.5),
+            NamedMixer(name="attention", mixer=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)),
+        )
+    ),
 }
 SPLITS_HEADS = (
     *("fsdp x tensor", "transpose", "sequence", "context", "expert"),

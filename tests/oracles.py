@@ -104,10 +104,10 @@ def mlp_by_hand(layer, x):
         n: 0.0 if getattr(layer, n) is None else wide(getattr(layer, n)) for n in ("gate_bias", "up_bias", "down_bias")
     }
     up = x @ up + bias["up_bias"]
-    hidden = act(up) if gate is None else act(x @ gate + bias["gate_bias"]) * up
+    hidden = act(up) if gate is None else act(layer.config.gate_scale * (x @ gate + bias["gate_bias"])) * up
     if layer.inner_norm is not None:
         hidden = np.apply_along_axis(lambda vector: norm_by_hand(layer.inner_norm, vector), -1, hidden)
-    return hidden @ wide(layer.down) + bias["down_bias"]
+    return layer.config.out_scale * (hidden @ wide(layer.down) + bias["down_bias"])
 
 
 def scored_by_hand(logits, score):
@@ -255,7 +255,7 @@ def attention_by_hand(layer, x, positions, segments):
     c = layer.config
     query, key, value = heads_by_hand(layer, x)
     query = ready_by_hand(layer, query, layer.query_norm, layer.query_norm_scale, positions)
-    key = ready_by_hand(layer, key, layer.key_norm, layer.key_norm_scale, positions)
+    key = ready_by_hand(layer, c.key_scale * key, layer.key_norm, layer.key_norm_scale, positions)
     if layer.value_norm is not None:
         value = np.apply_along_axis(lambda vector: norm_by_hand(layer.value_norm, vector), -1, value)
     value = np.clip(value, -c.qkv_clip, c.qkv_clip) if c.qkv_clip else value

@@ -38,6 +38,7 @@ from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
@@ -65,6 +66,7 @@ RMS = RMSNormConfig()
 MIXER = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta=100.0))
 LEARNED = LearnedInitConfig(attention=MIXER, teacher_heads=6, teacher_kv_heads=3, teacher_head_dim=6)
 RANKS = dict(num_heads=4, q_rank=6, kv_rank=5, nope_dim=3, rope_dim=4, value_dim=2)
+SMALL_MAMBA = Mamba2Config(num_heads=4, value_dim=3, num_groups=2, key_dim=4)
 LATENT = LatentAttentionConfig(rope=Rope(theta=100.0), **RANKS)
 INDEXER = IndexerConfig(num_heads=3, head_dim=4, top_k=2)
 MLP = MLPConfig(mlp_dim=12)
@@ -184,7 +186,7 @@ OPTIONS: dict[type, tuple] = {
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
-        | dict(qkv_clip=0.1, inner_norm=RMS)
+        | dict(qkv_clip=0.1, inner_norm=RMS, key_scale=2.0)
         | dict(value_norm=RMS, kv_shared_from="giver", selection=BlockSelection(size=1, top_k=2)),
     ),
     BlockSelection: (
@@ -228,10 +230,20 @@ OPTIONS: dict[type, tuple] = {
         dict(channels=8, key_dim=3, step_rank=3, taps=2, taps_bias=False, bias=True, norm=RMSNormConfig(eps=0.5)),
     ),
     Mamba2Config: (
-        Mamba2Config(num_heads=4, value_dim=3, num_groups=2, key_dim=4),
+        SMALL_MAMBA,
         lambda c: block(mixer=c),
         dict(num_heads=8, value_dim=5, num_groups=1, key_dim=6, taps=2, taps_bias=False, dt_min=2.0, dt_max=0.1)
-        | dict(eps=0.5),
+        | dict(eps=0.5, norm="before_gate", in_bias=True, out_bias=True, in_scales=(2.0, 0.5, 2.0, 0.5, 3.0)),
+    ),
+    NamedMixer: (
+        NamedMixer(name="recurrence", mixer=SMALL_MAMBA),
+        lambda c: block(mixer=ParallelMixersConfig(mixers=(c, NamedMixer(name="attention", mixer=MIXER)))),
+        dict(name="other", mixer=dataclasses.replace(SMALL_MAMBA, key_dim=3), input_scale=0.5, output_scale=2.0),
+    ),
+    ParallelMixersConfig: (
+        ParallelMixersConfig(mixers=(NamedMixer(name="first", mixer=MIXER),)),
+        lambda c: block(mixer=c),
+        dict(mixers=tuple(NamedMixer(name=name, mixer=MIXER) for name in ("first", "second"))),
     ),
     GatedConvolutionConfig: (
         GatedConvolutionConfig(channels=8),
@@ -252,7 +264,8 @@ OPTIONS: dict[type, tuple] = {
     MLPConfig: (
         MLP,
         lambda c: block(mlp=c),
-        dict(mlp_dim=10, activation="xielu", gated=False, bias=True, fused=True, inner_norm=RMS, dropout=0.5),
+        dict(mlp_dim=10, activation="xielu", gated=False, bias=True, fused=True, inner_norm=RMS, dropout=0.5)
+        | dict(gate_scale=2.0, out_scale=2.0),
     ),
     ExpertsConfig: (
         EXPERTS,
@@ -701,6 +714,10 @@ BAD = [
     (RMSNormConfig, {}, dict(eps=0.0), "above 0"),
     (RMSNormConfig, {}, dict(eps=-1e-6), "above 0"),
     (RMSNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),
+    (MLPConfig, dict(mlp_dim=4, gated=False), dict(gate_scale=2.0), "needs gated=True"),
+    (Mamba2Config, dict(num_heads=2, value_dim=3, num_groups=1, key_dim=4), dict(in_scales=(1.0,)), "5 elements"),
+    (NamedMixer, dict(mixer=MIXER), dict(name="a.b"), "must be a word"),
+    (ParallelMixersConfig, {}, dict(mixers=()), "at least one mixer"),
     (LayerNormConfig, {}, dict(eps=0.0), "above 0"),
     (LayerNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),
     (NTKRope, {}, dict(alpha=0.5), "at least 1"),
@@ -731,6 +748,7 @@ BAD = [
     (Chunked, {}, dict(size=-4), "at least 1"),
     (AttentionConfig, ATTENTION, dict(num_heads=0), "at least 1"),
     (AttentionConfig, ATTENTION | dict(shared_kv=True), dict(kv_shared_from="full"), "excludes shared_kv=True"),
+    (AttentionConfig, ATTENTION | dict(key_scale=2.0), dict(kv_shared_from="full"), "excludes key_scale=2.0"),
     (AttentionConfig, ATTENTION, dict(num_kv_heads=-2), "at least 1"),
     (AttentionConfig, ATTENTION, dict(num_heads=30, num_kv_heads=8), "multiple of num_kv_heads=8"),
     (AttentionConfig, ATTENTION, dict(head_dim=0), "at least 1"),

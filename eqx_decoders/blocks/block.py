@@ -25,6 +25,7 @@ from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfi
 from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.parallel_mixers import ParallelMixers, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolution, GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
@@ -46,6 +47,7 @@ MixerConfig = (
     | GatedConvolutionConfig
     | RGLRUConfig
     | LocalAttentionConfig
+    | ParallelMixersConfig
 )
 Mixer = (
     Attention
@@ -58,6 +60,7 @@ Mixer = (
     | GatedConvolution
     | RGLRU
     | LocalAttention
+    | ParallelMixers
 )
 
 ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
@@ -173,6 +176,12 @@ class BlockConfig(CheckedFields):
         """Return what later layers may use, by name: past and new keys and values, or what an indexer chose."""
         kv_name = self.shares_kv_as
         return {name: (past, entries) if name == kv_name else entries[LENT] for name in self.lent_names}
+
+    def mixers(self) -> tuple[Any, ...]:
+        """Return the configurations of its mixers: none, one, or those that are parallel."""
+        if isinstance(self.mixer, ParallelMixersConfig):
+            return tuple(each.mixer for each in self.mixer.mixers)
+        return () if self.mixer is None else (self.mixer,)
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:
         """Return the shapes of its layers' caches, by the names of `branches`."""

@@ -20,6 +20,7 @@ from eqx_decoders.families import (
     ernie4_5_moe,
     exaone4,
     falcon,
+    falcon_h1,
     falcon_mamba,
     flex_olmo,
     gemma,
@@ -125,7 +126,7 @@ _PUBLISHED = (
     *(llama4_vision, mistral3, smolvlm, idefics3),
     *(phi, gptj, opt, modernbert_decoder),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
-    *(mamba, falcon_mamba, jamba, olmo_hybrid),
+    *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1),
     recurrent_gemma,
 )
 

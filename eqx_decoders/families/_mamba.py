@@ -7,7 +7,17 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, first_layer
+from eqx_decoders.families.settings_table import (
+    Flag,
+    Group,
+    Integer,
+    Layers,
+    Number,
+    Rule,
+    Setting,
+    Values,
+    first_layer,
+)
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
@@ -78,6 +88,11 @@ def mamba_weights(prefix: str) -> tuple[Weight, ...]:
             ("mixer.dt", "heads embed -> embed heads"),
         ),
         *sharing(
+            prefix + "in_proj.bias",
+            *((f"mixer.{name}_bias", f"{rows} -> {rows.strip('()')}") for name, rows in into),
+            ("mixer.dt_in_bias", "heads -> heads"),
+        ),
+        *sharing(
             prefix + "conv1d.weight",
             *((f"mixer.{name}_taps", f"{rows} 1 taps -> {rows.strip('()')} taps") for name, rows in streams.items()),
         ),
@@ -90,44 +105,73 @@ def mamba_weights(prefix: str) -> tuple[Weight, ...]:
         Weight(prefix + "dt_bias", "mixer.dt_bias", "heads -> heads"),
         Weight(prefix + "norm.weight", "mixer.norm_scale", "(heads value_dim) -> heads value_dim"),
         Weight(prefix + "out_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
+        Weight(prefix + "out_proj.bias", "mixer.out_bias", "embed -> embed", needs="mixer.a_log"),
     )
 
 
 def mamba_settings(
-    *, num_groups: int = 1, key_dim: int = 256, value_dim: int | None = None, keys: Mapping[str, str] = {}
+    *,
+    num_groups: int = 1,
+    key_dim: int = 256,
+    value_dim: int | None = None,
+    inner_dim: int | None = None,
+    keys: Mapping[str, str] = {},
+    further: tuple[Setting, ...] = (),
 ) -> Group:
     """Return the rows of the value `mamba`, after those of a `shape` with `embed_dim` and `eps`.
 
-    The arguments are transformers' defaults; `keys` maps Granite's and Bamba's keys to the family's.
+    The arguments are transformers' defaults: `inner_dim` is that of `mamba_d_ssm`, features of all heads together, in
+    whose place most families have `mamba_expand`. `keys` maps Granite's and Bamba's keys to the family's; `further` are
+    rows of other options.
     """
 
     def key(name: str) -> str:
         return keys.get(name, name)
 
     def make(
-        shape: Any, *, num_heads: int, expand: int, value_dim: int | None, limits: tuple[float, float | None],
+        shape: Any, *, num_heads: int, inner: int, value_dim: int | None, limits: tuple[float, float | None],
         **options: Any,
     ) -> Mamba2Config:  # fmt: skip
-        inner = expand * shape.embed_dim
         features = value_dim or inner // num_heads
         if num_heads * features != inner:
             sizes = f"{key('mamba_n_heads')}={num_heads} x {key('mamba_d_head')}={features}"
-            raise ConfigError(f"{sizes} must be {key('mamba_expand')} x hidden_size={inner}.")
+            rule = "mamba_d_ssm" if inner_dim else f"{key('mamba_expand')} x hidden_size"
+            raise ConfigError(f"{sizes} must be {rule}={inner}.")
         low, high = limits
-        return Mamba2Config(num_heads=num_heads, value_dim=features, dt_min=low, dt_max=high, eps=shape.eps, **options)
+        bias = {"out_bias": options["in_bias"], **options}
+        return Mamba2Config(num_heads=num_heads, value_dim=features, dt_min=low, dt_max=high, eps=shape.eps, **bias)
 
+    width = _Width("mamba_d_ssm", _inner, inner_dim, null=None, name="inner")
     rows = (
         Integer(key("mamba_n_heads"), "mamba.num_heads", 128),
-        Integer(key("mamba_expand"), _expand, 2, name="expand"),
+        width if inner_dim else _Expansion(key("mamba_expand"), _expand, 2, name="inner"),
         _ValueDim(key("mamba_d_head"), "mamba.value_dim", value_dim),
-        Only(key("mamba_proj_bias"), False, written=True),
+        Flag(key("mamba_proj_bias"), "mamba.in_bias", False, name="in_bias"),
         Integer(key("mamba_n_groups"), "mamba.num_groups", num_groups),
         Integer(key("mamba_d_state"), "mamba.key_dim", key_dim),
         Integer(key("mamba_d_conv"), "mamba.taps", 4),
         Flag(key("mamba_conv_bias"), "mamba.taps_bias", True),
         Rule("limits", _read_limits, _write_limits),
+        *further,
     )
     return Group("mamba", make, rows, uses=("shape",), layer="mamba")
+
+
+class _Expansion(Integer):
+    """Features of all heads, as a multiple of the stream's."""
+
+    def read(self, fields: Fields, values: Values) -> None:
+        super().read(fields, values)
+        values[self.keyword] *= values["shape"].embed_dim
+
+
+class _Width(Integer):
+    """Features of all heads; those of `mamba_expand` where they are null."""
+
+    def read(self, fields: Fields, values: Values) -> None:
+        super().read(fields, values)
+        if values[self.keyword] is None:
+            values[self.keyword] = fields.integer("mamba_expand", 2) * values["shape"].embed_dim
 
 
 class _ValueDim(Integer):
@@ -156,6 +200,10 @@ def _write_limits(config: DecoderConfig) -> dict[str, Any]:
     return {"time_step_limit": [mamba.dt_min, _INFINITE if mamba.dt_max is None else mamba.dt_max]}
 
 
-def _expand(config: DecoderConfig) -> int:
+def _inner(config: DecoderConfig) -> int:
     mamba = first_layer(config, "mamba")
-    return mamba.num_heads * mamba.value_dim // config.embed_dim
+    return mamba.num_heads * mamba.value_dim
+
+
+def _expand(config: DecoderConfig) -> int:
+    return _inner(config) // config.embed_dim

@@ -117,6 +117,7 @@ _MAMBA = (
     Integer("ssm_state_size", "mamba.key_dim", 128),
     Integer("conv_kernel", "mamba.taps", 4),
     Flag("use_conv_bias", "mamba.taps_bias", True),
+    Flag("use_bias", "mamba.in_bias", False, name="bias"),
     Number("time_step_min", "mamba.dt_min", 0.001),  # with which transformers limits steps; vLLM does not
 )
 _EXPERTS = (
@@ -133,8 +134,8 @@ _EXPERTS = (
 )
 
 
-def _mamba(shape: DecoderSizes, **options: Any) -> Mamba2Config:
-    return Mamba2Config(eps=shape.eps, **options)
+def _mamba(shape: DecoderSizes, *, bias: bool, **options: Any) -> Mamba2Config:
+    return Mamba2Config(eps=shape.eps, in_bias=bias, out_bias=bias, **options)
 
 
 _KEYS = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act", **NO_BIAS}
@@ -173,7 +174,6 @@ FAMILY = Family(
             paths={"intermediate_size": _of_mlp("mlp_dim"), "hidden_act": _of_mlp("activation")},
         ),
         Only("mlp_bias", False, written=True),
-        Only("use_bias", False, written=True),
         Only("mamba_hidden_act", "silu", written=True),
         Only("n_shared_experts", 1),
         Group("mamba", _mamba, _MAMBA, uses=("shape",), layer="mamba"),

@@ -333,7 +333,8 @@ def write_rope(config: DecoderConfig, *, partial: bool = False, required: bool =
     `partial` is for families whose `fraction` has a default: it is always written. Nothing is written where no layer
     has one, unless it is `required`.
     """
-    mixer = next((block.mixer for block in config.blocks if getattr(block.mixer, "rope", None)), None)
+    mixers = (mixer for block in config.blocks for mixer in block.mixers())
+    mixer = next((mixer for mixer in mixers if getattr(mixer, "rope", None)), None)
     if mixer is None and not required:
         return {}
     rope: Rope | None = getattr(mixer, "rope", None)

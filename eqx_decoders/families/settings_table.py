@@ -58,7 +58,7 @@ def first_layer(config: Any, word: str) -> Any:
     """Return the first mixer or MLP of the kinds of `word`; None where there is none."""
     for kind in FINDERS[word]:
         for block in config.blocks:
-            for layer in (block.mixer, block.mlp):
+            for layer in (*block.mixers(), block.mlp):
                 if isinstance(layer, kind):
                     return layer
     return None

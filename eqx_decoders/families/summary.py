@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.families import get_config
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -59,7 +60,7 @@ class ModelInfo:
 def describe_model(model: str | DecoderConfig, *, dtype: DTypeLike = jnp.bfloat16) -> ModelInfo:
     """Return the sizes of a model, by its name or its configuration, with a cache of `dtype`. No weight is made."""
     config = get_config(model) if isinstance(model, str) else model
-    tree, kinds = abstract(config), collections.Counter(_kind(block.mixer) for block in config.blocks)
+    tree, kinds = abstract(config), collections.Counter(_kind(block) for block in config.blocks)
     shorter, longer = (_cache_bytes(config, length, dtype) for length in (_LONG, 2 * _LONG))
     per_token = (longer - shorter) // _LONG
     return ModelInfo(
@@ -112,9 +113,11 @@ def _cache_bytes(config: DecoderConfig, length: int, dtype: DTypeLike) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _kind(mixer: Any) -> str:
-    """Return the name of a mixer: that of its configuration's class, with its window if it has one."""
-    if mixer is None:
-        return "none"
-    size = getattr(getattr(mixer, "mask", None), "size", None)
-    return type(mixer).__name__.removesuffix("Config") + (f" (window {size:,})" if size else "")
+def _kind(block: BlockConfig) -> str:
+    """Return the names of a block's mixers: of their configurations' classes, with their windows if they have one."""
+
+    def name(mixer: Any) -> str:
+        size = getattr(getattr(mixer, "mask", None), "size", None)
+        return type(mixer).__name__.removesuffix("Config") + (f" (window {size:,})" if size else "")
+
+    return " and ".join(map(name, block.mixers())) or "none"

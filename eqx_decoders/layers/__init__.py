@@ -2,8 +2,9 @@
 
 Mix tokens
     `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `GatedDeltaNetConfig`,
-    `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`; in encoders
-    of audio `LocalAttentionConfig` and `LightConvolutionConfig`; `LearnedInitConfig` learns attention's first weights.
+    `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`; several of
+    them side by side: `ParallelMixersConfig` of `NamedMixer`s; in encoders of audio `LocalAttentionConfig` and
+    `LightConvolutionConfig`; `LearnedInitConfig` learns attention's first weights.
 
 Transform each token
     `MLPConfig`, `LinearConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`, `load_balance_loss`,
@@ -94,6 +95,11 @@ from eqx_decoders.layers.norm import (
     LayerNormConfig as LayerNormConfig,
     RMSNorm as RMSNorm,
     RMSNormConfig as RMSNormConfig,
+)
+from eqx_decoders.layers.parallel_mixers import (
+    NamedMixer as NamedMixer,
+    ParallelMixers as ParallelMixers,
+    ParallelMixersConfig as ParallelMixersConfig,
 )
 from eqx_decoders.layers.recurrent.gated_conv import (
     GatedConvolution as GatedConvolution,

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, OneOf, PositiveInt, Rate, check
+from eqx_decoders.errors import CheckedFields, OneOf, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.xielu import XIELU
-from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
@@ -50,6 +50,7 @@ class MLPConfig(CheckedFields):
     - `fused`: whether gate and up are one product.
     - `inner_norm`: normalization of the hidden features (BitNet); None for none.
     - `dropout`: rate on the hidden features.
+    - `gate_scale`, `out_scale`: multiply the gate before its activation, and the output (Falcon-H1).
     """
 
     mlp_dim: PositiveInt
@@ -59,9 +60,13 @@ class MLPConfig(CheckedFields):
     fused: bool = False
     inner_norm: NormConfig | None = None
     dropout: Rate = 0.0
+    gate_scale: PositiveFloat = 1.0
+    out_scale: PositiveFloat = 1.0
 
     def __post_init__(self):
         super().__post_init__()
+        rule = f"MLPConfig.gate_scale={self.gate_scale} needs gated=True: there is no gate."
+        check(self.gated or self.gate_scale == 1.0, rule)
         check(self.gated or not self.fused, "MLPConfig.fused=True needs gated=True: there is one projection only.")
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "MLP":
@@ -103,11 +108,12 @@ class MLP(eqx.Module):
     ) -> Float[Array, "batch length embed"]:
         gate, up = self._inputs(x, ctx)
         act = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
-        hidden = act(up) if gate is None else act(gate) * up
+        hidden = act(up) if gate is None else act(scale(gate, self.config.gate_scale)) * up
         hidden = hidden if self.inner_norm is None else self.inner_norm(hidden)
         hidden = dropout(ctx.constrain(hidden, "batch length mlp"), self.config.dropout, key)
         out = ctx.einsum("batch length mlp, mlp embed -> batch length embed", hidden, self.down)
-        return save(ctx.constrain(add_bias(out, self.down_bias), "batch length embed"), "mlpwo")
+        out = scale(add_bias(out, self.down_bias), self.config.out_scale)
+        return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""

@@ -103,7 +103,7 @@ class DecoderConfig(CheckedFields):
     @property
     def fixed_length(self) -> int | None:
         """Tokens up to which the rotation of a key does not depend on the length of its text; None: it never does."""
-        ropes = (getattr(block.mixer, "rope", None) for block in self.blocks)
+        ropes = (getattr(mixer, "rope", None) for block in self.blocks for mixer in block.mixers())
         return min((rope.fixed_length for rope in ropes if rope is not None and rope.fixed_length), default=None)
 
     def to_json(self) -> str:

@@ -234,3 +234,8 @@ def grouped_products(
 def add_bias(x: Array, bias: Array | None) -> Array:
     """Return `x + bias` in the dtype of `x`; the bias has the trailing axes of `x`."""
     return x if bias is None else x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+
+
+def scale(x: Array, factor: float) -> Array:
+    """Return `x * factor`, or `x` itself where that is 1."""
+    return x if factor == 1.0 else x * factor

@@ -1,9 +1,10 @@
-"""Mamba, Mamba-2, Bamba, Jamba and RecurrentGemma: what their sizes must be, and what is refused."""
+"""Mamba, Mamba-2, Bamba, Jamba, Falcon-H1 and RecurrentGemma: what their sizes must be, and what is refused."""
 
 import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.settings_table import first_layer
 from tests.families.samples import decode, mixers, sample
 
 
@@ -49,14 +50,46 @@ def test_a_cycle_of_layers_is_cut_off(kinds, written):
     assert (keys["block_types"], keys["intermediate_size"], config.blocks[0].mlp.mlp_dim) == (written, 36, 18)
 
 
+BIASED = {
+    "mamba2": "use_bias",
+    "bamba": "mamba_proj_bias",
+    "granitemoehybrid": "mamba_proj_bias",
+    "nemotron_h": "use_bias",
+}
+
+
+@pytest.mark.parametrize("kind", BIASED)
+def test_both_projections_of_mamba2_have_a_bias_or_none(kind):
+    config = decode(sample(kind, **{BIASED[kind]: True}))
+    assert first_layer(config, "mamba").in_bias and first_layer(config, "mamba").out_bias
+    assert decode(FAMILIES[kind].encode(config)) == config
+    assert not first_layer(decode(sample(kind)), "mamba").out_bias
+
+
+def test_multipliers_of_falcon_h1():
+    """Those that are missing are 1."""
+    keys = [key for key in sample("falcon_h1") if key.endswith(("_multiplier", "_multipliers"))]
+    assert len(keys) == 9
+    config, mlp = decode(plain := sample("falcon_h1", *keys)), dict(mlp_multipliers=[1.0, 1.0])
+    assert config == decode(plain | dict.fromkeys(keys) | mlp)
+    assert first_layer(config, "attention").key_scale == 1.0
+    assert {*(each.input_scale for each in config.blocks[0].mixer.mixers), config.logit_divisor} == {1.0}
+    norms = [(False, False, None), (True, False, "after_gate"), (True, True, "before_gate")]
+    for flag, before, norm in norms:
+        some = decode(sample("falcon_h1", mamba_rms_norm=flag, mamba_norm_before_gate=before))
+        assert first_layer(some, "mamba").norm == norm and decode(FAMILIES["falcon_h1"].encode(some)) == some
+
+
 @pytest.mark.parametrize(
     "kind, keys, sentence",
     [
         ("mamba2", dict(head_dim=9), "num_heads=6 x head_dim=9 must be expand x hidden_size=48"),
-        ("mamba2", dict(use_bias=True), "use_bias=true changes what the model computes"),
         ("mamba2", dict(hidden_act="gelu"), "hidden_act=gelu changes what the model computes"),
         ("bamba", dict(mamba_d_head=9), "mamba_n_heads=6 x mamba_d_head=9 must be mamba_expand x hidden_size=48"),
-        ("bamba", dict(mamba_proj_bias=True), "mamba_proj_bias=true changes what the model computes"),
+        ("falcon_h1", dict(mamba_d_ssm=49), "mamba_n_heads=6 x mamba_d_head=8 must be mamba_d_ssm=49"),
+        ("falcon_h1", dict(mamba_d_ssm=None, mamba_expand=3), "must be mamba_d_ssm=72"),
+        ("falcon_h1", dict(ssm_multipliers=[1.0, 2.0]), "ssm_multipliers must be a list of 5 numbers"),
+        ("falcon_h1", dict(mlp_multipliers=[1.0, 0.0]), r"mlp_multipliers\[1\]=0.0 must be a finite number above 0"),
         ("bamba", dict(attn_layer_indices=[]), "no layer has attention: check attn_layer_indices"),
         ("bamba", dict(rope_parameters=None, partial_rotary_factor=1.0), "always rotates half of a head"),
         ("bamba", dict(attn_rotary_emb=8), "attn_rotary_emb=8"),

@@ -18,6 +18,7 @@ from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
@@ -33,6 +34,7 @@ EXPERTS = ExpertsConfig(
 TEACHER = dict(teacher_heads=3, teacher_kv_heads=1, teacher_head_dim=2)
 ENGRAM = EngramConfig(embed_dim=4, vocab_size=4, layers=(0,), layer=0, num_heads=1, head_dim=2, vocab_bases=(3,))
 FURTHER = ExtraLayerConfig(layer=MLPConfig(mlp_dim=3))
+TWO = tuple(NamedMixer(name=name, mixer=GatedConvolutionConfig(channels=3)) for name in "ab")
 # a layer, and how many weights it draws
 LAYERS = {
     "attention": (ATTENTION, 5),
@@ -48,6 +50,7 @@ LAYERS = {
     "mamba": (Mamba1Config(channels=3, key_dim=2, step_rank=2), 6),
     "gated unit": (RGLRUConfig(num_heads=2, value_dim=3), 7),
     "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
+    "parallel mixers": (ParallelMixersConfig(mixers=TWO), 6),
     "mlp": (MLPConfig(mlp_dim=3), 3),
     "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),
     "linear": (LinearConfig(), 1),

@@ -38,6 +38,7 @@ def test_activations(name):
         dict(fused=True),
         dict(fused=True, bias=True),
         dict(inner_norm=RMSNormConfig(eps=0.1)),
+        dict(bias=True, gate_scale=2.0, out_scale=0.5),
     ],
     ids=str,
 )

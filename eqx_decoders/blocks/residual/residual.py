@@ -11,6 +11,7 @@ from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import PositiveFloat, check
 from eqx_decoders.layers.norm import LayerNormConfig, Norm, NormConfig
+from eqx_decoders.numerics.einsum import scale
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import BUFFER
 
@@ -46,7 +47,7 @@ class SequentialResidual(ReadWriteResidual):
     config: Sequential = eqx.field(static=True)
 
     def write(self, state: Array, out: Array, coefficients: None = None) -> Array:
-        return state + _scaled(out, self.config.residual_scale)
+        return state + scale(out, self.config.residual_scale)
 
     def end(self, state: Array, drop: Dropout, ctx: Context) -> Array:
         x = drop(state)
@@ -144,7 +145,7 @@ class WeightedResidual(ReadWriteResidual):
         if self.gains is not None:
             x = x * self.gains[number].scale.astype(x.dtype)[None, None]
         keep, add = (1.0 if not each else each[number] for each in (config.keep, config.add))
-        return _scaled(x, keep) + _scaled(out, add), number + 1
+        return scale(x, keep) + scale(out, add), number + 1
 
     def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Array:
         return drop(state[0])
@@ -223,7 +224,3 @@ class ChainedResidual(ReadWriteResidual):
     def end(self, state: tuple[Array, Array], drop: Dropout, ctx: Context) -> Array:
         x, latent = state
         return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", latent, self.up))
-
-
-def _scaled(x: Array, factor: float) -> Array:
-    return x if factor == 1.0 else x * factor

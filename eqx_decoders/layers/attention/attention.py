@@ -21,7 +21,7 @@ from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
-from eqx_decoders.numerics.einsum import add_bias
+from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
@@ -93,6 +93,7 @@ class AttentionConfig(CheckedFields):
         mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
+    - `key_scale`: multiplies keys as they are projected (Falcon-H1).
     - `temperature`: lets queries grow with their position; None for none.
     - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
     - `sinks`: one learned logit per head that joins the softmax and takes no value (GPT-OSS).
@@ -118,6 +119,7 @@ class AttentionConfig(CheckedFields):
     spans: bool = False
     rope: Rope | None = Rope()
     query_scale: PositiveFloat | None = None
+    key_scale: PositiveFloat = 1.0
     temperature: QueryTemperature | None = None
     soft_cap: PositiveFloat | None = None
     sinks: bool = False
@@ -140,9 +142,9 @@ class AttentionConfig(CheckedFields):
         check(self.num_heads % self.num_kv_heads == 0, f"AttentionConfig.num_heads={self.num_heads} {rule}.")
         rule = "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse"
         check(not (self.fused_qkv and self.shared_kv), f"{rule}.")
-        for field in ("fused_qkv", "shared_kv", "value_norm"):
+        for field in ("fused_qkv", "shared_kv", "value_norm", "key_scale"):
             rule = f"kv_shared_from={self.kv_shared_from!r} excludes {field}={getattr(self, field)}"
-            alone = self.kv_shared_from is None or not getattr(self, field)
+            alone = self.kv_shared_from is None or getattr(self, field) == getattr(AttentionConfig, field)
             check(alone, f"AttentionConfig.{rule}: keys and values are another's.")
         plain = isinstance(self.mask, Causal) and not self.spans
         rule = "AttentionConfig.selection needs mask=Causal() and spans=False: blocks are chosen of what came before"
@@ -284,25 +286,25 @@ class Attention(eqx.Module):
         query = save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
         if key is None or value is None:
             return query, None
-        key = self._norm_and_rope(key, self.key_norm, self.key_norm_scale, ctx)
+        key = self._norm_and_rope(scale(key, config.key_scale), self.key_norm, self.key_norm_scale, ctx)
         key = save(ctx.constrain(key, "batch length kv_heads head_dim"), "key_proj")
         value = self._clip(value if self.value_norm is None else self.value_norm(value))
         value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
         return query, NewKV(key=key, value=value)
 
-    def _norm_and_rope(self, x: Array, norm: Norm | None, scale: Array | None, ctx: Context) -> Array:
-        """Normalize and rotate queries or keys; `scale` has a number for each head and feature."""
+    def _norm_and_rope(self, x: Array, norm: Norm | None, scales: Array | None, ctx: Context) -> Array:
+        """Normalize and rotate queries or keys; `scales` has a number for each head and feature."""
         after_rope = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
-        x = self._clip(x if after_rope else self._normalize(x, norm, scale))
+        x = self._clip(x if after_rope else self._normalize(x, norm, scales))
         rope = self.config.rope
         x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope, ctx.segment_ids)
-        return self._normalize(x, norm, scale) if after_rope else x
+        return self._normalize(x, norm, scales) if after_rope else x
 
-    def _normalize(self, x: Array, norm: Norm | None, scale: Array | None) -> Array:
+    def _normalize(self, x: Array, norm: Norm | None, scales: Array | None) -> Array:
         if norm is None:
             return x
-        if scale is not None:
-            return (norm(x.astype(jnp.float32)) * scale.astype(jnp.float32)[None, None]).astype(x.dtype)
+        if scales is not None:
+            return (norm(x.astype(jnp.float32)) * scales.astype(jnp.float32)[None, None]).astype(x.dtype)
         return _over_heads(norm, x) if self.config.qk_norm and self.config.qk_norm.over == "heads" else norm(x)
 
     def _clip(self, x: Array) -> Array:

@@ -26,7 +26,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
-from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.attention.kernels.common import Result, used_heads
 from eqx_decoders.layers.attention.kernels.registry import run_kernel
 from eqx_decoders.layers.attention.kernels.selection import Selection, map_keys, map_queries_and_heads
 from eqx_decoders.layers.attention.ring import Ring, attend_in_ring
@@ -219,16 +219,6 @@ class _ContextPlan:
         if self.exchanging == self.parts:
             return None
         return np.arange(self.parts).reshape(-1, self.exchanging).tolist()
-
-
-def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, groups: int) -> Array:
-    """Select the key heads that a device's `own_heads` use, out of heads that all devices of some mesh axes have.
-
-    `groups` consecutive query heads share a key head.
-    """
-    size = math.gcd(own_heads, groups)  # so many of them surely share one
-    first = lax.axis_index(axes) * own_heads
-    return jnp.take(key, (first + size * jnp.arange(own_heads // size)) // groups, axis=2)
 
 
 def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, ...], key_axis: str) -> _ContextPlan:

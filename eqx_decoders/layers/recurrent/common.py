@@ -19,6 +19,7 @@ from eqx_decoders.layers.cache.recurrent_state import (
     last_inputs,
 )
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
+from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.remat import save
 
 
@@ -40,15 +41,18 @@ def projected_streams(
     heads: Mapping[str, str],
     past: dict[str, Any] | None,
     ctx: Context,
+    scales: Mapping[str, float] = {},
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """Compute a layer's queries, keys and values after their convolutions, and the new entries of their tails.
 
-    `heads` has the axes of each; its weights are the layer's `query`, `query_taps` and perhaps `query_taps_bias`.
+    `heads` has the axes of each; its weights are the layer's `query`, `query_taps` and perhaps `query_bias` and
+    `query_taps_bias`. `scales` multiply projections, 1 where there is none.
     """
     streams = {}
     for name, words in heads.items():
         pattern = f"batch length embed, embed {words} -> batch length {words}"
-        projected = ctx.constrain(ctx.einsum(pattern, x, getattr(layer, name)), f"batch length {words}")
+        projected = add_bias(ctx.einsum(pattern, x, getattr(layer, name)), getattr(layer, f"{name}_bias", None))
+        projected = ctx.constrain(scale(projected, scales.get(name, 1.0)), f"batch length {words}")
         taps, bias = getattr(layer, f"{name}_taps"), getattr(layer, f"{name}_taps_bias", None)
         streams[name] = convolved(save(projected, f"{name}_proj"), taps, bias, cached_part(past, name), ctx)
     smooth, tails = ({name: pair[part] for name, pair in streams.items()} for part in (0, 1))

@@ -6,7 +6,7 @@ The paper calls k, q and v: B, C and x. All three come from short convolutions; 
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import equinox as eqx
 import jax
@@ -35,6 +35,7 @@ from eqx_decoders.layers.recurrent.common import (
     zero_padding,
 )
 from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
+from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
@@ -52,7 +53,11 @@ class Mamba2Config(CheckedFields):
     - `taps`: tokens that the convolutions see, the last among them.
     - `taps_bias`: whether the convolutions have a bias.
     - `dt_min`, `dt_max`: bounds of dt; None for none above.
+    - `norm`: `"after_gate"`; `"before_gate"` for `norm(o) * silu(gate x)`; None for none (Falcon-H1).
     - `eps`: of the norm.
+    - `in_bias`, `out_bias`: whether the projections of the input, those of steps too, and that of the output have a
+        bias.
+    - `in_scales`: multiply gates, values, keys, queries and steps as they are projected (Falcon-H1).
     """
 
     num_heads: PositiveInt
@@ -63,12 +68,18 @@ class Mamba2Config(CheckedFields):
     taps_bias: bool = True
     dt_min: NonNegativeFloat = 0.0
     dt_max: float | None = None
+    norm: Literal["after_gate", "before_gate"] | None = "after_gate"
     eps: PositiveFloat = 1e-5
+    in_bias: bool = False
+    out_bias: bool = False
+    in_scales: tuple[PositiveFloat, ...] = (1.0,) * 5
 
     def __post_init__(self):
         super().__post_init__()
         rule = f"must be a multiple of num_groups={self.num_groups}"
         check(self.num_heads % self.num_groups == 0, f"Mamba2Config.num_heads={self.num_heads} {rule}.")
+        rule = "must have 5 elements: of gates, values, keys, queries and steps"
+        check(len(self.in_scales) == 5, f"Mamba2Config.in_scales={self.in_scales} {rule}.")
         if self.dt_max is not None:
             check_number("Mamba2Config.dt_max", self.dt_max, above=self.dt_min)
 
@@ -97,8 +108,8 @@ class Mamba2Config(CheckedFields):
         def taps(key, *shape):
             return fan_in(key, (*shape, self.taps), jnp.float32, self.taps)
 
-        def zeros(*shape):
-            return jnp.zeros(shape) if self.taps_bias else None
+        def zeros(there, *shape):
+            return jnp.zeros(shape) if there else None
 
         rates = jax.random.uniform(keys[9], (self.num_heads,), minval=1.0, maxval=16.0)
         return Mamba2(
@@ -110,26 +121,40 @@ class Mamba2Config(CheckedFields):
             value_taps=taps(keys[5], *heads),
             key_taps=taps(keys[6], *groups),
             query_taps=taps(keys[7], *groups),
-            value_taps_bias=zeros(*heads),
-            key_taps_bias=zeros(*groups),
-            query_taps_bias=zeros(*groups),
+            gate_bias=zeros(self.in_bias, *heads),
+            value_bias=zeros(self.in_bias, *heads),
+            key_bias=zeros(self.in_bias, *groups),
+            query_bias=zeros(self.in_bias, *groups),
+            dt_in_bias=zeros(self.in_bias, self.num_heads),
+            value_taps_bias=zeros(self.taps_bias, *heads),
+            key_taps_bias=zeros(self.taps_bias, *groups),
+            query_taps_bias=zeros(self.taps_bias, *groups),
             a_log=jnp.log(rates),
             dt_bias=new_steps(keys[8], self.num_heads),
             skip=jnp.ones((self.num_heads,)),
-            norm_scale=jnp.ones(heads),
+            norm_scale=None if self.norm is None else jnp.ones(heads),
             out=fan_in(keys[10], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
+            out_bias=zeros(self.out_bias, embed_dim),
             config=self,
         )
 
 
 class Mamba2(eqx.Module):
-    """Mamba-2 layer `out(norm(o * silu(gate x)))`, o being the recurrence's output."""
+    """Mamba-2 layer `out(norm(o * silu(gate x)))`, o being the recurrence's output.
+
+    `dt_in_bias` is the bias of the projection `dt`, and `dt_bias` that of the steps, after their scale.
+    """
 
     gate: Float[Array, "embed heads value_dim"]
     value: Float[Array, "embed heads value_dim"]
     key: Float[Array, "embed key_heads key_dim"]
     query: Float[Array, "embed key_heads key_dim"]
     dt: Float[Array, "embed heads"]
+    gate_bias: Float[Array, "heads value_dim"] | None
+    value_bias: Float[Array, "heads value_dim"] | None
+    key_bias: Float[Array, "key_heads key_dim"] | None
+    query_bias: Float[Array, "key_heads key_dim"] | None
+    dt_in_bias: Float[Array, "heads"] | None
     value_taps: Float[Array, "heads value_dim taps"]
     key_taps: Float[Array, "key_heads key_dim taps"]
     query_taps: Float[Array, "key_heads key_dim taps"]
@@ -139,8 +164,9 @@ class Mamba2(eqx.Module):
     a_log: Float[Array, "heads"]
     dt_bias: Float[Array, "heads"]
     skip: Float[Array, "heads"]
-    norm_scale: Float[Array, "heads value_dim"]
+    norm_scale: Float[Array, "heads value_dim"] | None
     out: Float[Array, "heads value_dim embed"]
+    out_bias: Float[Array, "embed"] | None
     config: Mamba2Config = eqx.field(static=True)
 
     def __call__(
@@ -148,7 +174,8 @@ class Mamba2(eqx.Module):
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """Return the layer's output, and new entries for its state and for the tails of its convolutions."""
         words = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
-        streams, entries = projected_streams(self, x, words, past, ctx)
+        scales: dict[str, float] = dict(zip(("value", "key", "query"), self.config.in_scales[1:4], strict=True))
+        streams, entries = projected_streams(self, x, words, past, ctx, scales)
         value, dt = streams["value"].astype(jnp.float32), self._step(x, ctx)
         key = zero_padding(streams["key"].astype(jnp.float32), ctx.positions)
         written = dt[..., None] * value
@@ -162,23 +189,33 @@ class Mamba2(eqx.Module):
         answer = save(ctx.constrain(answer.astype(x.dtype), "batch length heads value_dim"), "attention_out")
         gated = self._gated(answer, x, ctx)
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
-        return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
+        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _step(self, x: Array, ctx: Context) -> Float32[Array, "batch length heads"]:
-        """Compute `dt = clip(softplus(dt x + dt_bias))`; 0 where there is no token."""
-        dt = ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.dt).astype(jnp.float32)
+        """Compute `dt = clip(softplus(scale (dt x + dt_in_bias) + dt_bias))`; 0 where there is no token."""
+        dt = add_bias(ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.dt), self.dt_in_bias)
+        dt = scale(dt, self.config.in_scales[4]).astype(jnp.float32)
         dt = jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])
         return zero_padding(jnp.clip(dt, self.config.dt_min, self.config.dt_max), ctx.positions)
 
     def _gated(self, answer: Array, x: Array, ctx: Context) -> Float[Array, "batch length heads value_dim"]:
-        """Compute `norm(o * silu(gate x))`, the heads of a group normalized together."""
+        """Compute `norm(o * silu(gate x))`, or with the norm before the gate, or without one."""
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
-        gate = jax.nn.silu(ctx.einsum(pattern, x, self.gate).astype(jnp.float32))
-        y = answer.astype(jnp.float32) * gate
+        gate = scale(add_bias(ctx.einsum(pattern, x, self.gate), self.gate_bias), self.config.in_scales[0])
+        gate, y = jax.nn.silu(gate.astype(jnp.float32)), answer.astype(jnp.float32)
+        y = self._normed(y) * gate if self.config.norm == "before_gate" else self._normed(y * gate)
+        return y.astype(x.dtype)
+
+    def _normed(
+        self, y: Float32[Array, "batch length heads value_dim"]
+    ) -> Float32[Array, "batch length heads value_dim"]:
+        """Normalize the heads of a group together; return `y` where there is no norm."""
+        if self.norm_scale is None:
+            return y
         grouped = y.reshape(*y.shape[:2], self.config.num_groups, -1)
         grouped *= jax.lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + self.config.eps)
-        return (grouped.reshape(y.shape) * self.norm_scale.astype(jnp.float32)[None, None]).astype(x.dtype)
+        return grouped.reshape(y.shape) * self.norm_scale.astype(jnp.float32)[None, None]

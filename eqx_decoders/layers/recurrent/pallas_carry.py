@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from eqx_decoders.core.chips import has_kernels
 from eqx_decoders.core.lazy_imports import LazyModule
-from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import tile_product
+from eqx_decoders.layers.attention.kernels.common import tile_product
 
 
 pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import

@@ -16,6 +16,7 @@ from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.parallel_mixers import ParallelMixersConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -72,6 +73,8 @@ def _need_order(config: DecoderConfig, execution: Execution) -> Iterator[str]:
 
 def _needs_order(layer: Any, execution: Execution) -> bool:
     layer = layer.attention if isinstance(layer, LearnedInitConfig) else layer
+    if isinstance(layer, ParallelMixersConfig):
+        return any(_needs_order(each.mixer, execution) for each in layer.mixers)
     if isinstance(layer, AttentionConfig):
         return layer.selection is not None
     if isinstance(layer, ExpertsConfig):  # of a row's tokens those that come first take the places of an expert

@@ -27,7 +27,7 @@ ATTENTIONS = [
     dict(rope=None, num_kv_heads=1, mask=Bidirectional()),
     dict(
         mask=SlidingWindow(3), soft_cap=0.7, sinks=True, qk_norm=QKNorm(norm=RMS), qkv_bias=True, out_bias=True,
-        output_gate=True, query_scale=0.3, rope=Rope(pairing="interleaved"),
+        output_gate=True, query_scale=0.3, key_scale=2.0, rope=Rope(pairing="interleaved"),
     ),
     dict(mask=Chunked(2), qk_norm=QKNorm(norm=RMS, over="heads", when="after_rope"), shared_kv=True, qkv_bias=True),
     dict(qk_norm=QKNorm(norm=LAYER, over="heads"), fused_qkv=True, qkv_bias=True, sinks=True, num_kv_heads=4),

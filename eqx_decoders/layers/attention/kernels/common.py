@@ -1,7 +1,9 @@
-"""Types and score functions that all attention kernels share."""
+"""Types, score functions and products of tiles that attention kernels share, and the key heads of a device."""
 
+import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
@@ -75,3 +77,24 @@ def heads_of_tokens(x: Array, length: int, heads: int) -> Array:
     groups = heads // kv_heads
     x = x[:, :, : length * groups].reshape(batch, kv_heads, length, groups, *more).swapaxes(1, 2)
     return x.reshape(batch, length, heads, *more)
+
+
+def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> Float32[Array, "rows columns"]:
+    """Multiply two tiles in f32. Products of bfloat16 are exact, whatever precision is the default."""
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((left_axis,), (right_axis,)), ((), ())),
+        precision=jax.lax.Precision.DEFAULT if left.dtype == jnp.bfloat16 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, groups: int) -> Array:
+    """Select the key heads that a device's `own_heads` use, out of heads that all devices of some mesh axes have.
+
+    `groups` consecutive query heads share a key head.
+    """
+    size = math.gcd(own_heads, groups)  # so many of them surely share one
+    first = jax.lax.axis_index(axes) * own_heads
+    return jnp.take(key, (first + size * jnp.arange(own_heads // size)) // groups, axis=2)

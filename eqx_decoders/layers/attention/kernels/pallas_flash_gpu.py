@@ -17,13 +17,12 @@ from jaxtyping import Array, Int
 from eqx_decoders.core.chips import KERNEL_GENERATIONS, has_kernels
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
-from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.kernels.common import EMPTY, tile_product
 from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import make_schedule, may_see, whole_run
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashKernels,
     FlashPlan,
     Softmax,
-    tile_product,
 )
 from eqx_decoders.layers.tpu import BlockSizes
 

@@ -11,11 +11,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_scores, cap_slopes
+from eqx_decoders.layers.attention.kernels.common import EMPTY, cap_scores, cap_slopes, tile_product
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.tpu import BlockSizes
 
@@ -132,14 +131,3 @@ class Softmax(NamedTuple):
         """Return out and lse."""
         safe = jnp.where(self.total > 0, self.total, 1.0)
         return self.sums / safe, jnp.where(self.total > 0, self.top + jnp.log(safe), EMPTY)
-
-
-def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> Float32[Array, "rows columns"]:
-    """Multiply two tiles in f32. Products of bfloat16 are exact, whatever precision is the default."""
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((left_axis,), (right_axis,)), ((), ())),
-        precision=jax.lax.Precision.DEFAULT if left.dtype == jnp.bfloat16 else None,
-        preferred_element_type=jnp.float32,
-    )

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
-from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.kernels.common import EMPTY, tile_product
 from eqx_decoders.layers.attention.kernels.pallas_flash_schedule import (
     SCALAR_BYTES,
     Tiles,
@@ -27,7 +27,6 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     FlashPlan,
     Softmax,
     fill_length,
-    tile_product,
 )
 from eqx_decoders.layers.mask import Bidirectional, seen_keys
 from eqx_decoders.layers.tpu import MIB, block_sizes

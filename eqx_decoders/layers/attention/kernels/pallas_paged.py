@@ -26,8 +26,8 @@ from eqx_decoders.layers.attention.kernels.common import (
     cap_scores,
     heads_of_tokens,
     rows_of_key_heads,
+    tile_product,
 )
-from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import tile_product
 from eqx_decoders.layers.cache.page_layout import LANE, Pages
 from eqx_decoders.layers.tpu import block_sizes
 from eqx_decoders.sharding.backend import backend_of

@@ -1,0 +1,68 @@
+"""Several mixers side by side: the sum of what each does alone, and caches of all of them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.mask import SlidingWindow
+from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
+from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
+from eqx_decoders.layers.rope import LongRope
+from eqx_decoders.training.step.zigzag import _need_order
+from tests.compare import assert_close
+from tests.layers.common import context, drawn, normal
+from tests.models import rich_decoder
+
+
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4)
+CONVOLUTION = GatedConvolutionConfig(channels=6)
+CONFIG = ParallelMixersConfig(
+    mixers=(
+        NamedMixer(name="near", mixer=dataclasses.replace(ATTENTION, mask=SlidingWindow(2)), output_scale=3.0),
+        NamedMixer(name="convolution", mixer=CONVOLUTION, input_scale=0.5),
+        NamedMixer(name="far", mixer=ATTENTION, input_scale=2.0, output_scale=0.25),
+    )
+)
+
+
+def test_it_is_the_sum():
+    layer, x = drawn(lambda key: CONFIG.build(6, key=key)), jnp.asarray(normal(2, 5, 6))
+    ctx = context(np.tile(np.arange(5), (2, 1)))
+    got, entries = layer(x, ctx)
+    parts = layer.mixers
+    want = 3.0 * parts["near"](x, ctx)[0] + parts["convolution"](0.5 * x, ctx)[0] + 0.25 * parts["far"](2.0 * x, ctx)[0]
+    assert_close(got, np.asarray(want), units=32)
+    assert entries.keys() == CONFIG.cache_shape(8).keys() == {"near", "convolution", "far"}
+    assert CONFIG.token_products(9) == sum(each.mixer.token_products(9) for each in CONFIG.mixers)
+
+
+def decoder(mixer) -> ed.DecoderConfig:
+    config = rich_decoder(1)
+    return dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=mixer),))
+
+
+def test_what_is_known_of_a_mixer_is_known_of_several():
+    """Its name, how its keys turn, and whether its tokens may change places."""
+    rope = LongRope(short_factors=(1.0, 1.0), long_factors=(2.0, 2.0), original_length=7)
+    turned = dataclasses.replace(ATTENTION, rope=rope)
+    config = decoder(ParallelMixersConfig(mixers=(NamedMixer(name="a", mixer=turned), CONFIG.mixers[0])))
+    assert config.fixed_length == 7
+    assert ed.describe_model(config).layers == {"Attention and Attention (window 2)": 1}
+    # keys, values and positions of the one attention without a window
+    assert ed.describe_model(decoder(CONFIG)).bytes_per_token == 2 * 2 * 2 * 4 + 4
+    assert (
+        not list(_need_order(config, ed.Execution())) and len(list(_need_order(decoder(CONFIG), ed.Execution()))) == 1
+    )
+
+
+def test_what_several_mixers_can_not_have_is_refused():
+    with pytest.raises(ed.ConfigError, match="names must differ: near, near"):
+        ParallelMixersConfig(mixers=CONFIG.mixers[:1] * 2)
+    for field, value in dict(out_dim=6, kv_shared_from="first").items():
+        mixer = dataclasses.replace(ATTENTION, **{field: value})
+        with pytest.raises(ed.ConfigError, match=rf"NamedMixer\.mixer\.{field}={value!r} must be None"):
+            NamedMixer(name="a", mixer=mixer)
