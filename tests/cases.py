@@ -21,6 +21,7 @@ import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -89,6 +90,7 @@ MIXERS = {
     "tempered": dict(temperature=QueryTemperature(scale=0.5, length=4), soft_cap=2.0),
     "clipped": dict(qkv_clip=0.5, inner_norm=RMSNormConfig()),
     "selecting": dict(selection=BlockSelection(size=3, top_k=2)),
+    "block indexer": dict(selection=BlockIndexerConfig(size=3, top_k=3, local_blocks=2, num_heads=2, head_dim=16)),
 }
 NORMS = {  # before and after a layer
     "RMSNorm": (RMSNormConfig(), None),
@@ -230,9 +232,9 @@ CACHED = FACTORS["cache"][1:]
 EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
-    ("mixer", ("selecting", "indexed"), "dtype", ("bfloat16",)),  # rounded scores choose other keys
+    ("mixer", ("selecting", "block indexer", "indexed"), "dtype", ("bfloat16",)),  # rounded scores choose other keys
     ("further", ("engram",), "dtype", ("bfloat16",)),  # the slope of its root of a score has no bound
-    ("mixer", ("selecting", "indexed"), "mask", tuple(MASKS)[1:]),  # they select from the whole past
+    ("mixer", ("selecting", "block indexer", "indexed"), "mask", tuple(MASKS)[1:]),  # they select from the whole past
     ("mixer", ("latent",), "mask", SPANS),  # it has none
     ("mask", SPANS, "cache", ("token by token", "rejected")),  # a span comes in one call
     ("mixer", ("latent", "indexed"), "heads", ("grouped", "multi-query")),  # all its heads share one latent
@@ -241,7 +243,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
     ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
-    ("kv_shared_from", (True,), "mixer", ("latent", "learned", *RECURRENT)),  # they lend nothing
+    ("kv_shared_from", (True,), "mixer", ("latent", "learned", "block indexer", *RECURRENT)),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("dropout", (0.25,), "mesh", OWN_DROPOUT),  # parts of a batch draw masks of their own

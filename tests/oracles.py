@@ -94,9 +94,17 @@ def xielu_by_hand(layer, x):
     return (math.expm1(min(x, eps)) - x) * (beta + alpha_n) + beta * x
 
 
+def gated_by_hand(config, act, gate, up):
+    act = np.vectorize(lambda x, plain=act: plain(config.activation_scale * x) / config.activation_scale)
+    if gate is None:
+        return act(up)
+    bound = math.inf if config.limit is None else config.limit
+    return act(np.minimum(gate, bound)) * (np.clip(up, -bound, bound) + config.up_offset)
+
+
 def mlp_by_hand(layer, x):
     xielu = functools.partial(xielu_by_hand, layer.xielu)
-    act = np.vectorize(BY_HAND[layer.config.activation] if layer.xielu is None else xielu)
+    act = BY_HAND[layer.config.activation] if layer.xielu is None else xielu
     gate, up = wide(layer.gate), wide(layer.up)
     if layer.gate_up is not None:
         gate, up = wide(layer.gate_up)[:, 0], wide(layer.gate_up)[:, 1]
@@ -104,7 +112,8 @@ def mlp_by_hand(layer, x):
         n: 0.0 if getattr(layer, n) is None else wide(getattr(layer, n)) for n in ("gate_bias", "up_bias", "down_bias")
     }
     up = x @ up + bias["up_bias"]
-    hidden = act(up) if gate is None else act(layer.config.gate_scale * (x @ gate + bias["gate_bias"])) * up
+    gate = None if gate is None else layer.config.gate_scale * (x @ gate + bias["gate_bias"])
+    hidden = gated_by_hand(layer.config, act, gate, up)
     if layer.inner_norm is not None:
         hidden = np.apply_along_axis(lambda vector: norm_by_hand(layer.inner_norm, vector), -1, hidden)
     return layer.config.out_scale * (hidden @ wide(layer.down) + bias["down_bias"])
@@ -163,14 +172,8 @@ def expert_by_hand(layer, e, x):
         for n in ("gate_bias", "up_bias", "down_bias")
     }
     x = x if layer.latent_in is None else x @ wide(layer.latent_in)
-    up, act = x @ wide(layer.up)[e] + bias["up_bias"], np.vectorize(BY_HAND[c.activation])
-    if layer.gate is None:
-        hidden = act(up)
-    else:
-        gate = x @ wide(layer.gate)[e] + bias["gate_bias"]
-        if c.limit is not None:
-            gate, up = np.minimum(gate, c.limit), np.maximum(np.minimum(up, c.limit), -c.limit)
-        hidden = act(gate) * (up + c.up_offset)
+    gate = None if layer.gate is None else x @ wide(layer.gate)[e] + bias["gate_bias"]
+    hidden = gated_by_hand(c, BY_HAND[c.activation], gate, x @ wide(layer.up)[e] + bias["up_bias"])
     out = hidden @ wide(layer.down)[e] + bias["down_bias"]
     return out if layer.latent_out is None else out @ wide(layer.latent_out)
 

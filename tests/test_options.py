@@ -24,6 +24,7 @@ from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel,
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, _declared
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -192,7 +193,12 @@ OPTIONS: dict[type, tuple] = {
     BlockSelection: (
         BlockSelection(size=1, top_k=2),
         lambda c: mixer(selection=c),
-        dict(size=2, top_k=3),
+        dict(size=2, top_k=3, local_blocks=2),
+    ),
+    BlockIndexerConfig: (
+        BlockIndexerConfig(size=1, top_k=2, num_heads=2, head_dim=8),
+        lambda c: mixer(selection=c),
+        dict(size=2, top_k=3, local_blocks=2, num_heads=4, head_dim=10, norm=RMSNormConfig(scale=False)),
     ),
     LatentAttentionConfig: (
         LATENT,
@@ -265,13 +271,13 @@ OPTIONS: dict[type, tuple] = {
         MLP,
         lambda c: block(mlp=c),
         dict(mlp_dim=10, activation="xielu", gated=False, bias=True, fused=True, inner_norm=RMS, dropout=0.5)
-        | dict(gate_scale=2.0, out_scale=2.0),
+        | dict(gate_scale=2.0, out_scale=2.0, activation_scale=2.0, up_offset=1.0, limit=0.1),
     ),
     ExpertsConfig: (
         EXPERTS,
         lambda c: block(mlp=c),
         dict(num_experts=4, num_experts_per_token=3, mlp_dim=5, router=RouterConfig(bias=True), activation="relu")
-        | dict(gated=False, latent_dim=3, norms=RMS)
+        | dict(activation_scale=2.0, gated=False, latent_dim=3, norms=RMS)
         | dict(up_offset=1.0, limit=0.1, bias=True, shared=MLP, shared_gate=True, capacity_factor=0.5),
     ),
     RouterConfig: (
@@ -775,7 +781,7 @@ BAD = [
     (ExpertsConfig, SPARSE, dict(num_experts_per_token=9), "at most num_experts=8"),
     (ExpertsConfig, SPARSE, dict(mlp_dim=0), "at least 1"),
     (ExpertsConfig, SPARSE, dict(latent_dim=0), "at least 1"),
-    (ExpertsConfig, SPARSE | dict(limit=1.0), dict(gated=False), "excludes limit: they are about gated experts"),
+    (ExpertsConfig, SPARSE | dict(limit=1.0), dict(gated=False), "excludes limit: they are about gates"),
     (ExpertsConfig, SPARSE, dict(limit=0.0), "above 0"),
     (ExpertsConfig, SPARSE, dict(capacity_factor=-1.0), "above 0"),
     (ExpertsConfig, SPARSE, dict(shared_gate=True), "needs an MLPConfig as shared"),

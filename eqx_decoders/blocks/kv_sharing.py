@@ -17,8 +17,9 @@ def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
             name = check_word(f"{where}.mixer.{field}", borrowed, known)
             rule = f"has {_common(block)}, the layer that shares it {known[name]}: they must be alike"
             check(_common(block) == known[name], f"{where}.mixer.{field}={name!r} {rule}.")
-        if block.shares_kv_as is not None and (borrowed is not None or not isinstance(block.mixer, AttentionConfig)):
-            rule = "needs attention with keys and values of its own as mixer"
+        lends = isinstance(block.mixer, AttentionConfig) and block.mixer.block_indexer is None and borrowed is None
+        if block.shares_kv_as is not None and not lends:
+            rule = "needs attention with keys and values of its own as mixer, and without an indexer"
             raise ConfigError(f"{where}.shares_kv_as={block.shares_kv_as!r} {rule}.")
         known |= dict.fromkeys(block.lent_names, _common(block))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, OneOf, PositiveFloat, PositiveInt, Rate, check
+from eqx_decoders.errors import CheckedFields, FiniteFloat, OneOf, PositiveFloat, PositiveInt, Rate, check
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.norm import Norm, NormConfig
@@ -36,6 +36,34 @@ ActivationName = Annotated[str, OneOf(tuple(ACTIVATIONS))]
 MLPActivationName = Annotated[str, OneOf((*ACTIVATIONS, "xielu"))]
 
 
+@runtime_checkable
+class Gating(Protocol):
+    """Fields of an MLP and of experts that say how gates and up projections are joined."""
+
+    @property
+    def activation_scale(self) -> float: ...
+    @property
+    def up_offset(self) -> float: ...
+    @property
+    def limit(self) -> float | None: ...
+
+
+def join_gate(gating: Gating, act: Callable[[Array], Array], gate: Array | None, up: Array) -> Array:
+    """Compute `act(beta * gate) / beta * (up + up_offset)` of clipped projections, or `act(up)` without a gate."""
+    beta, limit = gating.activation_scale, gating.limit
+    if gate is not None and limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    active = up if gate is None else gate
+    active = act(active) if beta == 1.0 else act(active * beta) / beta
+    return active if gate is None else active * (up + gating.up_offset if gating.up_offset else up)
+
+
+def check_gating(config: Gating, name: str, gated: bool) -> None:
+    """Raise ConfigError for fields that need a gate, and have none."""
+    idle = [field for field in ("up_offset", "limit") if getattr(config, field)]
+    check(gated or not idle, f"{name}.gated=False excludes {' and '.join(idle)}: they are about gates.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLPConfig(CheckedFields):
     """Configuration of `down(act(gate x) * up x)`, or `down(act(up x))` when not gated.
@@ -45,7 +73,11 @@ class MLPConfig(CheckedFields):
     - `mlp_dim`: hidden features.
     - `activation`: one of `ACTIVATIONS`, of which `"gelu"` is exact and `"gelu_tanh"` its tanh approximation; or
         `"xielu"`, which each layer learns for itself (`XIELU`; Apertus).
+    - `activation_scale`: the activation becomes `act(scale * x) / scale`: with `"silu"` Swish with this beta
+        (Ramachandran et al. 2017).
     - `gated`: whether a second input projection is multiplied in.
+    - `up_offset`: added to the up projection (GPT-OSS).
+    - `limit`: gate projections are clipped above it, up projections beyond it on both sides; None for no limit.
     - `bias`: whether all projections have a bias.
     - `fused`: whether gate and up are one product.
     - `inner_norm`: normalization of the hidden features (BitNet); None for none.
@@ -55,7 +87,10 @@ class MLPConfig(CheckedFields):
 
     mlp_dim: PositiveInt
     activation: MLPActivationName = "silu"
+    activation_scale: PositiveFloat = 1.0
     gated: bool = True
+    up_offset: FiniteFloat = 0.0
+    limit: PositiveFloat | None = None
     bias: bool = False
     fused: bool = False
     inner_norm: NormConfig | None = None
@@ -67,6 +102,7 @@ class MLPConfig(CheckedFields):
         super().__post_init__()
         rule = f"MLPConfig.gate_scale={self.gate_scale} needs gated=True: there is no gate."
         check(self.gated or self.gate_scale == 1.0, rule)
+        check_gating(self, "MLPConfig", self.gated)
         check(self.gated or not self.fused, "MLPConfig.fused=True needs gated=True: there is one projection only.")
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "MLP":
@@ -106,9 +142,10 @@ class MLP(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
-        gate, up = self._inputs(x, ctx)
         act = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
-        hidden = act(up) if gate is None else act(scale(gate, self.config.gate_scale)) * up
+        gate, up = self._inputs(x, ctx)
+        gate = None if gate is None else scale(gate, self.config.gate_scale)
+        hidden = join_gate(self.config, act, gate, up)
         hidden = hidden if self.inner_norm is None else self.inner_norm(hidden)
         hidden = dropout(ctx.constrain(hidden, "batch length mlp"), self.config.dropout, key)
         out = ctx.einsum("batch length mlp, mlp embed -> batch length embed", hidden, self.down)

@@ -177,6 +177,7 @@ PARAMETERS = {
     "command-r7b": 8_028_033_024,
     "command-a-111b": 111_057_580_032,
     "minimax-m2-229b-a10b": 228_689_764_864,
+    "minimax-m3-428b-a23b": 426_174_572_928,
     "minitron-4b": 4_190_509_056,
     "minitron-8b": 8_271_699_968,
     "stablelm-3b": 2_795_443_200,

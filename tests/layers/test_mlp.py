@@ -39,6 +39,8 @@ def test_activations(name):
         dict(fused=True, bias=True),
         dict(inner_norm=RMSNormConfig(eps=0.1)),
         dict(bias=True, gate_scale=2.0, out_scale=0.5),
+        dict(activation_scale=1.7, up_offset=1.0, limit=0.3),
+        dict(activation_scale=1.7, gated=False),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.layers.attention.block_indexer import BlockIndex, BlockIndexer, BlockIndexerConfig
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
@@ -24,6 +25,9 @@ from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
+
+
+AttentionPast = Past | dict[str, Past]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,8 @@ class AttentionConfig(CheckedFields):
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
-    - `selection`: each query head takes only the keys of a few blocks (MoBA); None takes all that the mask allows.
+    - `selection`: each query head takes only the keys of a few blocks, by their means (MoBA) or by an indexer (a
+        `BlockIndexerConfig`, MiniMax M3); None takes all that the mask allows.
     - `spans`: whether the tokens of a span (an image, say) also see its later tokens; earlier tokens are up to the
         mask.
     - `rope`: rotary embedding; None for none.
@@ -133,7 +138,7 @@ class AttentionConfig(CheckedFields):
     inner_norm: NormConfig | None = None
     out_dim: PositiveInt | None = None
     value_norm: NormConfig | None = None
-    selection: BlockSelection | None = None
+    selection: BlockSelection | BlockIndexerConfig | None = None
     kv_shared_from: str | None = None
 
     def __post_init__(self):
@@ -149,21 +154,46 @@ class AttentionConfig(CheckedFields):
         plain = isinstance(self.mask, Causal) and not self.spans
         rule = "AttentionConfig.selection needs mask=Causal() and spans=False: blocks are chosen of what came before"
         check(self.selection is None or plain, f"{rule}.")
-        if self.rope is not None:
-            self.rope.rotated(self.head_dim)
+        self._check_indexer()
 
-    def cache_shape(self, max_length: int) -> KVShape | None:
-        """Return the shape of the cache: a ring of `size` slots for a window or chunk, else a slot for each token."""
+    def _check_indexer(self) -> None:
+        rotated = 0 if self.rope is None else self.rope.rotated(self.head_dim)
+        indexer = self.block_indexer
+        if indexer is None:
+            return
+        where = "AttentionConfig.selection"
+        rule = f"{where}.num_heads={indexer.num_heads} must be a divisor of num_heads={self.num_heads}"
+        check(self.num_heads % indexer.num_heads == 0, f"{rule}: each chooses for as many heads.")
+        rule = f"{where}.head_dim={indexer.head_dim} must be at least {rotated}"
+        check(indexer.head_dim >= rotated, f"{rule}: so many features of a head are rotated.")
+        rule = f"{where} with an indexer excludes kv_shared_from={self.kv_shared_from!r}: it caches keys of its own"
+        check(self.kv_shared_from is None, f"{rule}.")
+
+    @property
+    def block_indexer(self) -> BlockIndexerConfig | None:
+        """What chooses blocks of keys by keys of its own; None for nothing."""
+        return self.selection if isinstance(self.selection, BlockIndexerConfig) else None
+
+    def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape] | None:
+        """Return the shape of the cache: a ring of `size` slots for a window or chunk, else a slot for each token.
+
+        Beside it are the keys of an indexer, if there is one.
+        """
         if self.kv_shared_from is not None:
             return None
-        return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        shape = kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        if self.block_indexer is None:
+            return shape
+        index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.block_indexer.head_dim, values=False)
+        return {"kv": shape, "index": index}
 
     def token_products(self, length: int) -> int:
         """Count multiplications per token of scores and of their products with values."""
-        keys = seen_keys(self.mask, length)
+        keys, scores = seen_keys(self.mask, length), 0
         if self.selection is not None:
+            scores = self.selection.token_products(keys)
             keys = min(keys, self.selection.size * self.selection.top_k)
-        return self.num_heads * keys * 2 * self.head_dim
+        return self.num_heads * keys * 2 * self.head_dim + scores
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
@@ -199,6 +229,7 @@ class AttentionConfig(CheckedFields):
             value_norm=self.value_norm.build(head_dim) if self.value_norm else None,
             inner_norm=self.inner_norm.build(heads * head_dim) if self.inner_norm else None,
             sink=jnp.zeros((heads,)) if self.sinks else None,
+            indexer=self.block_indexer.build(embed_dim, key=jax.random.fold_in(key, 5)) if self.block_indexer else None,
             config=self,
         )
 
@@ -224,32 +255,49 @@ class Attention(eqx.Module):
     value_norm: Norm | None
     inner_norm: Norm | None
     sink: Float[Array, "heads"] | None
+    indexer: BlockIndexer | None
     config: AttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: AttentionPast | None = None
     ) -> tuple[Float[Array, "batch length embed"], Any]:
         """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: Context, past: AttentionPast | None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Any]:
-        """Compute the output of all heads, before the output projection, and the new keys and values."""
-        query, new_kv = self._normalize_and_rotate(*self._project(x, ctx), ctx)
-        if new_kv is None:
-            out, _ = self._attend(query, *self._shared_kv(ctx), ctx)
+    def _attend_heads(self, x: Array, ctx: Context, past: AttentionPast | None) -> tuple[Array, Any]:
+        """Compute the output of all heads, before the output projection, and what is new for the cache."""
+        query, own_kv = self._normalize_and_rotate(*self._project(x, ctx), ctx)
+        index_past = None
+        if isinstance(past, dict):
+            past, index_past = past["kv"], past["index"]
+        past, new_kv = (past, own_kv) if own_kv is not None else self._shared_kv(ctx)
+        index = self._index(x, ctx)
+        if index is None:
+            choice = self._choose_blocks(query, new_kv.key, past, ctx)
         else:
-            out, new_kv = self._attend(query, past, new_kv, ctx)
+            choice = self._choose_blocks(index.query, index.key, index_past, ctx)
+        out, entries = self._attend(query, past, new_kv, choice, ctx)
+        if index is not None:
+            entries = {"kv": entries, "index": NewKV(index.key, None)}
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         if self.gate is not None:
             gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
             out = out * jax.nn.sigmoid(gate)
-        return out if self.inner_norm is None else _over_heads(self.inner_norm, out), new_kv
+        out = out if self.inner_norm is None else _over_heads(self.inner_norm, out)
+        return out, None if own_kv is None else entries
+
+    def _index(self, x: Array, ctx: Context) -> BlockIndex | None:
+        """Return queries and keys of the indexer, if there is one."""
+        if self.indexer is None:
+            return None
+        rope = self.config.rope
+        return self.indexer(x, rope, 0 if rope is None else rope.rotated(self.config.head_dim), ctx)
 
     def _shared_kv(self, ctx: Context) -> tuple[Past | None, Any]:
         """Return the cached and the new keys and values of the earlier layer that shares them."""
@@ -311,11 +359,12 @@ class Attention(eqx.Module):
         bound = self.config.qkv_clip
         return x if bound is None else jnp.clip(x, -bound, bound)
 
-    def _attend(self, query: Array, past: Past | None, entries: Any, ctx: Context) -> tuple[Array, Any]:
+    def _attend(
+        self, query: Array, past: Past | None, entries: Any, chosen: KeyChoice, ctx: Context
+    ) -> tuple[Array, Any]:
         """Attend to the tokens of this call and to the cached ones; return the entries to be cached, too."""
         config, execution = self.config, ctx.execution
         spans, aligned = ctx.spans if config.spans else None, execution.context_order == "plain"
-        chosen = self._choose_blocks(query, entries.key, past, ctx)
         positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids, spans)
         inputs = AttentionInputs(query, entries.key, entries.value, positions, chosen.present)
         options = AttentionOptions(mask=config.mask, soft_cap=config.soft_cap)
@@ -343,8 +392,10 @@ class Attention(eqx.Module):
         if past is not None:
             whole = past.whole()
             stored = whole.key if whole.key_scale is None else whole.keys(key.dtype)
-            return blocks.choose_cached(query, key, ctx.positions, stored, whole.positions)
-        return KeyChoice(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous))
+            choice = blocks.choose_cached(query, key, ctx.positions, stored, whole.positions)
+        else:
+            choice = KeyChoice(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous))
+        return choice.repeated(self.config.num_heads // query.shape[2])
 
 
 def _over_heads(norm: Norm, x: Array) -> Array:
@@ -359,7 +410,7 @@ class NarrowAttention(Attention):
     out_bias: Float[Array, "latent"] | None
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: AttentionPast | None = None
     ) -> tuple[Float[Array, "batch length latent"], Any]:
         """Return the layer's output, and the new keys and values for a cache."""
         out, entries = self._attend_heads(x, ctx, past)

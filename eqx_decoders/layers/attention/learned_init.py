@@ -45,7 +45,7 @@ class LearnedInitConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("fused_qkv", "shared_kv", "kv_shared_from"):
+        for field in ("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer"):
             rule = "the kernels of query, key and value are computed one by one. Leave it out"
             value = getattr(self.attention, field)
             check(not value, f"LearnedInitConfig.attention has {field}={value!r}: {rule}.")
@@ -70,7 +70,7 @@ class LearnedInitConfig(CheckedFields):
         """Mask of the student's attention."""
         return self.attention.mask
 
-    def cache_shape(self, max_length: int) -> KVShape | None:
+    def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape] | None:
         """Return the shape of the student's cache."""
         return self.attention.cache_shape(max_length)
 

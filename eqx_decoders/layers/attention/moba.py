@@ -2,17 +2,19 @@
 
 A block is `size` positions of a document. A query takes its own block, in which it sees what came before, and the
 earlier blocks whose mean key has the largest product with it: `top_k` blocks in all, the earlier ones of equals.
-There are no weights, and the choice has no gradient.
+There are no weights, and the choice has no gradient. `BlockIndexerConfig` scores the blocks by learned keys instead.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
-from eqx_decoders.errors import CheckedFields, PositiveInt
+from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.kernels.selection import WORD, Selection, pack_groups
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 
@@ -28,10 +30,21 @@ class BlockSelection(CheckedFields):
 
     - `size`: positions of a block.
     - `top_k`: blocks that a query attends to.
+    - `local_blocks`: how many of them are its own block and those before it.
     """
 
     size: PositiveInt = 1024
     top_k: PositiveInt = 8
+    local_blocks: PositiveInt = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        name, rule = type(self).__name__, f"must be at most top_k={self.top_k}"
+        check(self.local_blocks <= self.top_k, f"{name}.local_blocks={self.local_blocks} {rule}.")
+
+    def token_products(self, keys: int) -> int:
+        """Count multiplications per token of its scores over so many keys."""
+        return 0
 
     def choose(
         self,
@@ -57,21 +70,22 @@ class BlockSelection(CheckedFields):
         segments = jnp.zeros_like(positions) if segments is None else segments
         blocks, begins = _blocks_of(positions, segments, self.size)
         first = jax.lax.cummax(jnp.where(begins, blocks, 0), axis=1) if contiguous else jnp.zeros_like(blocks)
-        means = _means(key, blocks, positions >= 0)
-        owners = jax.vmap(lambda ids, into: jnp.full_like(ids, -1).at[into].max(ids))(segments, blocks)
+        scorer, places = self._scorer(key, blocks, positions >= 0), positions // self.size
+        largest = jax.vmap(lambda each, into: jnp.full_like(each, -1).at[into].max(each))
+        owners, numbers = largest(segments, blocks), largest(places, blocks)
 
         def words(candidates: int) -> UInt32[Array, "batch heads length words"]:
             # without a checkpoint what is compared would be kept, though it has no gradient
             @functools.partial(jax.checkpoint, prevent_cse=False)
             def some(queries):
-                query, own_block, segment, first = queries
+                query, own_block, segment, first, place = queries
                 index = jnp.arange(candidates, dtype=jnp.int32)[None, None]
-                earlier = (index < own_block[:, :, None]) & (owners[:, None, :candidates] == segment[:, :, None])
-                chosen = self._best(query, means[:, :candidates], earlier, index == own_block[:, :, None])
-                packed = pack_groups(chosen)
+                up_to = (index <= own_block[:, :, None]) & (owners[:, None, :candidates] == segment[:, :, None])
+                local = place[:, :, None] - numbers[:, None, :candidates] < self.local_blocks
+                packed = pack_groups(self._best(scorer(query, candidates), up_to, local))
                 return _shifted(packed, first[:, None], -(-most // WORD)) if contiguous else packed
 
-            queries = query, blocks, segments, first
+            queries = query, blocks, segments, first, places
             found = jnp.moveaxis(map_queries(some, queries, candidates, heads), 0, 2)
             return found.reshape(*found.shape[:2], -1, found.shape[4])[:, :, :length]
 
@@ -96,32 +110,49 @@ class BlockSelection(CheckedFields):
             return KeyChoice()
         query, key, keys = jax.lax.stop_gradient((query, key, past_key))
         own_block, others = positions // self.size, past_positions // self.size
-        sums, totals = 0.0, 0.0
-        for blocks, some, pattern in ((others, keys, "bcs,bnsd->bcnd"), (own_block, key, "bcs,bsnd->bcnd")):
-            inside = jax.nn.one_hot(blocks, count, dtype=some.dtype, axis=1)  # another order CPUs have no product for
-            sums += jnp.einsum(pattern, inside, some, preferred_element_type=jnp.float32)
-            totals += jnp.sum(inside, axis=2, dtype=jnp.float32)
-        means = sums / jnp.maximum(totals, 1.0)[:, :, None, None]
-        index = jnp.arange(count, dtype=jnp.int32)[None, None]
-        earlier = (index < own_block[:, :, None]) & (totals > 0)[:, None]
-        chosen = self._best(query, means, earlier, index == own_block[:, :, None])
+        scores = self._cached_scores(query, ((others, keys.swapaxes(1, 2)), (own_block, key)), count)
+        back = own_block[:, :, None] - jnp.arange(count, dtype=jnp.int32)[None, None]
+        chosen = self._best(scores, back >= 0, back < self.local_blocks)
         return KeyChoice(_of_tokens(chosen, own_block), _of_tokens(chosen, others))
+
+    def _scorer(self, key: Array, blocks: Array, real: Bool[Array, "batch length"]) -> Callable[[Array, int], Array]:
+        """Return a function from some queries to their scores of the first so many blocks."""
+        means = _means(key, blocks, real)
+        return lambda query, count: products(query, means[:, :count])
+
+    def _cached_scores(
+        self, query: Array, parts: Sequence[tuple[Array, Array]], count: int
+    ) -> Float32[Array, "batch heads length blocks"]:
+        """Compute scores of all blocks, of parts with the block of each key and the keys; -inf where there is none."""
+        sums: Any = 0.0
+        totals: Any = 0.0
+        for blocks, some in parts:
+            inside = jax.nn.one_hot(blocks, count, dtype=some.dtype, axis=1)  # another order CPUs have no product for
+            sums += jnp.einsum("bcs,bsnd->bcnd", inside, some, preferred_element_type=jnp.float32)
+            totals += jnp.sum(inside, axis=2, dtype=jnp.float32)
+        scores = products(query, sums / jnp.maximum(totals, 1.0)[:, :, None, None])
+        return jnp.where((totals > 0)[:, None, None], scores, -jnp.inf)
 
     def _best(
         self,
-        query: Float[Array, "batch length heads head_dim"],
-        means: Float32[Array, "batch blocks kv_heads head_dim"],
-        earlier: Bool[Array, "batch length blocks"],
-        own_block: Bool[Array, "batch length blocks"],
+        scores: Float32[Array, "batch heads length blocks"],
+        up_to: Bool[Array, "batch length blocks"],
+        local: Bool[Array, "batch length blocks"],
     ) -> Bool[Array, "batch heads length blocks"]:
-        """Return the blocks that each query head takes; products in f32."""
-        batch, length, heads, dim = query.shape
-        split = query.astype(jnp.float32).reshape(batch, length, means.shape[2], -1, dim)
-        with jax.default_matmul_precision("highest"):  # they decide
-            scores = jnp.einsum("blngd,bcnd->bnglc", split, means).reshape(batch, heads, length, -1)
-        scores = jnp.where(earlier[:, None], scores, -jnp.inf)
-        scores = jnp.where(own_block[:, None], jnp.inf, scores)
+        """Return the blocks that each query head takes of those up to its own, local ones before all others."""
+        scores = jnp.where(up_to[:, None], scores, -jnp.inf)
+        scores = jnp.where(local[:, None] & (scores > -jnp.inf), jnp.inf, scores)
         return top_k_mask(scores, self.top_k) & (scores > -jnp.inf)
+
+
+def products(
+    query: Float[Array, "batch length heads head_dim"], key: Float[Array, "batch keys kv_heads head_dim"]
+) -> Float32[Array, "batch heads length keys"]:
+    """Compute the products of queries and keys in f32."""
+    batch, length, heads, dim = query.shape
+    split = query.astype(jnp.float32).reshape(batch, length, key.shape[2], -1, dim)
+    with jax.default_matmul_precision("highest"):  # they decide
+        return jnp.einsum("blngd,bcnd->bnglc", split, key.astype(jnp.float32)).reshape(batch, heads, length, -1)
 
 
 def _blocks_of(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
-from eqx_decoders.layers.attention.kernels.selection import Selected
+from eqx_decoders.layers.attention.kernels.selection import Selected, Selection
 
 
 TILE = 2**24  # scores of one row that exist at a time
@@ -22,6 +22,17 @@ class KeyChoice(NamedTuple):
     present: Selected | None = None
     past: Bool[Array, "batch selected_heads length slots"] | None = None
     slots: Int[Array, "batch length chosen"] | None = None
+
+    def repeated(self, count: int) -> "KeyChoice":
+        """Return the choice of each selected head for so many heads."""
+        if count == 1:
+            return self
+        present, past = self.present, self.past
+        if isinstance(present, Selection):
+            present = present._replace(words=jnp.repeat(present.words, count, axis=1))
+        elif present is not None:
+            present = jnp.repeat(present, count, axis=1)
+        return self._replace(present=present, past=None if past is None else jnp.repeat(past, count, axis=1))
 
 
 def top_k_mask(scores: Float32[Array, "*rows keys"], count: int) -> Bool[Array, "*rows keys"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, FiniteFloat, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.base import BranchInputs, BranchResult
-from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig
+from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig, check_gating, join_gate
 from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
 from eqx_decoders.layers.moe.dispatch import run_on_mesh
 from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
@@ -48,7 +48,7 @@ class ExpertsConfig(CheckedFields):
     - `num_experts_per_token`: number of experts that each token uses.
     - `mlp_dim`: hidden features of one expert.
     - `router`: configuration of their choice.
-    - `activation`: one of `ACTIVATIONS`.
+    - `activation`, `activation_scale`: as in `MLPConfig`.
     - `gated`: whether a second input projection is multiplied in; without it an expert is `down_e(act(up_e x))`.
     - `latent_dim`: features that all experts read and write, between a projection from the stream and one back to it;
         router and shared MLP read the stream (Nemotron 3). None: experts read the stream.
@@ -68,6 +68,7 @@ class ExpertsConfig(CheckedFields):
     mlp_dim: PositiveInt
     router: RouterConfig = RouterConfig()
     activation: ActivationName = "silu"
+    activation_scale: PositiveFloat = 1.0
     gated: bool = True
     latent_dim: PositiveInt | None = None
     up_offset: FiniteFloat = 0.0
@@ -83,9 +84,7 @@ class ExpertsConfig(CheckedFields):
         chosen, rule = self.num_experts_per_token, f"must be at most num_experts={self.num_experts}"
         check(chosen <= self.num_experts, f"ExpertsConfig.num_experts_per_token={chosen} {rule}.")
         self.router.check_experts(self.num_experts, chosen)
-        idle = [field for field in ("up_offset", "limit") if getattr(self, field)]
-        rule = f"excludes {' and '.join(idle)}: they are about gated experts"
-        check(self.gated or not idle, f"ExpertsConfig.gated=False {rule}.")
+        check_gating(self, "ExpertsConfig", self.gated)
         check(
             self.shared is not None or not self.shared_gate,
             "ExpertsConfig.shared_gate=True needs an MLPConfig as shared: there is nothing to gate.",
@@ -240,14 +239,11 @@ class Experts(eqx.Module):
 
     def _hidden(self, gate: Array | None, up: Array) -> Array:
         """Compute the input of the down projection."""
-        config = self.config
+        act = ACTIVATIONS[self.config.activation]
         if gate is None:
-            return ACTIVATIONS[config.activation](save(save(up, "mlpwi_0"), "moe_mlpwi_0"))
+            return join_gate(self.config, act, None, save(save(up, "mlpwi_0"), "moe_mlpwi_0"))
         gate = save(save(gate, "mlpwi_0"), "moe_mlpwi_0")
-        up = save(save(up, "mlpwi_1"), "moe_mlpwi_1")
-        if config.limit is not None:
-            gate, up = jnp.minimum(gate, config.limit), jnp.clip(up, -config.limit, config.limit)
-        return ACTIVATIONS[config.activation](gate) * (up + config.up_offset if config.up_offset else up)
+        return join_gate(self.config, act, gate, save(save(up, "mlpwi_1"), "moe_mlpwi_1"))
 
     # --- all experts on all tokens ---
 

@@ -1,0 +1,133 @@
+"""MiniMax M3, text (MiniMax 2026): attention to blocks of keys that an indexer chooses, clipped SwiGLU in all MLPs."""
+
+import dataclasses
+from typing import Any
+
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import (
+    LAYER,
+    NO_BIAS,
+    DecoderSizes,
+    attentions,
+    decoder_sizes,
+    fused_mlp,
+    llama_weights,
+    norm,
+)
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings, rotary_dim
+from eqx_decoders.families.settings_table import ABSENT, Group, Integer, Number, Only, Rule, Values, write_all
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def minimax_m3(
+    shape: DecoderSizes, *, rope: Rope, selects: tuple[bool, ...], indexer: BlockIndexerConfig, dense_dim: int,
+    dense_layers: frozenset[int], shared_dim: int, scaling_factor: float, alpha: float = 1.702, limit: float = 7.0,
+    **counts: Any,
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder whose layers attend to blocks of keys where `selects` says so.
+
+    `dense_layers` have an MLP of `dense_dim`; the others experts and a shared MLP of `shared_dim`.
+    """
+    offset_norm = RMSNormConfig(eps=shape.eps, offset=1.0)
+    gating: dict[str, Any] = dict(activation_scale=alpha, up_offset=1.0, limit=limit)
+    router = RouterConfig(
+        score="sigmoid", order="score_first", renormalize=True, selection_bias=True, scaling_factor=scaling_factor
+    )
+    dense, shared = (MLPConfig(mlp_dim=size, fused=True, **gating) for size in (dense_dim, shared_dim))
+    experts = shape.experts(router=router, shared=shared, **gating, **counts)
+    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=offset_norm))
+    selecting = dataclasses.replace(mixer, selection=dataclasses.replace(indexer, norm=offset_norm))
+    blocks = (
+        shape.block(selecting if selects[i] else mixer, dense if i in dense_layers else experts, offset_norm)
+        for i in range(shape.num_layers)
+    )
+    return dataclasses.replace(moe.need_experts(shape.decoder(blocks)), final_norm=offset_norm)
+
+
+def _dense_dim(config: DecoderConfig) -> Any:
+    return next((block.mlp.mlp_dim for block in config.blocks if isinstance(block.mlp, MLPConfig)), ABSENT)
+
+
+_KINDS = ("full_attention", "minimax_m3_sparse")
+_INDEXER = Group("indexer", BlockIndexerConfig, (
+    Integer("index_n_heads", "num_heads", 4),
+    Integer("index_head_dim", "head_dim", 128),
+    Integer("index_block_size", "size", 128),
+    Integer("index_topk_blocks", "top_k", 16),
+    Integer("index_local_blocks", "local_blocks", 1),
+))  # fmt: skip
+
+
+def _read_selects(fields: Fields, values: Values) -> tuple[bool, ...]:
+    _INDEXER.read(fields, values)
+    types = fields.words("layer_types", _KINDS, values["shape"].num_layers) or _KINDS[:1] * values["shape"].num_layers
+    return tuple(kind == _KINDS[1] for kind in types)
+
+
+def _write_selects(config: DecoderConfig) -> dict[str, Any]:
+    chosen = [mixer.block_indexer for mixer in attentions(config)]
+    indexer = next((each for each in chosen if each is not None), None)
+    written = {} if indexer is None else write_all(_INDEXER.settings, indexer)
+    return written | {"layer_types": [_KINDS[each is not None] for each in chosen]}
+
+
+_MLP, _INDEX = LAYER + "mlp.", LAYER + "self_attn.indexer."
+FAMILY = Family(
+    model_type="minimax_m3_vl_text",
+    architecture="MiniMaxM3VLForCausalLM",
+    settings=(
+        decoder_sizes(
+            num_kv_heads=4, head_dim=128, keys={**NO_BIAS, "hidden_act": None},
+            paths={"intermediate_size": "experts.mlp_dim"},
+        ),
+        Only("hidden_act", "silu", "swigluoai", written=True),  # which it is has no effect
+        Integer("dense_intermediate_size", _dense_dim, 12_288, name="dense_dim"),
+        Integer("shared_intermediate_size", "experts.shared.mlp_dim", 3072, name="shared_dim"),
+        *moe.expert_counts("num_local_experts", num=128, chosen=4),
+        Number("routed_scaling_factor", "experts.router.scaling_factor", 2.0),
+        Number("swiglu_alpha", "experts.activation_scale", 1.702, name="alpha"),
+        Number("swiglu_limit", "experts.limit", 7.0),
+        moe.dense_layers(0, listed=True),
+        Rule("selects", _read_selects, _write_selects),
+        rotary_dim(),
+        rope_settings(theta=5e6, fraction=1.0),
+    ),
+    build=minimax_m3,
+    weights=(
+        *llama_weights(mlp=(
+            *fused_mlp(_MLP),
+            *fused_mlp(_MLP + "shared_experts.", "mlp.shared."),
+            *moe.fused_experts(_MLP),
+            Weight(_MLP + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+        )),
+        Weight(_INDEX + "q_proj.weight", "mixer.indexer.query",
+               "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
+        Weight(_INDEX + "k_proj.weight", "mixer.indexer.key", "head_dim embed -> embed head_dim"),
+        *norm(_INDEX + "q_norm", "mixer.indexer.query_norm"),
+        *norm(_INDEX + "k_norm", "mixer.indexer.key_norm"),
+    ),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
+)  # fmt: skip
+
+
+def _428b() -> DecoderConfig:
+    shape = DecoderSizes(
+        vocab_size=200_064, embed_dim=6144, num_layers=60, num_heads=64, num_kv_heads=4, head_dim=128, mlp_dim=3072
+    )
+    return minimax_m3(
+        shape, rope=Rope(theta=5e6, fraction=0.5), selects=(False,) * 3 + (True,) * 57,
+        indexer=BlockIndexerConfig(size=128, top_k=16), dense_dim=12_288, dense_layers=frozenset(range(3)),
+        shared_dim=3072, scaling_factor=2.0, num_experts=128, num_experts_per_token=4,
+    )  # fmt: skip
+
+
+MODELS = {"minimax-m3-428b-a23b": _428b}

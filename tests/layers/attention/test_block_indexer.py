@@ -1,0 +1,124 @@
+"""Blocks of keys that an indexer chooses, against a loop in NumPy, in documents of a row and over a cache."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from tests.compare import assert_close
+from tests.laws import check_ragged_pieces
+from tests.layers.common import context, drawn, normal
+from tests.models import EMBED, VOCAB, filled, packed, run
+from tests.oracles import best, norm_by_hand, plain_frequencies, rotate_by_hand, wide
+
+
+INDEXER = BlockIndexerConfig(size=3, top_k=3, local_blocks=2, num_heads=2, head_dim=6, norm=RMSNormConfig(offset=1.0))
+CONFIG = AttentionConfig(
+    num_heads=4, num_kv_heads=1, head_dim=8, rope=Rope(theta=10.0, fraction=0.5), selection=INDEXER
+)
+POSITIONS = np.stack([[*range(12), *range(8), -1], [-1, -1, *range(5, 24)]]).astype(np.int32)
+SEGMENTS = np.stack([[1] * 12 + [2] * 8 + [0], [1] * 21])
+X = normal(2, 21, 5)
+
+
+def chosen_by_hand(layer, x):
+    """`batch heads length length`: what each query head attends to."""
+    indexer, (batch, length, _) = layer.indexer, x.shape
+    table = plain_frequencies(10.0, 4)
+
+    def rotated(norm, vector, position):
+        vector = norm_by_hand(norm, vector)
+        return np.concatenate([rotate_by_hand(vector[:4], position, table, "half"), vector[4:]])
+
+    seen = np.zeros((batch, 2, length, length), bool)
+    for b, t in np.ndindex(batch, length):
+        here = POSITIONS[b, t]
+        past = [s for s in range(t + 1) if POSITIONS[b, s] >= 0 and SEGMENTS[b, s] == SEGMENTS[b, t]]
+        if here < 0:
+            continue
+        own = here // 3
+        for h in range(2):
+            query = rotated(indexer.query_norm, x[b, t] @ wide(indexer.query)[:, h], here)
+            keys = {s: rotated(indexer.key_norm, x[b, s] @ wide(indexer.key), POSITIONS[b, s]) for s in past}
+            numbers = sorted({POSITIONS[b, s] // 3 for s in past})
+            scores = [
+                np.inf if own - n < 2 else max(query @ keys[s] for s in past if POSITIONS[b, s] // 3 == n)
+                for n in numbers
+            ]
+            taken = {numbers[i] for i in best(scores, 3)}
+            seen[b, h, t, [s for s in past if POSITIONS[b, s] // 3 in taken]] = True
+    return np.repeat(seen, 2, axis=1)
+
+
+def test_blocks_are_those_of_the_loop():
+    layer = drawn(lambda key: CONFIG.build(5, key=key))
+    ctx = context(POSITIONS, SEGMENTS)
+    mask = eqx.filter_jit(lambda x: layer._choose_blocks(*layer._index(x, ctx), None, ctx).present.mask(21))
+    seen = np.asarray(mask(jnp.asarray(X))) & (POSITIONS[:, :, None] >= POSITIONS[:, None])[:, None]
+    seen &= ((SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (POSITIONS >= 0)[:, None] & (POSITIONS >= 0)[..., None])[
+        :, None
+    ]
+    want = chosen_by_hand(layer, wide(X))
+    np.testing.assert_array_equal(seen, want)
+    dense = np.tril(np.ones((21, 21), bool))[None] & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
+    assert (want.sum() < 0.9 * 4 * dense.sum()) and np.any(want[:, 0] != want[:, 2])
+
+
+def decoder(**options) -> ed.DecoderConfig:
+    norm = RMSNormConfig()
+    mixer = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, selection=dataclasses.replace(INDEXER, head_dim=8))
+    block = ed.BlockConfig(mixer=dataclasses.replace(mixer, **options), mlp=None, pre_mixer_norm=norm)
+    return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
+
+
+@pytest.mark.slow
+def test_fast_is_plain():
+    tokens, segments = packed(4)
+    model = filled(decoder(), scan=False, attention="dot")
+    want = run(model, tokens, segments)
+    fast = model.replace(scan=True, attention="chunked", remat="full").place(ed.Layout.create(fsdp=4, tensor=2))
+    assert_close(run(fast, tokens, segments), want, units=256)
+    dense = run(filled(decoder(selection=None)), tokens, segments)[0]
+    assert np.abs(dense - want[0]).max() > 1e-2
+
+
+def test_tokens_and_chunks_decode_as_the_whole():
+    check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
+
+
+def test_the_choice_has_no_gradient():
+    layer = drawn(lambda key: CONFIG.build(5, key=key))
+    loss = eqx.filter_grad(lambda layer: jnp.sum(layer(jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] ** 2))
+    gradient = eqx.filter_jit(loss)(layer)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient.indexer)) and np.any(gradient.query)
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (dict(num_heads=3), "selection.num_heads=3 must be a divisor of num_heads=4"),
+    (dict(head_dim=3), "selection.head_dim=3 must be at least 4"),
+    (dict(local_blocks=4), "BlockIndexerConfig.local_blocks=4 must be at most top_k=3"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(options, sentence):
+    with pytest.raises(ed.ConfigError, match=sentence):
+        dataclasses.replace(CONFIG, selection=dataclasses.replace(INDEXER, **options))
+
+
+def test_keys_of_an_indexer_are_not_lent():
+    with pytest.raises(ed.ConfigError, match="excludes kv_shared_from='it'"):
+        dataclasses.replace(CONFIG, kv_shared_from="it")
+    config = decoder()
+    with pytest.raises(ed.ConfigError, match=r"shares_kv_as='it' needs .* without an indexer"):
+        dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], shares_kv_as="it"),))
+
+
+def test_operations_are_counted():
+    assert CONFIG.token_products(6) == 4 * 6 * 16 + 2 * 6 * 6
+    assert CONFIG.token_products(100) == 4 * 9 * 16 + 2 * 6 * 100
