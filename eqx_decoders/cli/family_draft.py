@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eqx_decoders.errors import CheckedFields, ConversionError, EqxDecodersError, check
+from eqx_decoders.errors import CheckedFields, ConfigError, ConversionError, EqxDecodersError, check
 from eqx_decoders.families import is_known, published_families
 from eqx_decoders.families.config_reader import abbreviate
 from eqx_decoders.families.draft.draft_report import report
@@ -53,10 +53,11 @@ class Draft(CheckedFields):
         families = {name: family for name, (family, _) in published_families().items() if family.text is None}
         likeness, comparison, words = rank(families.values(), content, shapes)
         module = published_families()[comparison.family.model_type][1]
-        draft = draft_source(comparison, notes_of(comparison, words), inspect.getsource(sys.modules[module]))
+        notes = notes_of(comparison, words)
+        draft = draft_source(comparison, notes, _source(module))
         write_atomically(file, draft.encode())
         print(f"{directory.path}: {abbreviate(kind)} is no family here yet")
-        print(report([each.shares for each in likeness], comparison, draft))
+        print(report([each.shares for each in likeness], comparison, notes, draft))
         print(_next_steps(file, directory.path, draft))
         return 0
 
@@ -88,6 +89,13 @@ def _shapes(directory: Directory, content: Mapping[str, Any]) -> dict[str, Shape
     if content.get("quantization_config") is None or None in shapes.values():
         return shapes
     return {name: tensor.shape for name, tensor in checkpoint_tensors(directory).items()}
+
+
+def _source(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except OSError as error:
+        raise ConfigError(f"{module} is installed without its source, of which drafts are made.") from error
 
 
 def _next_steps(file: Path, directory: Path, draft: str) -> str:

@@ -193,7 +193,11 @@ def is_known(model_type: str) -> bool:
 
 def find_family(model_type: str) -> Family:
     """Return the family of a checkpoint that calls itself `model_type`. Raises ConversionError."""
-    return _NAMES[check_word("config.json: model_type", model_type[:80], _NAMES, ConversionError)]
+    try:
+        return _NAMES[check_word("config.json: model_type", model_type[:80], _NAMES, ConversionError)]
+    except ConversionError as error:
+        draft = "Of another one `eqx-decoders convert draft DIRECTORY` drafts the table, for `--family FILE.py`"
+        raise ConversionError(f"{error} {draft}.") from None
 
 
 def list_models() -> tuple[str, ...]:

@@ -48,8 +48,9 @@ def draft_of(directory: Path, among: tuple[str, ...] = FEW) -> tuple[str, str, s
     text = [family for name, (family, _) in known.items() if family.text is None and name in (among or known)]
     likeness, comparison, words = rank(text, content, tensor_shapes(Directory(directory)))
     nearest, module = known[comparison.family.model_type]
-    source = draft_source(comparison, notes_of(comparison, words), inspect.getsource(sys.modules[module]))
-    return nearest.model_type, source, report([each.shares for each in likeness], comparison, source)
+    notes = notes_of(comparison, words)
+    source = draft_source(comparison, notes, inspect.getsource(sys.modules[module]))
+    return nearest.model_type, source, report([each.shares for each in likeness], comparison, notes, source)
 
 
 def another_model(folder: Path, config: dict, names: dict[str, str] | None = None, **more: np.ndarray) -> Path:
@@ -127,6 +128,7 @@ def test_renamed_modules_other_keys_and_unknown_tensors(tmp_path):
         'QKNorm(norm=block.pre_mixer_norm or block.post_mixer_norm, over="heads")',
     ):
         assert code in source, code
+    assert '"use_turbo" = False: off' in text and "attn_drop: dropout happens in training only" in text
     assert "attn_norm is what input_layernorm is called" in text and "act.alpha [1] belongs to no weight" in text
 
     # it imports, and reads the checkpoint where its questions are none

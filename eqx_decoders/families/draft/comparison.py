@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 import types
 from collections.abc import Mapping
@@ -230,7 +231,8 @@ class _Fit:
                 self.banned.add((key, change.code))
                 return self.expect()
             self.config, mappings = None, {}
-        self.wanted = grouped({name: mapping.shape for mapping in mappings.values() for name in mapping.names})
+        first_experts = ((mapping, mapping.names[:: math.prod(mapping.stack[1:])]) for mapping in mappings.values())
+        self.wanted = grouped({name: mapping.shape for mapping, names in first_experts for name in names})
 
     def rename(self, groups: Mapping[str, TensorGroup], words: Vocabulary) -> bool:
         """Rename modules; return whether there are some."""

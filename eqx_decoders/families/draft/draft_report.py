@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from eqx_decoders.families.config_reader import abbreviate
 from eqx_decoders.families.draft.comparison import Comparison
-from eqx_decoders.families.draft.notes import printable
+from eqx_decoders.families.draft.notes import Notes, printable
 
 
 _SHOWN = 3
@@ -15,7 +15,7 @@ _BLIND = (
 _WIDTH = 118
 
 
-def report(shares: Sequence[tuple[str, float, float]], comparison: Comparison, draft: str) -> str:
+def report(shares: Sequence[tuple[str, float, float]], comparison: Comparison, notes: Notes, draft: str) -> str:
     """Return the report of the text of a draft.
 
     shares: of tensors and of keys that each family has, the nearest first.
@@ -26,7 +26,7 @@ def report(shares: Sequence[tuple[str, float, float]], comparison: Comparison, d
     lines += [f"{'nearest families':24}{'tensors':>10}{'keys':>8}   by their names"]
     for name, tensors, keys in shares[:_SHOWN]:
         lines.append(f"  {name:22}{_percent(tensors):>10}{_percent(keys):>8}")
-    differences = [*_differences(comparison)]
+    differences = _differences(comparison) + _keys(notes)
     lines += ["", f"what differs from {nearest}:" if differences else f"nothing differs from {nearest} but its name"]
     lines += [f"  {line}" for line in differences]
     for title, word in (("what is assumed", "assumed: "), ("what is open", "QUESTION: ")):
@@ -75,6 +75,13 @@ def _differences(comparison: Comparison) -> list[str]:
     if comparison.windows:
         lines.append("layer_types says which layers have windows")
     return lines
+
+
+def _keys(notes: Notes) -> list[str]:
+    """Return the keys without a question that the nearest family does not read."""
+    rows = {note.code.removeprefix("Only(").removesuffix(", written=True)"): note.reason for note in notes.keys}
+    said = [f"{row.replace(', ', ' = ', 1)}: {reason}" for row, reason in rows.items() if reason]
+    return said + [f"{abbreviate(key)}: {reason}" for key, reason in notes.harmless.items()]
 
 
 def _word(name: str) -> str:

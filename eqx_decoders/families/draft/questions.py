@@ -79,10 +79,13 @@ def _tensor_notes(comparison: Comparison, words: Vocabulary) -> list[Note]:
     ]
     for members in _by_module(comparison).values():
         notes.append(Note(question=_module_question(members, comparison, words)))
+    lacking: dict[str, list[TensorGroup]] = {}
     for group in comparison.lacking.values():
-        notes.append(
-            Note(question=f"{group.text} is what `{comparison.family.model_type}` has, and the file lacks it.")
-        )
+        lacking.setdefault(group.pattern.rsplit(".", 2)[0], []).append(group)
+    for module, members in lacking.items():
+        names = ", ".join(member.text.removeprefix(f"{module}.") for member in members)
+        name = comparison.family.model_type
+        notes.append(Note(question=f"the file has no {names} in {module}, as `{name}` has. What is there instead?"))
     return notes
 
 
@@ -116,7 +119,7 @@ def _module_question(members: list[TensorGroup], comparison: Comparison, words: 
 
 
 def _guessed(guesses: Iterable[str]) -> str:
-    text = ", or ".join(guesses)
+    text = ", or ".join(list(guesses)[:2])
     return f" It may be {text}." if text else ""
 
 

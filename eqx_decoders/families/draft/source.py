@@ -189,7 +189,7 @@ def _settings(comparison: Comparison, settings: str, keys: list[Note]) -> str:
     elif fraction is not None:
         question = f"partial_rotary_factor={fraction}: a row `rope_settings(fraction={fraction})` reads it."
         keys = [*keys, Note(question=question)]
-    first = [Note(f"Renamed({literal(renamed)})")] if renamed else []
+    first = [Note(f"Renamed({_dictionary(renamed, ' ' * 8)})")] if renamed else []
     last = [Note('Rule("masks", _read_masks, write_masks)')] if comparison.windows else []
     return _tuple(settings, _rows(first), _rows(last + keys))
 
@@ -206,14 +206,23 @@ def _tuple(rows: str, before: list[str], after: list[str]) -> str:
     return "\n".join(["(", *before, *inner, *after, "    )"])
 
 
+def _dictionary(words: Mapping[str, str], indent: str) -> str:
+    """Return the code of a dictionary, behind `indent`, on one line if it is short."""
+    line = literal(dict(words))
+    if len(line) < _WIDTH - 40:
+        return line
+    return (
+        "{\n" + "".join(f"{indent}    {literal(old)}: {literal(new)},\n" for old, new in words.items()) + indent + "}"
+    )
+
+
 def _renamed(rows: str, names: Mapping[str, str], indent: str = "    ") -> str:
     """Return the code of rows with other words in their names, whose first line stands behind `indent`."""
     line = f"renamed({rows}, {literal(dict(names))})"
     if not names or ("\n" not in line and len(line) < _WIDTH - 30):
         return line if names else rows
-    inner = "".join(f"{indent}        {literal(old)}: {literal(new)},\n" for old, new in names.items())
-    rows = textwrap.indent(rows, indent).lstrip()
-    return f"renamed(\n{indent}    {rows},\n{indent}    {{\n{inner}{indent}    }},\n{indent})"
+    rows, words = textwrap.indent(rows, indent).lstrip(), _dictionary(names, f"{indent}    ")
+    return f"renamed(\n{indent}    {rows},\n{indent}    {words},\n{indent})"
 
 
 def _weights(comparison: Comparison, weights: str, notes: list[Note]) -> str:
