@@ -24,6 +24,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, Que
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
+from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions
@@ -185,6 +186,7 @@ RECURRENT = {
     ),
     "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
     "mamba": Mamba1Config(channels=24, key_dim=5, step_rank=8, bias=True, norm=RMSNormConfig()),
+    "lightning": LightningAttentionConfig(num_heads=4, head_dim=6, rate_layers=3),
     "gated convolution": GatedConvolutionConfig(channels=24, bias=True),
     "gated unit": RGLRUConfig(num_heads=4, value_dim=8, taps=3),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),

@@ -27,6 +27,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, Que
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
+from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
@@ -250,6 +251,11 @@ OPTIONS: dict[type, tuple] = {
         ParallelMixersConfig(mixers=(NamedMixer(name="first", mixer=MIXER),)),
         lambda c: block(mixer=c),
         dict(mixers=tuple(NamedMixer(name=name, mixer=MIXER) for name in ("first", "second"))),
+    ),
+    LightningAttentionConfig: (
+        LightningAttentionConfig(num_heads=4, head_dim=3),
+        lambda c: block(mixer=c),
+        dict(num_heads=2, head_dim=4, norm=RMSNormConfig(eps=0.5), rate_layers=2),
     ),
     GatedConvolutionConfig: (
         GatedConvolutionConfig(channels=8),

@@ -5,7 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.block_run import LENT, BlockLayer, BlockResult, BlockRun
 from eqx_decoders.blocks.residual.base import ResidualModule
@@ -16,6 +16,7 @@ from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
+from eqx_decoders.layers.attention.lightning import LightningAttention, LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
 from eqx_decoders.layers.base import BranchLayer
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
@@ -46,6 +47,7 @@ MixerConfig = (
     | KimiDeltaAttentionConfig
     | GatedConvolutionConfig
     | RGLRUConfig
+    | LightningAttentionConfig
     | LocalAttentionConfig
     | ParallelMixersConfig
 )
@@ -59,6 +61,7 @@ Mixer = (
     | KimiDeltaAttention
     | GatedConvolution
     | RGLRU
+    | LightningAttention
     | LocalAttention
     | ParallelMixers
 )
@@ -189,7 +192,9 @@ class BlockConfig(CheckedFields):
         shapes = {name: layer.cache_shape(max_length) for name, layer in layers.items()}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
-    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Block":
+    def build(self, embed_dim: int, *, key: PRNGKeyArray, layer: int | Int[Array, ""] = 0) -> "Block":
+        """Return a new block; `layer` is its number in the decoder, of which the weights of some mixers depend."""
+        numbered = {"layer": layer} if getattr(self.mixer, "built_by_layer", False) else {}
         mixer_key, mlp_key = jax.random.split(key)
         inner = getattr(self.mixer, "out_dim", None) or embed_dim
         residual_key, pre_key, post_key = (jax.random.fold_in(key, number) for number in (2, 3, 4))
@@ -205,7 +210,7 @@ class BlockConfig(CheckedFields):
         single = sum(not _reads_streams(layer) for layer in self.branches().values())
         return Block(
             pre_layers=extra(self.pre_layers, pre_key),
-            mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key),
+            mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key, **numbered),
             mlp=None if self.mlp is None else self.mlp.build(inner, key=mlp_key),
             post_layers=extra(self.post_layers, post_key),
             pre_mixer_norm=norm(self.pre_mixer_norm, embed_dim),

@@ -33,14 +33,20 @@ class Segment(eqx.Module):
     repeats: int = eqx.field(static=True)
 
     @classmethod
-    def build(cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"]) -> "Segment":
-        """Initialise with one key per layer, in the order of the layers: `keys` has `repeats * len(unit)` of them."""
+    def build(
+        cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"], begin: int = 0
+    ) -> "Segment":
+        """Initialise with one key per layer, in the order of the layers: `keys` has `repeats * len(unit)` of them.
 
-        def one(keys):
-            return tuple(config.build(embed_dim, key=key) for config, key in zip(unit, keys, strict=True))
+        `begin` is the number of the first layer in the decoder.
+        """
 
-        keys = keys.reshape(-1, len(unit))
-        return cls(unit=eqx.filter_vmap(one)(keys), repeats=keys.shape[0])
+        def one(keys, layers):
+            each = zip(unit, keys, layers, strict=True)
+            return tuple(config.build(embed_dim, key=key, layer=layer) for config, key, layer in each)
+
+        layers = begin + jnp.arange(len(keys)).reshape(-1, len(unit))
+        return cls(unit=eqx.filter_vmap(one)(keys.reshape(layers.shape), layers), repeats=len(layers))
 
     def unstacked(self) -> tuple[Block, ...]:
         """Return the blocks one by one, in the order of the layers."""

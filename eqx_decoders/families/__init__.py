@@ -61,6 +61,7 @@ from eqx_decoders.families import (
     mamba,
     mamba2,
     maxtext,
+    minimax,
     minimax_m2,
     minimax_m3_vl_text,
     ministral,
@@ -127,7 +128,7 @@ _PUBLISHED = (
     *(llama4_vision, mistral3, smolvlm, idefics3),
     *(phi, gptj, opt, modernbert_decoder),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
-    *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1),
+    *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax),
     recurrent_gemma,
 )
 

@@ -49,6 +49,8 @@ class Family:
     - `ignored_keys`: keys of `config.json` that have no effect here, besides `IGNORED_KEYS`, each with the reason.
     - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies; or a
         function that makes it of a configuration.
+    - `kept_tensors`: regular expression of those of them that transformers reads: an export has them as their source
+        has, if it is still there.
     - `aliases`: other names for `model_type`, which are read and never written.
     - `fused`: rows that replace some of `weights` where all experts of a layer share a tensor.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
@@ -73,6 +75,7 @@ class Family:
     prefix: str = "model."
     ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*rotary_emb\.inv_freq"
+    kept_tensors: str = ""
     aliases: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -48,6 +49,7 @@ FINDERS: dict[str, tuple[type, ...]] = {
     "mamba1": (Mamba1Config,),
     "delta": (GatedDeltaNetConfig, KimiDeltaAttentionConfig),
     "convolution": (GatedConvolutionConfig,),
+    "lightning": (LightningAttentionConfig,),
     "rg_lru": (RGLRUConfig,),
     "experts": (ExpertsConfig,),
     "mlp": (MLPConfig, ExpertsConfig),  # experts only where no block has an MLP

@@ -2,9 +2,9 @@
 
 Mix tokens
     `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `GatedDeltaNetConfig`,
-    `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`; several of
-    them side by side: `ParallelMixersConfig` of `NamedMixer`s; in encoders of audio `LocalAttentionConfig` and
-    `LightConvolutionConfig`; `LearnedInitConfig` learns attention's first weights.
+    `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`,
+    `LightningAttentionConfig`; several of them side by side: `ParallelMixersConfig` of `NamedMixer`s; in encoders of
+    audio `LocalAttentionConfig` and `LightConvolutionConfig`; `LearnedInitConfig` learns attention's first weights.
 
 Transform each token
     `MLPConfig`, `LinearConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`, `load_balance_loss`,
@@ -46,6 +46,10 @@ from eqx_decoders.layers.attention.kernels.registry import (
 from eqx_decoders.layers.attention.learned_init import (
     LearnedInit as LearnedInit,
     LearnedInitConfig as LearnedInitConfig,
+)
+from eqx_decoders.layers.attention.lightning import (
+    LightningAttention as LightningAttention,
+    LightningAttentionConfig as LightningAttentionConfig,
 )
 from eqx_decoders.layers.attention.mla import (
     LatentAttention as LatentAttention,

@@ -112,7 +112,7 @@ class Decoder(eqx.Module):
         stack, begin = [], 0
         for unit, repeats in segments(config.blocks):
             count = len(unit) * repeats
-            stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count]))
+            stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count], begin=begin))
             begin += count
         per_layer, layers = config.per_layer_embedding, len(takers(config.blocks))
         transform, transform_key = config.head_transform, jax.random.fold_in(key, 8)

@@ -23,6 +23,7 @@ CLIPS = {f"{side}_{end}" for side in ("input", "output") for end in ("min", "max
 PUBLISHED = {
     **dict.fromkeys(("gemma4_dense", "gemma4_moe", "gemma4_small"), LAYER_SCALAR),
     "gemma4_audio": LAYER_SCALAR | CLIPS,
+    "minimax": {"mixer.rates"},  # `slope_rate`
     **dict.fromkeys(("minimax_m2", "minimax_m3"), CORRECTION_BIAS),
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,

@@ -101,6 +101,9 @@ REFUSED = [
     ("granitemoehybrid", dict(position_embedding_type="alibi"), "position_embedding_type=alibi is not known"),
     ("olmo_hybrid", dict(layer_types=["full_attention"] * 3), "all layers have attention"),
     ("olmo_hybrid", dict(linear_use_gate=False), "linear_use_gate: not known here"),
+    ("minimax", dict(postnorm=False), "postnorm=false changes"),
+    ("minimax", dict(sliding_window=8), "sliding_window=8 changes"),
+    ("minimax", dict(mlp_beta_factor=0), "mlp_beta_factor=0 must be a finite number above 0"),
     ("kimi_linear", dict(mla_use_nope=False), "mla_use_nope"),
     ("kimi_linear", dict(mla_use_output_gate=True), "mla_use_output_gate: not known here"),
     ("kimi_linear", dict(linear_attn_config={"gate_lower_bound": -5.0}), "gate_lower_bound"),
@@ -155,3 +158,21 @@ def test_olmo_hybrid_rotates_nothing_where_theta_is_null(keys, theta):
     config = decode(sample("olmo_hybrid", "rope_parameters", "rope_theta", **keys))
     assert getattr(config.blocks[1].mixer.rope, "theta", None) == theta
     assert decode(FAMILIES["olmo_hybrid"].encode(config)) == config
+
+
+def test_minimax_has_softmax_in_every_other_layer_unless_its_types_are_given():
+    """From the first on, which is the default of transformers; published files have a list."""
+    config = decode(sample("minimax", "layer_types", num_hidden_layers=5))
+    assert [isinstance(block.mixer, AttentionConfig) for block in config.blocks] == [True, False, True, False, True]
+    weights = [(block.residual.keep, block.residual.add) for block in config.blocks[:2]]
+    assert weights == [((1.3, 1.1), (0.8, 0.7)), ((1.2, 1.1), (0.9, 0.7))]
+
+
+def test_tables_of_the_source_are_exported_while_it_is_there(tmp_path):
+    """Powers of rates, which transformers reads, and makes where they are missing."""
+    shutil.copytree(FIXTURES / "minimax", tmp_path / "model")
+    model, names = ed.load_hf(tmp_path / "model"), load_file(tmp_path / "model" / "model.safetensors").keys()
+    shutil.rmtree(tmp_path / "model")
+    ed.save_hf(model, tmp_path / "new")
+    left_out = names - load_file(tmp_path / "new" / "model.safetensors").keys()
+    assert len(left_out) == 2 * 3 and all(name.endswith("_decay") for name in left_out)

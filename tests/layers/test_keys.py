@@ -12,6 +12,7 @@ from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
+from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig
@@ -50,6 +51,7 @@ LAYERS = {
     "mamba": (Mamba1Config(channels=3, key_dim=2, step_rank=2), 6),
     "gated unit": (RGLRUConfig(num_heads=2, value_dim=3), 7),
     "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
+    "lightning attention": (LightningAttentionConfig(num_heads=2, head_dim=3), 5),
     "parallel mixers": (ParallelMixersConfig(mixers=TWO), 6),
     "mlp": (MLPConfig(mlp_dim=3), 3),
     "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),

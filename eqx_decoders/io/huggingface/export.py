@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from eqx_decoders.families.hf_table import Family, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.coordination import all_gather_json
-from eqx_decoders.io.huggingface.directory import FLOATS, parse_json
+from eqx_decoders.io.huggingface.directory import FLOATS, Directory, parse_json, stored_tensors
 from eqx_decoders.io.huggingface.export_config import export_config, merged
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import pieces
@@ -69,7 +70,7 @@ def save_hf(
         tensors = _tensors(model, kind, stored)
         for copy, name in kind.copied(model.config).items():
             tensors |= {copy: tensors[name]} if name in tensors else {}
-        _write_tensors(partial, tensors, shard_bytes)
+        _write_tensors(partial, tensors | _kept(model, kind, tensors), shard_bytes)
         if partial is None:
             return
         write_json(partial / "config.json", config, sort_keys=True)
@@ -126,6 +127,21 @@ def _tensors(model: Decoder, kind: Family, dtype: np.dtype) -> dict[str, tuple[C
     parts = exported(leaves, all_part_mappings(nodes, whole_weights(model)[0], mappings))
     tensors = {name: (make, sizes[name]) for name, make in exported(leaves, plain, dtype).items()}
     return tensors | stored_parts(nodes, mappings, parts)
+
+
+def _kept(model: Decoder, kind: Family, tensors: Mapping[str, Any]) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Return the family's `kept_tensors` of the model's source, in modules that `tensors` have, as `_tensors` does."""
+    origin = model.origin
+    if not kind.kept_tensors or origin is None or origin.family != kind.model_type or origin.directory is None:
+        return {}
+    weights = Path(origin.directory, "model.safetensors"), Path(origin.directory, "model.safetensors.index.json")
+    modules = {name.rpartition(".")[0] for name in tensors}
+    stored = stored_tensors(Directory(origin.directory)) if any(file.exists() for file in weights) else {}
+    return {
+        name: (each.read_all, math.prod(each.shape) * 4)
+        for name, each in stored.items()
+        if re.fullmatch(kind.kept_tensors, name) and name.rpartition(".")[0] in modules
+    }
 
 
 def _write_tensors(folder: Path | None, tensors: Mapping[str, tuple[Callable[[], Any], int]], shard_bytes: int) -> None:

@@ -136,7 +136,7 @@ def outputs(layer, rows, execution):
 @pytest.mark.parametrize(
     "sizes", [FOUR, pytest.param(EIGHT, marks=slow), pytest.param(dict(context=2, data=4), marks=slow)], ids=str
 )
-@pytest.mark.parametrize("name", ["delta net", "mamba2", "mamba", "kimi delta", "mamba2 and attention"])
+@pytest.mark.parametrize("name", ["delta net", "mamba2", "mamba", "kimi delta", "lightning", "mamba2 and attention"])
 def test_layers(name, sizes):
     """Packed rows with padding: outputs, and gradients of weights and inputs."""
     layer, rows = layer_and_rows(name)
