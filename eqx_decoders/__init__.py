@@ -11,9 +11,9 @@ Describe a model
 Make it
     `init` makes the weights, `abstract` their shapes alone; `count_parameters`, `with_mtp`, `add_mtp`.
 
-Read and write Hugging Face's directories
-    `load_hf`, `abstract_hf`, `save_hf`; with tokenizer and chat template `load_text_model`. `register_family` adds a
-    family of one's own.
+Read and write Hugging Face's directories, and llama.cpp's files
+    `load_hf`, `abstract_hf`, `save_hf`, `save_gguf`; with tokenizer and chat template `load_text_model`.
+    `register_family` adds a family of one's own.
 
 Run it
     `Decoder` is the model and returns an `Output`. `Inputs` and `Media` are what it reads beside tokens. `Block`,
@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from eqx_decoders.inference.generation import generate as generate, stream as stream
     from eqx_decoders.inference.text_model import load_text_model as load_text_model
     from eqx_decoders.io.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from eqx_decoders.io.gguf.gguf_export import save_gguf as save_gguf
     from eqx_decoders.io.huggingface.export import save_hf as save_hf
     from eqx_decoders.io.huggingface.load import abstract_hf as abstract_hf, load_hf as load_hf
     from eqx_decoders.io.huggingface.peft import load_peft as load_peft, save_peft as save_peft
@@ -149,6 +150,7 @@ __getattr__, __all__, __dir__ = lazy(
         "inference.generation": "generate stream",
         "inference.text_model": "load_text_model",
         "io.checkpoint.checkpoints": "Checkpoints",
+        "io.gguf.gguf_export": "save_gguf",
         "io.huggingface.export": "save_hf",
         "io.huggingface.load": "abstract_hf load_hf",
         "io.huggingface.peft": "load_peft save_peft",

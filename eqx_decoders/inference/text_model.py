@@ -196,7 +196,7 @@ def load_text_model(
     quantized: QuantizedName = "expand",
     **execution: Unpack[ExecutionOptions],
 ) -> TextModel:
-    """Load the model and the tokenizer of a Hugging Face directory, or of the repository `"org/name"` (see `load_hf`).
+    """Load the model and the tokenizer of a directory, a GGUF file or the repository `"org/name"` (see `load_hf`).
 
     dtype: None for float32 on CPUs, bfloat16 elsewhere.
     """

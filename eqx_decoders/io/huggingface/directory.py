@@ -66,6 +66,10 @@ class Directory:
         check(size <= limit, f"{path} has {size:,} bytes: more than {limit:,} are no settings.", ConversionError)
         return parse_json(path.read_bytes(), str(path))
 
+    def tensors(self) -> "dict[str, StoredTensor]":
+        """Find the tensors of the checkpoint by name."""
+        return stored_tensors(self)
+
 
 def exists(path: Path) -> bool:
     """Return whether a file or directory exists: False for names that cannot be paths."""

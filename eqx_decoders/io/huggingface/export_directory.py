@@ -12,6 +12,8 @@ import jax
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.coordination import all_gather_json, from_first
+from eqx_decoders.io.gguf.gguf_header import is_gguf
+from eqx_decoders.io.gguf.gguf_tokenizer import write_tokenizer
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.hub import TOKENIZER_FILES
 
@@ -57,6 +59,8 @@ def exported_directory(directory: str | Path) -> Iterator[Path | None]:
 
 def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
     """Copy the files of a tokenizer and the generation settings, as far as they exist."""
+    if source is not None and is_gguf(source) and Path(source).is_file():
+        write_tokenizer(source, folder)
     if source is None or not Path(source).is_dir():
         return
     directory = Directory(source)

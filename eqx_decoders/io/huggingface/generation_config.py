@@ -9,13 +9,14 @@ from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.io.huggingface.directory import Directory
 
 
-def read_generation_config(directory: str | Path) -> GenerationConfig:
+def read_generation_config(directory: str | Path | Directory) -> GenerationConfig:
     """Read the settings in a directory's `generation_config.json`; without one all are None.
 
     0 for `top_k`, and 1 for `top_p` and `repetition_penalty`, are transformers' values for "off". Other keys have no
     effect here. Raises ConversionError for invalid values.
     """
-    folder, name = Directory(directory), "generation_config.json"
+    folder = directory if isinstance(directory, Directory) else Directory(directory)
+    name = "generation_config.json"
     content = folder.json(name) if folder.has(name) else {}
     where = f"{folder.path / name}"
     flag = content.get("do_sample")

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from eqx_decoders.errors import ConversionError, need_extra
 from eqx_decoders.io.atomic_files import expanded
+from eqx_decoders.io.gguf.gguf_directory import GGUFDirectory
+from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.directory import Directory, exists
 
 
@@ -27,8 +29,10 @@ TOKENIZER_FILES = (
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Directory:
-    """Return the directory `source`, or the local copy of the repository `"org/name"` on huggingface.co."""
+    """Return the directory or GGUF file `source`, or the local copy of the repository `"org/name"`."""
     path = Path(expanded(source))
+    if is_gguf(path) and not path.is_dir():
+        return GGUFDirectory(path)
     repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)
     if exists(path) or not repository:
         return Directory(path)

@@ -51,7 +51,7 @@ _ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple
 
 def read_config(directory: str | Path, *, text_only: bool = False) -> tuple[DecoderConfig, Provenance]:
     """Read the configuration in a directory's `config.json`, and the provenance that an export of the model needs."""
-    config, origin, _ = _read_config(Directory(directory), text_only)
+    config, origin, _ = _read_config(resolve(directory), text_only)
     return config, origin
 
 
@@ -80,12 +80,12 @@ def load_hf(
     quantized: QuantizedName = "expand",
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
-    """Load the model in a Hugging Face directory, each weight created on its devices.
+    """Load the model in a Hugging Face directory or a GGUF file, each weight created on its devices.
 
     **Arguments:**
 
-    - `source`: a directory with `config.json` and safetensors files, or the name of a repository, `"org/name"`, which
-        is downloaded (extra "hf").
+    - `source`: a directory with `config.json` and safetensors files; a GGUF file of llama.cpp (extra "gguf"), the first
+        one of several; or the name of a repository, `"org/name"`, which is downloaded (extra "hf").
     - `dtype`: of weights and activations; None for the files' dtype.
     - `layout`: where the weights live; None for one device.
     - `revision`: branch, tag or commit of a repository.
@@ -108,7 +108,7 @@ def load_hf(
 
 def stored_weights(directory: str | Path) -> tuple[dict[str, WeightMapping], dict[str, StoredTensor]]:
     """Return the mapping of each weight of a directory to tensors, and these tensors, under their full names."""
-    _, mappings, tensors = _target(Directory(directory), jnp.float32, None, {})
+    _, mappings, tensors = _target(resolve(directory), jnp.float32, None, {})
     return mappings, {name: tensors[name] for mapping in mappings.values() for name in mapping.names}
 
 
@@ -162,7 +162,7 @@ def _read_config(directory: Directory, text_only: bool = False) -> tuple[Decoder
     content = directory.json("config.json")
     config, settings, family = decode_config(content, f"{directory.path}/config.json", text_only=text_only)
     config = _with_stored_depths(config, directory, family, text_only)
-    generation = read_generation_config(directory.path)
+    generation = read_generation_config(directory)
     if not generation.stop_ids:
         stops = parse_token_ids("config.json: eos_token_id", content.get("eos_token_id"))
         generation = dataclasses.replace(generation, stop_ids=stops)

@@ -20,6 +20,8 @@ from subprocess import PIPE
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConversionError, DataError, check, check_word, need_extra
+from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
+from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
 from eqx_decoders.io.huggingface.directory import Directory
 
 
@@ -246,19 +248,22 @@ def load_chat_template(
     """Load the chat template of a tokenizer's directory, or of `file` with the tokenizer's variables; None without one.
 
     In the directory it is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, which
-    may have several with names. Raises ConversionError for malformed files, and for an unknown name.
+    may have several with names; a GGUF file has it in its metadata. Raises ConversionError for malformed files, and for
+    an unknown name.
     """
-    folder = Directory(directory)
+    folder = None if is_gguf(directory) else Directory(directory)
 
     def content(file: str) -> dict[str, Any]:
-        return folder.json(file) if folder.has(file) else {}
+        return folder.json(file) if folder is not None and folder.has(file) else {}
 
     settings, older = content("tokenizer_config.json"), content("special_tokens_map.json")
+    if folder is None:
+        settings = tokenizer_settings(read_gguf(directory).metadata)
     variables = {token: text for token, text in special_tokens(settings, older).items() if text is not None}
     if file is not None:
         return dataclasses.replace(read_chat_template(file), variables=variables)
     origin, templates = JINJA, None
-    if folder.has(origin):
+    if folder is not None and folder.has(origin):
         templates = _read(folder.file(origin))
     if templates is None:
         origin, templates = "chat_template.json", content("chat_template.json").get("chat_template")
@@ -267,7 +272,7 @@ def load_chat_template(
     if templates is None or templates == []:
         return None
     rows = templates if isinstance(templates, list) else [{"name": "default", "template": templates}]
-    where = str(folder.path / origin)
+    where = str(directory if folder is None else folder.path / origin)
     for row in rows:
         valid = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
         rule = "chat_template must be a text, or a list of objects with a name and a template each"

@@ -19,6 +19,8 @@ from jaxtyping import Array, Int
 
 from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, need_extra
 from eqx_decoders.io.atomic_files import write_atomically, write_json
+from eqx_decoders.io.gguf.gguf_header import is_gguf
+from eqx_decoders.io.gguf.gguf_tokenizer import read_tokenizer
 from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
 from eqx_decoders.io.text.chat_template import ChatTemplate, special_tokens
 from eqx_decoders.io.text.chat_template_worker import SpecialNames
@@ -293,7 +295,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
 
-    A `tekken.json`, a `.tiktoken` and a `tokenizer.model` (of SentencePiece: extra "sentencepiece") are read as well.
+    A `tekken.json`, a `.tiktoken`, a `tokenizer.model` (of SentencePiece: extra "sentencepiece") and the tokenizer in a
+    GGUF file (extra "gguf") are read as well.
 
     Raises DataError for malformed files, ConversionError for links that lead out of the directory.
     """
@@ -302,6 +305,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     path = Path(spec)
     remedy = "give 'bytes', a tokenizer.json or its directory"
     check(path.exists(), f"tokenizer={str(spec)!r} does not exist: {remedy}.", DataError)
+    if is_gguf(path):
+        return _gguf_tokenizer(path)
     folder = Directory(path if path.is_dir() else path.parent)
     settings, older = (_read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     if path.is_dir():
@@ -312,6 +317,12 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         check(name is not None, f"tokenizer={str(spec)!r} holds no tokenizer.json, and {others}.", DataError)
         path = folder.file(name or "")
     return _load_json_tokenizer(path, special_tokens(settings, older), settings)
+
+
+def _gguf_tokenizer(path: Path) -> JsonTokenizer:
+    with _as_data_error(path):
+        inner, settings = read_tokenizer(path)
+    return JsonTokenizer(inner, bos=settings["bos_token"], eos=settings["eos_token"])
 
 
 def _load_json_tokenizer(path: Path, named: Mapping[str, str | None], settings: Mapping[str, Any]) -> JsonTokenizer:
@@ -344,7 +355,7 @@ def _as_data_error(path: Path) -> Iterator[None]:
         if ours or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         raise DataError(
-            f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {str(error)[:200]}"
+            f"tokenizer={str(path)!r} is no tokenizer that `tokenizers` can read: {str(error)[:200]}"
         ) from error
 
 

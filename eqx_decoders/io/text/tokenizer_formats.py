@@ -19,20 +19,20 @@ FILES = (TEKKEN, "tokenizer.model", "tiktoken.model")  # in a directory without 
 
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CL100K = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
-_QWEN = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
+CL100K_WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
+QWEN_WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
 
 
 def _cased(more: str) -> str:
     """Return the pattern of words of capital letters, then small ones, with endings; `more` narrows the letters."""
-    first = rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]*{_SMALL}{more}]+{_ENDINGS}?"
-    return rf"{first}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]+{_SMALL}{more}]*{_ENDINGS}?|\p{{N}}{{1,3}}"
+    first = rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]*{_SMALL}{more}]+{ENDINGS}?"
+    return rf"{first}|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}{more}]+{_SMALL}{more}]*{ENDINGS}?|\p{{N}}{{1,3}}"
 
 
-_O200K = _cased("") + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+O200K_WORDS = _cased("") + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 _KIMI = r"[\p{Han}]+|" + _cased(r"&&[^\p{Han}]") + _REST
 _FIM = tuple(f"<|fim_{name}|>" for name in ("prefix", "middle", "suffix"))
 
@@ -55,13 +55,13 @@ _QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{num
 
 # By the name of the file without its ending, or by its number of ranks.
 KNOWN: dict[str | int, Words] = {
-    "gpt2": Words(_GPT2, {"<|endoftext|>": 50256}),
-    "r50k_base": Words(_GPT2, {"<|endoftext|>": 50256}),
-    "p50k_base": Words(_GPT2, {"<|endoftext|>": 50256}),
-    "cl100k_base": Words(_CL100K, {"<|endoftext|>": 100257, **_behind(100258, _FIM), "<|endofprompt|>": 100276}),
-    "o200k_base": Words(_O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
-    "qwen": Words(_QWEN, _behind(151643, _QWEN_SPECIAL)),
-    128000: Words(_CL100K, _behind(128000, _LLAMA3)),  # Llama 3's tokenizer.model
+    "gpt2": Words(GPT2_WORDS, {"<|endoftext|>": 50256}),
+    "r50k_base": Words(GPT2_WORDS, {"<|endoftext|>": 50256}),
+    "p50k_base": Words(GPT2_WORDS, {"<|endoftext|>": 50256}),
+    "cl100k_base": Words(CL100K_WORDS, {"<|endoftext|>": 100257, **_behind(100258, _FIM), "<|endofprompt|>": 100276}),
+    "o200k_base": Words(O200K_WORDS, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "qwen": Words(QWEN_WORDS, _behind(151643, _QWEN_SPECIAL)),
+    128000: Words(CL100K_WORDS, _behind(128000, _LLAMA3)),  # Llama 3's tokenizer.model
     "TikTokenTokenizer": Words(_KIMI),  # Kimi's tokenizer_class: tokenizer_config.json has its special tokens
 }
 _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
@@ -184,10 +184,11 @@ def _sentencepiece(content: bytes) -> Any:
     plain = not spec.precompiled_charsmap and spec.escape_whitespaces
     plain = plain and not model.trainer_spec.treat_whitespace_as_suffix
     check(plain, f"SentencePiece models that change letters ({spec.name}) are not read: {remedy}.", DataError)
-    return _from_pieces(model, kind == BPE)
+    return from_pieces(model, kind == BPE)
 
 
-def _from_pieces(model: Any, is_bpe: bool) -> Any:
+def from_pieces(model: Any, is_bpe: bool) -> Any:
+    """Make a tokenizer of the pieces of a SentencePiece model."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     pieces, has_bytes = model.pieces, model.trainer_spec.byte_fallback

@@ -10,7 +10,7 @@ from typing import Any
 
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, stored_tensors
+from eqx_decoders.io.huggingface.directory import Directory, StoredTensor
 from eqx_decoders.io.huggingface.quantized.unpack import (
     DTYPE,
     GROUP,
@@ -33,7 +33,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in th
 
 def checkpoint_tensors(directory: Directory) -> _Tensors:
     """Return the tensors of a checkpoint by name, quantized ones as the numbers that they encode."""
-    return read_scheme(directory.json("config.json"))(stored_tensors(directory))
+    return read_scheme(directory.json("config.json"))(directory.tensors())
 
 
 def read_scheme(content: Mapping[str, Any]) -> Scheme:

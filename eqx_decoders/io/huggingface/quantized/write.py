@@ -103,6 +103,10 @@ def _scheme(path: str, node: AbstractQuantizedWeight, mapping: WeightMapping) ->
     known = dtype in _BITS and powers and (columns == 1 or real) and (whole or columns > 1 or node.rows % rows == 0)
     rule = f"compressed-tensors has no form for {dtype} in blocks of {rows} x {columns}: {_REMEDY}"
     check(known and not (real and node.zeros is not None), f"{path}: {rule}.", ConversionError)
+    whole_zeros = node.zeros is None or jnp.issubdtype(node.zeros.dtype, jnp.integer)
+    check(
+        whole_zeros, f"{path}: compressed-tensors has no zero points between whole numbers: {_REMEDY}.", ConversionError
+    )
     weights = {
         "num_bits": _BITS[dtype],
         "type": "float" if real else "int",

@@ -1,0 +1,142 @@
+"""Tokenizers and chat templates as the metadata of GGUF files: what `gguf_tokenizer.py` reads, written.
+
+What is written is read again: a tokenizer that llama.cpp's forms cannot express is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
+from eqx_decoders.io.gguf.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    IDS,
+    KEYS,
+    NORMAL,
+    PRE_TOKENIZERS,
+    TEMPLATE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    make_tokenizer,
+)
+from eqx_decoders.io.text.chat_template import load_chat_template
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
+
+
+_REMEDY = "Give another one as tokenizer, or a directory without any"
+# Words, blanks, digits, marks and several scripts: two tokenizers that cut it in the same way are the same.
+_SAMPLE = (
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ ✅ 🦙🦙 3 33 333 3333 33333 333333 3333333 "
+    "33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български "
+    "'''''```````\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you "
+    "like some tea? We'Ve a'lL HelloWORLD fooBar x = a/b // c\r\n\r\n\tif (a==b) { return; }   नमस्ते ١٢٣ "
+)
+_BYTE_NAMES = {f"<0x{byte:02X}>" for byte in range(256)}
+
+
+def tokenizer_metadata(source: str | Path | None, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the metadata of the tokenizer in a directory or file, and of its chat template.
+
+    Without a tokenizer llama.cpp takes ids alone. Raises ConversionError for a tokenizer that it cannot have.
+    """
+    if source is not None and is_gguf(source) and Path(source).is_file():
+        return {name: value for name, value in read_gguf(source).metadata.items() if name.startswith("tokenizer.")}
+    folder = None if source is None else Path(source)
+    if folder is None or (not (folder / "tokenizer.json").exists() and not (folder / "tokenizer.model").exists()):
+        return {KEYS + "model": "none"} | _ids(config, None)
+    tokenizer = load_tokenizer(folder)
+    if not isinstance(tokenizer, JsonTokenizer):
+        raise ConversionError(f"{folder}: llama.cpp has no tokenizer of bytes. {_REMEDY}.")
+    content = json.loads(tokenizer.to_json())
+    check(content["model"]["type"] == "BPE", f"{folder}: llama.cpp reads BPE alone. {_REMEDY}.", ConversionError)
+    metadata = _pieces(content, vocab_size)
+    is_spm = bool(content["model"].get("byte_fallback"))
+    metadata |= _sentencepiece(content, metadata) if is_spm else _byte_level(content, tokenizer, metadata)
+    metadata |= _ids(config, tokenizer)
+    plain, begun = tokenizer.encode("a"), tokenizer.encode_prompt("a")
+    begins = len(begun) > len(plain) and begun[0] == metadata.get(KEYS + "bos_token_id")
+    metadata[KEYS + "add_bos_token"] = bool(begins)
+    template = load_chat_template(folder)
+    metadata |= {} if template is None else {TEMPLATE: template.source}
+    again, _ = make_tokenizer(metadata)
+    same = again.encode(_SAMPLE, add_special_tokens=False).ids == tokenizer.encode(_SAMPLE, special=True).tolist()
+    check(same, f"{folder}: llama.cpp's tokenizers would give other ids. {_REMEDY}.", ConversionError)
+    return metadata
+
+
+def _pieces(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the pieces in the order of their ids, and their kinds; ids without one have names of their own."""
+    model = content["model"]
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    kinds = [UNUSED] * vocab_size
+    named = {index: (piece, NORMAL) for piece, index in model["vocab"].items()}
+    if model.get("byte_fallback"):
+        named |= {index: (piece, BYTE) for piece, index in model["vocab"].items() if piece in _BYTE_NAMES}
+    for token in content["added_tokens"]:
+        named[token["id"]] = token["content"], CONTROL if token["special"] else USER_DEFINED
+    unknown = model["vocab"].get(model.get("unk_token"))
+    if unknown is not None:
+        named[unknown] = model["unk_token"], UNKNOWN
+    for index, (piece, kind) in named.items():
+        check(index < vocab_size, f"the tokenizer has more than {vocab_size} ids. {_REMEDY}.", ConversionError)
+        tokens[index], kinds[index] = piece, kind
+    return {KEYS + "tokens": tokens, KEYS + "token_type": kinds}
+
+
+def _merges(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    merges = content["model"]["merges"]
+    return [(left, right) for left, right in (each.split(" ") if isinstance(each, str) else each for each in merges)]
+
+
+def _byte_level(content: Mapping[str, Any], tokenizer: JsonTokenizer, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what only a byte-level BPE has: merges, and the name of how a text is cut into words."""
+    from tokenizers import Tokenizer as Inner
+
+    found = {KEYS + "model": "gpt2", KEYS + "merges": [" ".join(pair) for pair in _merges(content)]}
+    want, whole = _cuts(Inner.from_str(tokenizer.to_json())), bool(content["model"].get("ignore_merges"))
+    form = "NFC" if "NFC" in json.dumps(content["normalizer"]) else None
+    rows = sorted(PRE_TOKENIZERS.items(), key=lambda item: (item[1].whole_words != whole) + (item[1].form != form))
+    for name, _ in rows:
+        inner, _ = make_tokenizer(dict(metadata) | found | {KEYS + "pre": name})
+        if _cuts(inner) == want:
+            return found | {KEYS + "pre": name}
+    raise ConversionError(f"llama.cpp has no name for the tokenizer's words. {_REMEDY}.")
+
+
+def _cuts(inner: Any) -> list[str]:
+    cutter = inner.pre_tokenizer
+    return [] if cutter is None else [piece for piece, _ in cutter.pre_tokenize_str(_SAMPLE)]
+
+
+def _sentencepiece(content: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what only SentencePiece has: a score for each piece, by the order of merges."""
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(_merges(content)):
+        ranks.setdefault(left + right, rank)
+    scores = [float(-ranks[token]) if token in ranks else 0.0 for token in metadata[KEYS + "tokens"]]
+    begins = "Prepend" in json.dumps(content["normalizer"]) or '"prepend_scheme": "first"' in json.dumps(content)
+    return {
+        KEYS + "model": "llama",
+        KEYS + "pre": "default",
+        KEYS + "scores": scores,
+        KEYS + "add_space_prefix": begins,
+    }
+
+
+def _ids(config: Mapping[str, Any], tokenizer: JsonTokenizer | None) -> dict[str, Any]:
+    """Return the ids of special tokens: those of `config.json`, else the tokenizer's."""
+    named = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    found: dict[str, Any] = {}
+    for name, word in IDS.items():
+        index = config.get(f"{word}_id")
+        ends = index if isinstance(index, list) else []
+        index = ends[0] if ends else index
+        index = named.get(name) if index is None or isinstance(index, list) else index
+        found |= {} if index is None else {KEYS + name: index}
+        if name == "eos_token_id" and len(ends) > 1:
+            found[KEYS + "eot_token_id"] = ends[1]
+    return found

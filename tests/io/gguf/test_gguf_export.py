@@ -1,0 +1,167 @@
+"""GGUF files that are written have the bits of those that llama.cpp's converter writes, and are read as the same model.
+
+`tests/fixtures/gguf/converted.json` has what the converter (llama.cpp of llama-cpp-python 0.3.36) made of the models of
+`models.py` when `save_hf` had written them: a hash of all tensors, and the metadata.
+"""
+
+import hashlib
+import json
+
+import equinox as eqx
+import gguf
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.cli import convert
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.gguf_architectures import ARCHITECTURES
+from eqx_decoders.families.gguf_table import FACTORS
+from eqx_decoders.inference.text_model import load_text_model
+from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
+from eqx_decoders.model.init import abstract
+from eqx_decoders.sharding.axes import named_leaves
+from tests.io.gguf.files import FIXTURES
+from tests.io.gguf.models import CASES, build, settings
+
+
+CONVERTED = json.loads((FIXTURES / "converted.json").read_text())
+KEY = jax.random.key(0)
+QUICK = ("llama", "gpt2")  # 8 bits and rows in pairs; turned matrices
+# Largest relative error of a matrix; in 8 bits half a step of its largest number, and what float16 does to the scale.
+ERROR = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11}
+
+
+def digest(path) -> str:
+    """A hash of the tensors by name: types, shapes and bits, but for rotary factors, which are computed in float64."""
+    whole = hashlib.blake2b(digest_size=16)
+    for tensor in sorted(gguf.GGUFReader(path).tensors, key=lambda each: each.name):
+        if tensor.name in FACTORS:
+            continue
+        shape = [size for size in tensor.shape.tolist() if size > 1]
+        whole.update(f"{tensor.name} {tensor.tensor_type.name} {shape} ".encode())
+        whole.update(np.ascontiguousarray(tensor.data).tobytes())
+    return whole.hexdigest()
+
+
+def metadata(path) -> dict:
+    """The metadata of the architecture."""
+    fields = gguf.GGUFReader(path).fields
+    name = fields["general.architecture"].contents()
+    return {key: fields[key].contents() for key in fields if key.startswith(f"{name}.")}
+
+
+def test_every_architecture_is_tried():
+    assert {family for _, family, _ in CASES.values()} == {row.family for row in ARCHITECTURES}
+    assert set(CONVERTED) == set(CASES)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_files_are_those_of_llama_cpp(name, tmp_path):
+    kind, family, _ = CASES[name]
+    model, file = build(name), tmp_path / "model.gguf"
+    length = {key: value for key, value in settings(name).items() if key == "max_position_embeddings"}
+    ed.save_gguf(model, file, dtype=kind, family=family, settings=length)
+    assert digest(file) == CONVERTED[name]["tensors"]
+    ours, theirs = metadata(file), CONVERTED[name]["metadata"]
+    for key in ours.keys() & theirs.keys():
+        same = ours[key] == (pytest.approx(theirs[key], rel=1e-6) if isinstance(ours[key], float) else theirs[key])
+        assert same, (key, ours[key], theirs[key])
+    # theirs also have what follows from others, and usual values
+    follow = (
+        "_length",
+        "dimension_count",
+        "file_type",
+        "nemotron.attention.layer_norm_rms_epsilon",
+        "parallel_residual",
+        "window_pattern",
+        "scaling.type",
+    )
+    assert all(key.endswith(follow) for key in theirs.keys() - ours.keys()), theirs.keys() - ours.keys()
+    read = ed.load_hf(file)
+    assert name == "phi3_long" or read.config == model.config  # its factors are rounded to float32
+    for path, leaf in named_leaves(read).items():
+        want = np.asarray(named_leaves(model)[path])
+        within = ERROR[kind] * (np.abs(want) if kind != "q8_0" else np.abs(want).max())
+        assert (np.abs(np.asarray(leaf) - want) <= within + 1e-7).all(), path
+
+
+def test_a_tokenizer_and_a_template_are_written(tmp_path):
+    """And read again from the file; a model of a GGUF file brings those of its own."""
+    tokenizer = train_bpe(["a tale of two cities, twice told"] * 3, 300)
+    model = ed.init(_small(tokenizer.vocab_size), key=KEY)
+    folder = tmp_path / "folder"
+    ed.save_hf(model, folder, family="llama", settings={"bos_token_id": 0, "eos_token_id": [0, 5]})
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    for source, name in ((folder, "a.gguf"), (tmp_path / "a.gguf", "b.gguf")):
+        ed.save_gguf(ed.load_hf(source), tmp_path / name, dtype="f32")
+        text = load_text_model(tmp_path / name, "float32")
+        assert text.tokenizer.encode("twice two!").tolist() == tokenizer.encode("twice two!").tolist()
+        assert text.encode([{"role": "user", "content": "a"}]).tolist() == [0, *tokenizer.encode("a")]
+        assert text.stop_ids == (0, 5)
+    words = gguf.GGUFReader(tmp_path / "a.gguf").fields
+    assert words["tokenizer.ggml.pre"].contents() == "gpt-2"
+    assert words["tokenizer.ggml.token_type"].contents()[:2] == [3, 1]
+
+
+def _small(vocab_size: int = 64, **blocks):
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=vocab_size
+    )
+    return FAMILIES["llama"].decode({"model_type": "llama", **sizes, **blocks})[0]
+
+
+def test_the_program_writes_a_file(tmp_path, capsys):
+    source, file = FIXTURES.parent / "qwen3_f16", tmp_path / "x.gguf"
+    assert convert.main(["gguf", str(source), str(file), "--dtype", "bf16"]) == 0
+    assert f"weights of {source} are in {file}" in capsys.readouterr().out
+    assert ed.load_hf(file).config == ed.load_hf(source).config
+
+
+def test_pieces_of_sentencepiece_are_written(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    texts, folder = tmp_path / "texts", tmp_path / "folder"
+    texts.write_text("the quick brown fox jumps over the lazy dog\nwhose naps are deep\n" * 20)
+    ed.save_hf(ed.init(_small(320), key=KEY), folder, family="llama")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(texts), model_prefix=str(folder / "tokenizer"), vocab_size=300, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", hard_vocab_limit=False, remove_extra_whitespaces=False,
+    )  # fmt: skip
+    ed.save_gguf(ed.load_hf(folder), tmp_path / "x.gguf")
+    one, two = load_tokenizer(folder), load_tokenizer(tmp_path / "x.gguf")
+    for text in ("the lazy fox naps", " two  blanks é\n", "deepdeep dog"):
+        assert one.encode_prompt(text).tolist() == two.encode_prompt(text).tolist()
+
+
+def test_what_llama_cpp_has_not_is_refused(tmp_path):
+    def refused(model, says, **options):
+        with pytest.raises(ed.ConversionError, match=says):
+            ed.save_gguf(model, tmp_path / "x.gguf", **options)
+        assert not list(tmp_path.glob("*x.gguf*"))
+
+    plain = ed.init(_small(), key=KEY)
+    refused(ed.quantize(plain, "int8"), "call dequantize first")
+    big = eqx.tree_at(lambda model: model.embedding.table, plain, plain.embedding.table + 1e6)
+    refused(big, "float16 does not hold: take bf16")
+    (tmp_path / "y.gguf").write_text("")
+    with pytest.raises(ed.ConversionError, match="exists already"):
+        ed.save_gguf(plain, tmp_path / "y.gguf")
+    with pytest.raises(ed.ConversionError, match="its directory does not exist"):
+        ed.save_gguf(plain, tmp_path / "none" / "y.gguf")
+
+
+def test_settings_that_a_file_cannot_say_are_refused(tmp_path):
+    """llama.cpp knows them by the architecture: this one is nearly Qwen 3, and this one nearly Gemma 2."""
+    for name, change, says in (
+        ("qwen3", {"attention_bias": True}, "qwen3 is another model: .*qkv_bias|no tensor"),
+        ("gemma2", {"query_pre_attn_scalar": 11}, "gemma2 is another model"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, "smollm3 is another model"),
+    ):
+        family = CASES[name][1]
+        config, _ = FAMILIES[family].decode(settings(name) | change)
+        with pytest.raises(ed.ConversionError, match=says):
+            ed.save_gguf(abstract(config), tmp_path / "x.gguf", family=family)
+    with pytest.raises(ed.ConversionError, match=r"none of llama.cpp's architectures here"):
+        ed.save_gguf(abstract(ed.get_config("tiny-moe")), tmp_path / "x.gguf")
