@@ -355,7 +355,7 @@ def _as_data_error(path: Path) -> Iterator[None]:
         if ours or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         raise DataError(
-            f"tokenizer={str(path)!r} is no tokenizer that `tokenizers` can read: {str(error)[:200]}"
+            f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {str(error)[:200]}"
         ) from error
 
 
