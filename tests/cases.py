@@ -20,6 +20,7 @@ from allpairspy import AllPairs
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
@@ -395,6 +396,7 @@ def _mixer(case: Case):
         rope=rope,
         qk_norm=QK_NORMS[case["qk_norm"]],
         spans=case["mask"] in SPANS,
+        alibi=Alibi(max_exponent=3.0) if rope is None else None,
         out_dim=24 if case["residual"] == "chained" and not learned else None,
         **({} if learned else MIXERS[case["mixer"]]),
     )

@@ -254,6 +254,16 @@ def heads_by_hand(layer, x):
     return query, key, key if c.shared_kv else project(x, layer.value, layer.value_bias)
 
 
+def slopes_by_hand(heads, most):
+    """The paper's slopes: of powers of two a geometric series, else those of the next two."""
+
+    def series(count):
+        return [2 ** (-most * (h + 1) / count) for h in range(count)]
+
+    below = 2 ** int(math.log2(heads))
+    return series(below) + series(2 * below)[::2][: heads - below]
+
+
 def attention_by_hand(layer, x, positions, segments):
     c = layer.config
     query, key, value = heads_by_hand(layer, x)
@@ -262,13 +272,14 @@ def attention_by_hand(layer, x, positions, segments):
     if layer.value_norm is not None:
         value = np.apply_along_axis(lambda vector: norm_by_hand(layer.value_norm, vector), -1, value)
     value = np.clip(value, -c.qkv_clip, c.qkv_clip) if c.qkv_clip else value
-    mixed = np.zeros_like(query)
+    mixed, slopes = np.zeros_like(query), slopes_by_hand(c.num_heads, c.alibi.max_exponent) if c.alibi else None
     for b, t, h in np.ndindex(query.shape[:3]):
         kv = h // (c.num_heads // c.num_kv_heads)
         top, bottom = 0.0, 0.0 if layer.sink is None else math.exp(float(layer.sink[h]))
         for s in range(x.shape[1]):
             if sees(c.mask, positions[b, t], positions[b, s], segments[b, s] == segments[b, t]):
                 score = float(query[b, t, h] @ key[b, s, kv]) * (c.query_scale or c.head_dim**-0.5)
+                score += c.alibi.scale * slopes[h] * (positions[b, s] - positions[b, t]) if c.alibi else 0.0
                 score = c.soft_cap * math.tanh(score / c.soft_cap) if c.soft_cap else score
                 top, bottom = top + math.exp(score) * value[b, s, kv], bottom + math.exp(score)
         mixed[b, t, h] = top / bottom if bottom else 0.0

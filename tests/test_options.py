@@ -23,6 +23,7 @@ from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, _declared
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
@@ -188,9 +189,10 @@ OPTIONS: dict[type, tuple] = {
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
-        | dict(qkv_clip=0.1, inner_norm=RMS, key_scale=2.0)
+        | dict(qkv_clip=0.1, inner_norm=RMS, key_scale=2.0, alibi=Alibi())
         | dict(value_norm=RMS, kv_shared_from="giver", selection=BlockSelection(size=1, top_k=2)),
     ),
+    Alibi: (Alibi(), lambda c: mixer(alibi=c), dict(max_exponent=2.0, scale=0.5, rounded=True)),
     BlockSelection: (
         BlockSelection(size=1, top_k=2),
         lambda c: mixer(selection=c),

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from eqx_decoders.blocks.block import BlockConfig, MixerConfig
 from eqx_decoders.blocks.residual.residual import Parallel
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
+from eqx_decoders.families.config_reader import ACTIVATIONS, REQUIRED, Fields
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig
@@ -123,6 +123,7 @@ def decoder_sizes(
     *,
     num_kv_heads: Any = None,
     head_dim: Any = None,
+    mlp_dim: Any = REQUIRED,
     eps: float = 1e-6,
     tied: bool = False,
     activation: str = "silu",
@@ -133,7 +134,8 @@ def decoder_sizes(
 ) -> Group:
     """Return the rows of `DecoderSizes`, called `shape`; the arguments are transformers' defaults.
 
-    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. `keys` maps
+    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. Without an
+    `mlp_dim` its key must be there. `keys` maps
     Llama's keys to the family's; None where it has no such key. `paths` has paths of Llama's keys where they
     differ, and `words` the names of activations.
     """
@@ -150,7 +152,7 @@ def decoder_sizes(
         _HeadDim("head_dim", "attention.head_dim", head_dim, keys=keys),
         Integer("vocab_size", "vocab_size"),
         Layers("num_hidden_layers", "blocks", name="num_layers"),
-        Integer("intermediate_size", "mlp.mlp_dim"),
+        Integer("intermediate_size", "mlp.mlp_dim", mlp_dim),
         Number("rms_norm_eps", "final_norm.eps", eps),
         Flag("tie_word_embeddings", "tied", tied),
         Word("hidden_act", "mlp.activation", activation, known=words),

@@ -30,7 +30,12 @@ def test_new_files_say_how_many():
 
 @pytest.mark.parametrize(
     "name, norms",
-    [("falcon-7b", {"input_layernorm"}), ("falcon2-11b", {"input_layernorm"}), ("falcon-40b", {"ln_attn", "ln_mlp"})],
+    [
+        ("falcon-7b", {"input_layernorm"}),
+        ("falcon2-11b", {"input_layernorm"}),
+        ("falcon-40b", {"ln_attn", "ln_mlp"}),
+        ("falcon-rw-1b", {"input_layernorm", "post_attention_layernorm"}),
+    ],
 )
 def test_a_second_norm_renames_the_first(name, norms):
     mappings = FAMILIES["falcon"].bind(ed.abstract(ed.get_config(name)))
@@ -39,11 +44,20 @@ def test_a_second_norm_renames_the_first(name, norms):
     assert inside == norms
 
 
-@pytest.mark.parametrize("keys", [dict(alibi=True), dict(parallel_attn=False)], ids=str)
-def test_other_falcons_are_refused(keys):
-    (key,) = keys
-    with pytest.raises(ed.ConversionError, match=f"{key}=.* changes what the model computes and is not implemented"):
-        decode(sample("falcon", **keys))
+def test_layers_follow_one_another_in_old_files_alone():
+    form = [dict(), dict(parallel_attn=False), dict(parallel_attn=False, new_decoder_architecture=True)]
+    configs = [decode(sample("falcon", *NEW_KEYS, "parallel_attn", **keys)) for keys in form]
+    assert [config.blocks[0].residual.shares_norm for config in configs] == [True, False, True]
+
+
+def test_linear_biases_are_scaled_and_rounded_and_nothing_is_rotated():
+    (mixer, *_) = mixers(decode(sample("falcon", alibi=True)))
+    assert mixer.rope is None and mixer.alibi.rounded and mixer.alibi.scale == pytest.approx(mixer.head_dim**-0.5)
+
+
+def test_two_norms_of_parallel_layers_with_biases_are_refused():
+    with pytest.raises(ed.ConversionError, match="bias=true with two norms of parallel layers is not implemented"):
+        decode(sample("falcon", *NEW_KEYS, new_decoder_architecture=True, bias=True))
 
 
 def test_two_norms_need_the_new_form():

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.block_indexer import BlockIndex, BlockIndexer, BlockIndexerConfig
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
@@ -100,6 +101,7 @@ class AttentionConfig(CheckedFields):
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
     - `key_scale`: multiplies keys as they are projected (Falcon-H1).
     - `temperature`: lets queries grow with their position; None for none.
+    - `alibi`: linear biases that are added to scores, before a soft cap; None for none.
     - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
     - `sinks`: one learned logit per head that joins the softmax and takes no value (GPT-OSS).
     - `qk_norm`: normalization of queries and keys; None for none.
@@ -126,6 +128,7 @@ class AttentionConfig(CheckedFields):
     query_scale: PositiveFloat | None = None
     key_scale: PositiveFloat = 1.0
     temperature: QueryTemperature | None = None
+    alibi: Alibi | None = None
     soft_cap: PositiveFloat | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None
@@ -367,7 +370,7 @@ class Attention(eqx.Module):
         spans, aligned = ctx.spans if config.spans else None, execution.context_order == "plain"
         positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids, spans)
         inputs = AttentionInputs(query, entries.key, entries.value, positions, chosen.present)
-        options = AttentionOptions(mask=config.mask, soft_cap=config.soft_cap)
+        options = AttentionOptions(mask=config.mask, soft_cap=config.soft_cap, alibi=config.alibi)
         of_call = dataclasses.replace(
             options,
             aligned=aligned,

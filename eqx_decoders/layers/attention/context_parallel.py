@@ -79,7 +79,7 @@ def attend_on_mesh(
             return _merge_over(plan.shared, *results)
         return jax.tree.map(plan.own_results, results)
 
-    query_spec = PartitionSpec(plan.rows, plan.length, plan.heads)
+    query_spec, inputs = PartitionSpec(plan.rows, plan.length, plan.heads), inputs.with_slopes(options)
     return layout.shard_map(run, (plan.specs(inputs),), (query_spec, query_spec))(inputs)
 
 
@@ -143,13 +143,14 @@ class _ContextPlan:
             of_group: Any = None if selected.group is None else of_key
             chosen = selected._replace(words=PartitionSpec(rows, *chosen[1:3]), group=of_group)
         by_head = scales is not None and scales.key.shape[2] == inputs.key.shape[2]
+        whole: Any = PartitionSpec()
         of_scales: Any = PartitionSpec(rows, self.shared, self.kv_heads if by_head else ())
         positions = AttentionPositions(of_query, of_key, of_query, of_key, of_query)
-        return AttentionInputs(queries, keys, keys, positions, chosen, of_scales)
+        return AttentionInputs(queries, keys, keys, positions, chosen, of_scales, whole)
 
     def exchanged_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
         """Gather or exchange a device's arrays: return all that it attends with."""
-        query, key, value, positions, selected, scales = inputs
+        query, key, value, positions, selected, scales, slopes = inputs
         heads = key.shape[2]
         scales = jax.tree.map(lambda x: self.needed_keys(x) if x.shape[2] == heads else x, scales)
         query, key, value = self.needed_queries(query), self.needed_keys(key), self.needed_keys(value)
@@ -166,7 +167,15 @@ class _ContextPlan:
             of_queries = jax.tree.map(self.own_positions, of_queries)
         query_positions, segments, spans = of_queries
         positions = AttentionPositions(query_positions, key_positions, segments, key_segments, spans)
-        return AttentionInputs(query, key, value, positions, selected, scales)
+        slopes = None if slopes is None else self.own_slopes(slopes)
+        return AttentionInputs(query, key, value, positions, selected, scales, slopes)
+
+    def own_slopes(self, slopes: Array) -> Array:
+        """Return the slopes of the heads that a device has after the exchange, of those of all heads."""
+        count = self.own_heads // self.exchanging
+        first = lax.axis_index(self.heads) * self.own_heads if self.heads else 0
+        first += lax.axis_index(self.shared) % self.exchanging * count if self.exchanges else 0
+        return lax.dynamic_slice_in_dim(slopes, first, count)
 
     def needed_queries(self, query: Array) -> Array:
         return self._exchange(query, 2, 1) if self.exchanges else query

@@ -69,37 +69,42 @@ def attend_in_ring(ring: Ring, inputs: AttentionInputs) -> Result:
     Key positions and segments in `inputs` are of the whole row, and so is the selection. Under remat, saving "context"
     (out and lse) saves the whole forward pass.
     """
-    results: Any = _attend(ring, *inputs[:5])
+    query, key, value, positions, selected, *_ = inputs
+    results: Any = _attend(ring, query, key, value, positions, selected, inputs.slopes)
     return results
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: Ring, query: Array, key: Array, value: Array, row_positions: AttentionPositions, selected: Selected | None
+    ring: Ring,
+    query: Array,
+    key: Array,
+    value: Array,
+    row_positions: AttentionPositions,
+    selected: Selected | None,
+    slopes: Array | None,
 ):
-    return _forward(ring, query, key, value, row_positions, selected)
+    return _forward(ring, query, key, value, row_positions, selected, slopes)
 
 
-def _attend_fwd(
-    ring: Ring, query: Array, key: Array, value: Array, row_positions: AttentionPositions, selected: Selected | None
-):
-    out, lse = (save(x, "context") for x in _forward(ring, query, key, value, row_positions, selected))
-    return (out, lse), (query, key, value, row_positions, selected, out, lse)
+def _attend_fwd(ring: Ring, *inputs: Any):
+    out, lse = (save(x, "context") for x in _forward(ring, *inputs))
+    return (out, lse), (*inputs, out, lse)
 
 
 def _attend_bwd(ring: Ring, residuals: tuple, bars: tuple):
-    query, key, value, row_positions, selected, out, lse = residuals
-    grads = _backward(ring, query, key, value, row_positions, selected, make_cotangents((out, lse), bars))
-    return *(grad.astype(x.dtype) for grad, x in zip(grads, residuals[:3], strict=True)), None, None
+    *inputs, out, lse = residuals
+    grads = _backward(ring, inputs, make_cotangents((out, lse), bars))
+    return *(grad.astype(x.dtype) for grad, x in zip(grads, residuals[:3], strict=True)), None, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(ring, query, key, value, row_positions, selected) -> Result:
+def _forward(ring, query, key, value, row_positions, selected, slopes) -> Result:
     def results(keys: tuple[Array, Array], before: Any, own: bool = False) -> Result:
         positions, chosen = _of_piece(ring.piece(before), key.shape[1], row_positions, selected)
-        inputs = AttentionInputs(query, *keys, positions, chosen)
+        inputs = AttentionInputs(query, *keys, positions, chosen, slopes=slopes)
         out, lse = run_kernel(inputs, ring.piece_options(own), ring.kernel)
         return out.astype(jnp.float32), lse
 
@@ -115,10 +120,12 @@ def _forward(ring, query, key, value, row_positions, selected) -> Result:
     return total[0].astype(query.dtype), total[1]
 
 
-def _backward(ring, query, key, value, row_positions, selected, cotangents) -> tuple[Array, Array, Array]:
+def _backward(ring, inputs, cotangents) -> tuple[Array, Array, Array]:
+    query, key, value, row_positions, selected, slopes = inputs
+
     def gradients(keys: tuple[Array, Array], before: Any, own: bool = False):
         positions, chosen = _of_piece(ring.piece(before), key.shape[1], row_positions, selected)
-        inputs = AttentionInputs(query, *keys, positions, chosen)
+        inputs = AttentionInputs(query, *keys, positions, chosen, slopes=slopes)
         return attend_gradients(inputs, ring.piece_options(own), cotangents, ring.kernel)
 
     def add(keys: tuple[Array, Array], before: Any, sums: Any):

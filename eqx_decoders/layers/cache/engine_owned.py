@@ -91,6 +91,7 @@ class ExternalKVCache(LayerCache, Past):
         """Attend by the engine, which first stores the keys and values that no earlier layer has written."""
         mask = options.mask
         check(queries.spans is None, f"layer {self.first} sees spans, {_UNKNOWN}.")
+        check(options.alibi is None, f"layer {self.first} has linear biases, {_UNKNOWN}.")
         check(isinstance(mask, Causal | SlidingWindow), f"layer {self.first} has mask={mask}, {_UNKNOWN}.")
         window, written = mask.size if isinstance(mask, SlidingWindow) else None, isinstance(entries, ExternalWrite)
         call = ExternalCall(layer=self.first, window=window, soft_cap=options.soft_cap, writes=not written)

@@ -96,7 +96,7 @@ class Past(eqx.Module):
 
         - `present`: computes the result for the tokens of the call.
         - `entries`: keys and values of these tokens, of this layer or of an earlier one.
-        - `options`: `mask` and `soft_cap`.
+        - `options`: `mask`, `soft_cap` and `alibi`.
 
         **Returns:**
 

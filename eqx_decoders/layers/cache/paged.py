@@ -85,7 +85,7 @@ class PagedKVCacheView(Past):
     def attend(self, queries: Queries, options: AttentionOptions, execution: Execution) -> Result:
         """Attend by the kernel that reads pages, on each device with its own queries and heads, if it can."""
         query, positions, spans, selected, _ = queries
-        plan = _plan(query, self.cache, execution) if selected is None else None
+        plan = _plan(query, self.cache, execution) if selected is None and options.alibi is None else None
         if plan is None:
             return super().attend(queries, options, execution)
         seen, layout = interval(options.mask, positions, spans), execution.layout

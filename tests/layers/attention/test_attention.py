@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.kernels.registry import run_kernel
 from eqx_decoders.layers.cache.kv_cache import CachedKV
@@ -36,6 +37,8 @@ ATTENTIONS = [
     dict(qk_norm=QKNorm(norm=LayerNormConfig(bias=False), over="each_head"), qkv_clip=0.5, inner_norm=RMS),
     dict(qk_norm=QKNorm(norm=RMS, over="each_head", when="after_rope"), qkv_clip=0.5, output_gate=True),
     dict(num_kv_heads=1, head_dim=6, out_dim=5, out_bias=True, sinks=True),
+    dict(alibi=Alibi(scale=0.5), num_heads=6, num_kv_heads=3, rope=None, sinks=True),
+    dict(alibi=Alibi(max_exponent=3.0), mask=Bidirectional(), soft_cap=0.7),
     dict(shared_kv=True, qk_norm=QKNorm(norm=RMS), value_norm=RMSNormConfig(eps=0.1, scale=False), query_scale=1.0),
 ]  # fmt: skip
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, -1]])

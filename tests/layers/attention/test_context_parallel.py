@@ -9,6 +9,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.context_parallel import zigzag
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, attend
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
@@ -23,6 +24,7 @@ LONG = dict(context=4, fsdp=2)
 SEQUENCE = dict(tensor_sequence=2, data=2, tensor=2)
 CONTEXT = dict(context=8)
 HEADS = dict(context=2, tensor=4)
+ALIBI = Alibi(max_exponent=3.0)
 
 
 @functools.partial(jax.jit, static_argnames=("function", "options"))
@@ -64,7 +66,7 @@ def selection(heads, length, kv_length):
     ("sizes", "kernel", "options"),
     [
         (ALL, "chunked", dict(mask=Causal())),
-        (LONG, "dot", dict(mask=SlidingWindow(7), soft_cap=2.0)),
+        (LONG, "dot", dict(mask=SlidingWindow(7), soft_cap=2.0, alibi=ALIBI)),
         (CONTEXT, "chunked", dict(mask=Bidirectional())),
         pytest.param(SEQUENCE, "chunked", dict(mask=Chunked(9)), marks=pytest.mark.slow),
         pytest.param(HEADS, "dot", dict(mask=Causal()), marks=pytest.mark.slow),
@@ -128,9 +130,11 @@ def test_what_the_mesh_does_not_divide_stays_whole(sizes, batch, length):
     ("length", "kv_heads", "options"),
     [
         (1, 2, dict(mask=SlidingWindow(9))),
-        (8, 1, dict(mask=Causal(), soft_cap=2.0)),
+        (8, 1, dict(mask=Causal(), soft_cap=2.0, alibi=ALIBI)),
         pytest.param(8, 2, dict(mask=Causal(), split=False), marks=pytest.mark.slow),
-        pytest.param(8, 4, dict(mask=Chunked(7), order="zigzag", form="all_to_all"), marks=pytest.mark.slow),
+        pytest.param(
+            8, 4, dict(mask=Chunked(7), order="zigzag", form="all_to_all", alibi=ALIBI), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

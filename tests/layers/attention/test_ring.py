@@ -16,6 +16,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, 
 from tests.layers.attention.kernels.test_pallas_flash import interpret
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, weights_for
 from tests.layers.attention.test_context_parallel import (
+    ALIBI,
     check,
     lines,
     products_with_and_without_context,
@@ -68,13 +69,15 @@ def check_ring(
     ("sizes", "mask", "options"),
     [
         (FOUR, Causal(), dict(kernel="chunked")),
-        (FOUR, SlidingWindow(7), dict(kernel="dot", form="ring_all_to_all")),
+        (FOUR, SlidingWindow(7), dict(kernel="dot", form="ring_all_to_all", alibi=ALIBI)),
         (FOUR, SlidingWindow(7), dict(kernel="dot", gap=True)),
         pytest.param(TWO, SlidingWindow(7), dict(kernel="dot", form="ring_all_to_all", heads=(8, 4)), marks=slow),
         pytest.param(FOUR, Causal(), dict(kernel="chunked", form="ring_all_to_all", order="zigzag"), marks=slow),
-        pytest.param(FOUR, Causal(), dict(kernel="chunked", order="zigzag", heads=(4, 1)), marks=slow),
+        pytest.param(FOUR, Causal(), dict(kernel="chunked", order="zigzag", heads=(4, 1), alibi=ALIBI), marks=slow),
         pytest.param(EIGHT, Causal(), dict(kernel="chunked", form="ring_all_to_all"), marks=slow),
-        pytest.param(EIGHT, Causal(), dict(kernel="dot", form="ring_all_to_all", heads=(8, 4)), marks=slow),
+        pytest.param(
+            EIGHT, Causal(), dict(kernel="dot", form="ring_all_to_all", heads=(8, 4), alibi=ALIBI), marks=slow
+        ),
         pytest.param(EIGHT, SlidingWindow(20), dict(kernel="dot", form="ring_all_to_all"), marks=slow),
         pytest.param(EIGHT, SlidingWindow(20), dict(kernel="chunked"), marks=slow),
         pytest.param(EIGHT, SlidingWindow(7), dict(kernel="chunked", order="zigzag"), marks=slow),

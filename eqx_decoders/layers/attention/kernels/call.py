@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Float32, Num
 
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels.common import Scales
 from eqx_decoders.layers.attention.kernels.selection import Selected, Selection
 from eqx_decoders.layers.mask import AttentionPositions, Mask
@@ -21,6 +22,7 @@ class AttentionInputs(NamedTuple):
     - `positions`: positions, segments and spans of queries and keys.
     - `selected`: of the keys that a query may see, those that count, for all heads alike or for each; None: all.
     - `scales`: multiply stored keys and values; None where these are as they are.
+    - `slopes`: of the linear biases of these heads; None: there are no biases, or these are all heads.
     """
 
     query: Float[Array, "batch length heads head_dim"]
@@ -29,6 +31,13 @@ class AttentionInputs(NamedTuple):
     positions: AttentionPositions
     selected: Selected | None = None
     scales: Scales | None = None
+    slopes: Float32[Array, "heads"] | None = None
+
+    def with_slopes(self, options: "AttentionOptions") -> "AttentionInputs":
+        """Fill in the slopes of linear biases."""
+        if options.alibi is None or self.slopes is not None:
+            return self
+        return self._replace(slopes=options.alibi.slopes(self.query.shape[2]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class AttentionOptions:
 
     - `mask`: which keys a query may see.
     - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
+    - `alibi`: linear biases, which are added to scores before the soft cap; None for none.
     - `aligned`: the caller's promise that queries and keys are the same tokens in the same order, with positions that
         increase strictly within a segment.
     - `dense_positions`: the promise, besides, that each row is one document at positions 0, 1, 2, …, without padding.
@@ -50,6 +60,7 @@ class AttentionOptions:
 
     mask: Mask
     soft_cap: float | None = None
+    alibi: Alibi | None = None
     aligned: bool = False
     dense_positions: bool = False
     needs_lse: bool = True
@@ -90,7 +101,7 @@ class AttentionCall(AttentionOptions):
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "AttentionCall":
         """Describe a call with these arrays and options."""
-        query, key, value, positions, selected, _ = inputs
+        query, key, value, positions, selected, *_ = inputs
         bits, groups = selected if isinstance(selected, Selection) else (selected, None)
         return cls(
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(options)},
@@ -111,6 +122,7 @@ class AttentionCall(AttentionOptions):
         """Abilities that not every kernel has and that this call needs, by the names of `Kernel`'s fields."""
         needed = {
             "soft_cap": self.soft_cap is not None,
+            "alibi": self.alibi is not None,
             "segments": self.segments,
             "spans": self.spans,
             "selection": self.selected_heads > 0,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float32
 
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
@@ -35,6 +36,7 @@ class _ChunkPlan:
 
     mask: Mask
     soft_cap: float | None
+    alibi: Alibi | None
     aligned: bool
     spans: bool
     keeps_masks: bool
@@ -78,8 +80,17 @@ class _ChunkPlan:
         """Keep a compiler that would from computing `x`, a mask for all heads, again for each head."""
         return jax.lax.optimization_barrier(x) if self.keeps_masks else x
 
-    def capped(self, left: Array, right: Array, shape: tuple[int, ...]) -> Array:
-        return cap_scores(_product(left, right).reshape(shape), self.soft_cap)
+    def scores(self, left: Array, right: Array, shape: tuple[int, ...], bias: Array | None) -> Array:
+        scores = _product(left, right).reshape(shape)
+        return cap_scores(scores if bias is None else scores + bias, self.soft_cap)
+
+    def bias(self, seen: "_Seen", at: Any, queries: int, at_key: Any, keys: int) -> Array | None:
+        """Return the linear biases of a tile: [batch, kv_heads, groups, queries, keys]."""
+        if self.alibi is None or seen.slopes is None or seen.query_positions is None:
+            return None
+        of_query = _cut(seen.query_positions, at, queries, 1)[:, None, None, :, None]
+        of_key = _cut(seen.key_positions, at_key, keys, 1)[:, None, None, None]
+        return self.alibi.bias(seen.slopes[None, :, :, None, None], of_query, of_key)
 
 
 class _Seen(NamedTuple):
@@ -87,6 +98,7 @@ class _Seen(NamedTuple):
 
     - `selected`: a mask, or words that have bits at the `places` of keys.
     - `reach`: for each block of queries the first block of keys that one of them may see, and the end of the last.
+    - `slopes`, `query_positions`: of linear biases; slopes are [kv_heads, groups].
     """
 
     first: Array
@@ -97,6 +109,8 @@ class _Seen(NamedTuple):
     selected: Array | None = None
     places: Array | None = None
     reach: tuple[Array, Array] | None = None
+    slopes: Array | None = None
+    query_positions: Array | None = None
 
     def tile(self, at: Any, queries: int, at_key: Any, keys: int) -> Array:
         """Return the mask of a tile: [batch, kv_heads or 1, groups or 1, queries, keys]."""
@@ -168,7 +182,8 @@ def _forward(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Se
 
         def step(state, at_key, keys):
             top, total, sums = state
-            scores = plan.capped(block, _cut(key_t, at_key, keys, 3), (*shape, keys))
+            bias = plan.bias(seen, at, queries, at_key, keys)
+            scores = plan.scores(block, _cut(key_t, at_key, keys, 3), (*shape, keys), bias)
             scores = jnp.where(plan.once(seen.tile(at, queries, at_key, keys)), scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1, keepdims=True, initial=EMPTY))
             fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top)
@@ -211,7 +226,9 @@ def _backward(
         def step(state, at_key, keys):
             query_bar, key_bar, value_bar = state
             shape, flat = (batch, kv_heads, keys, groups, queries), (batch, kv_heads, keys, groups * queries)
-            scores = plan.capped(_cut(key, at_key, keys, 2), query_t, shape)
+            bias = plan.bias(seen, at, queries, at_key, keys)
+            bias = None if bias is None else bias.transpose(0, 1, 4, 2, 3)
+            scores = plan.scores(_cut(key, at_key, keys, 2), query_t, shape, bias)
             tile = plan.once(seen.tile(at, queries, at_key, keys).transpose(0, 1, 4, 2, 3))
             weights = jnp.exp(jnp.where(tile, scores, -jnp.inf) - lse_b)
             slope = weights * (_product(_cut(value, at_key, keys, 2), out_t).reshape(shape) - delta_b)
@@ -312,7 +329,8 @@ def blockwise_max(inputs: AttentionInputs, call: AttentionCall) -> Float32[Array
         block = _cut(query, at, queries, 3).reshape(*shape[:2], -1, query.shape[4])
 
         def step(top, at_key, keys):
-            scores = plan.capped(block, _cut(key_t, at_key, keys, 3), (*shape, keys))
+            bias = plan.bias(seen, at, queries, at_key, keys)
+            scores = plan.scores(block, _cut(key_t, at_key, keys, 3), (*shape, keys), bias)
             scores = jnp.where(seen.tile(at, queries, at_key, keys), scores, EMPTY)
             return jnp.maximum(top, scores.max((-2, -1), initial=EMPTY))
 
@@ -327,6 +345,7 @@ def _plan(call: AttentionCall) -> _ChunkPlan:
     return _ChunkPlan(
         mask=call.mask,
         soft_cap=call.soft_cap,
+        alibi=call.alibi,
         aligned=call.aligned,
         spans=call.spans,
         keeps_masks=call.backend.keeps_masks,
@@ -346,7 +365,7 @@ def _seen(plan: _ChunkPlan, inputs: AttentionInputs) -> _Seen:
         split = (1, 1) if selected.shape[1] == 1 else (kv_heads, heads // kv_heads)
         selected = plan.fill_queries(selected.reshape(selected.shape[0], *split, *selected.shape[2:]), axis=3)
         selected = plan.fill_keys(selected, axis=4) if places is None else selected
-    segments = positions.query_segments, positions.key_segments
+    segments, slopes = (positions.query_segments, positions.key_segments), inputs.slopes
     seen = _Seen(
         first=plan.fill_queries(first),
         last=plan.fill_queries(last, value=-1),
@@ -355,6 +374,8 @@ def _seen(plan: _ChunkPlan, inputs: AttentionInputs) -> _Seen:
         key_segments=None if segments[1] is None else plan.fill_keys(segments[1]),
         selected=selected,
         places=places,
+        slopes=None if slopes is None else slopes.reshape(inputs.key.shape[2], -1),
+        query_positions=None if slopes is None else plan.fill_queries(positions.query_positions),
     )
     return seen if plan.kv_block is None else seen._replace(reach=_reach(seen, plan.block, plan.kv_block))
 

@@ -54,7 +54,7 @@ def _needs_mask(call: AttentionCall) -> bool:
 
 def cudnn_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
     """Attend as `attend` defines it; lse is NaN. Under remat it is computed again: its residuals have no name."""
-    query, key, value, positions, selected, _ = inputs
+    query, key, value, positions, selected, *_ = inputs
     # of the same tokens in order, none sees a later index, but for spans
     causal = call.aligned and not call.spans and not isinstance(call.mask, Bidirectional)
     options: dict = dict(scale=1.0, is_causal=causal, implementation=IMPLEMENTATION)

@@ -23,11 +23,11 @@ from eqx_decoders.layers.mask import Mask, visible
 
 def dot(inputs: AttentionInputs, call: AttentionCall) -> Result:
     """Attend as `attend` defines it. Scales of keys multiply scores, scales of values weights: nothing is rounded."""
-    query, key, value, _, _, scales = inputs
+    query, key, value, _, _, scales, _ = inputs
     batch, length, heads, _ = query.shape
     if scales is not None:
         key, value = key.astype(query.dtype), value.astype(query.dtype)
-    scores = _scores(query, key, call.soft_cap, None if scales is None else scales.key)
+    scores = _scores(inputs._replace(query=query, key=key), call)
     scores = jnp.where(_seen(inputs, call.mask), scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
     weights = jnp.exp(scores - top)
@@ -47,7 +47,7 @@ def dot_gradients(inputs: AttentionInputs, call: AttentionCall, cotangents: Cota
     kv_heads = key.shape[2]
     lse, delta = (_grouped(x, kv_heads).transpose(0, 2, 3, 1)[..., None] for x in (cotangents.lse, cotangents.delta))
     query_g, out_bar = (_grouped(x, kv_heads) for x in (query, cotangents.out_bar.astype(value.dtype)))
-    scores = _scores(query, key, call.soft_cap)
+    scores = _scores(inputs, call)
     seen = _seen(inputs, call.mask)
     weights = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse)
     slopes = weights * (jnp.einsum("btngv,bsnv->bngts", out_bar, value, preferred_element_type=jnp.float32) - delta)
@@ -79,12 +79,15 @@ def _of_keys(scale: Float[Array, "batch keys scale_heads"]) -> Float32[Array, "b
     return scale.astype(jnp.float32).swapaxes(1, 2)[:, :, None, None]
 
 
-def _scores(
-    query: Array, key: Array, soft_cap: float | None, scale: Array | None = None
-) -> Float32[Array, "batch kv_heads groups length keys"]:
-    query = _grouped(query, key.shape[2])
+def _scores(inputs: AttentionInputs, call: AttentionCall) -> Float32[Array, "batch kv_heads groups length keys"]:
+    query, key, scales = _grouped(inputs.query, inputs.key.shape[2]), inputs.key, inputs.scales
     scores = jnp.einsum("btngd,bsnd->bngts", query, key, preferred_element_type=jnp.float32)
-    return cap_scores(scores if scale is None else scores * _of_keys(scale), soft_cap)
+    scores = scores if scales is None else scores * _of_keys(scales.key)
+    if call.alibi is not None and inputs.slopes is not None:
+        of_query, of_key = inputs.positions.query_positions, inputs.positions.key_positions
+        slopes = inputs.slopes.reshape(1, *scores.shape[1:3], 1, 1)
+        scores += call.alibi.bias(slopes, of_query[:, None, None, :, None], of_key[:, None, None, None])
+    return cap_scores(scores, call.soft_cap)
 
 
 def _seen(inputs: AttentionInputs, mask: Mask) -> Bool[Array, "batch kv_heads groups length keys"]:

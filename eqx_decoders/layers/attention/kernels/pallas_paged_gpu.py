@@ -22,7 +22,7 @@ from eqx_decoders.layers.attention.kernels.common import (
     heads_of_tokens,
     rows_of_key_heads,
 )
-from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Softmax
+from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import Softmax, tile_product
 from eqx_decoders.layers.cache.page_layout import Pages
 from eqx_decoders.sharding.backend import backend_of
 

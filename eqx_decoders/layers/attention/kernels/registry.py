@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from eqx_decoders.errors import ConfigError, check, check_number, check_word
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels import cudnn, pallas_flash_gpu, pallas_flash_tpu, splash
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs, AttentionOptions, group_arguments
 from eqx_decoders.layers.attention.kernels.chunked import blockwise, blockwise_gradients, blockwise_max
@@ -80,6 +81,7 @@ class Kernel:
     gradients: Callable[..., Gradients] = no_gradients
     masks: tuple[type, ...] = get_args(Mask)
     soft_cap: bool = True
+    alibi: bool = False
     segments: bool = True
     spans: bool = True
     selection: bool = True
@@ -109,6 +111,7 @@ class Kernel:
 
 _ABILITIES = {
     "soft_cap": "a soft cap",
+    "alibi": "linear biases",
     "segments": "segments",
     "spans": "spans",
     "selection": "a selection of keys",
@@ -127,6 +130,7 @@ class AttendKeywords(TypedDict, total=False):
     selected: Selected | None
     scales: Scales | None
     soft_cap: float | None
+    alibi: Alibi | None
     aligned: bool
     dense_positions: bool
     needs_lse: bool
@@ -163,7 +167,7 @@ def run_kernel(inputs: AttentionInputs, options: AttentionOptions, kernel: str =
         options.aligned or not options.dense_positions,
         "dense_positions=True needs aligned=True: it is about queries that are the keys.",
     )
-    call = _describe_call(inputs, options)
+    call, inputs = _describe_call(inputs, options), inputs.with_slopes(options)
     chosen = _find(kernel, call)
     with jax.named_scope(chosen.scope):
         if inputs.scales is None or chosen.scales:
@@ -184,7 +188,7 @@ def attend_gradients(
     can't give lse can't do this.
     """
     call = _describe_call(inputs, options)
-    return _find(kernel, call).gradients(inputs, call, cotangents)
+    return _find(kernel, call).gradients(inputs.with_slopes(options), call, cotangents)
 
 
 def max_scores(
@@ -208,7 +212,7 @@ def run_max_scores(inputs: AttentionInputs, options: AttentionOptions) -> Float3
     """Compute what `max_scores` defines, from grouped arguments; values are ignored."""
     call = _describe_call(inputs, options)
     query, key = jax.lax.stop_gradient((inputs.query, inputs.key))
-    return blockwise_max(inputs._replace(query=query, key=key), call)
+    return blockwise_max(inputs.with_slopes(options)._replace(query=query, key=key), call)
 
 
 def _describe_call(inputs: AttentionInputs, options: AttentionOptions) -> AttentionCall:
@@ -251,8 +255,8 @@ def choose(call: AttentionCall) -> str:
 
 
 KERNELS: dict[str, Kernel] = {
-    "dot": Kernel(name="dot", function=dot, gradients=dot_gradients, scales=True),
-    "chunked": Kernel(name="chunked", function=blockwise, gradients=blockwise_gradients),
+    "dot": Kernel(name="dot", function=dot, gradients=dot_gradients, alibi=True, scales=True),
+    "chunked": Kernel(name="chunked", function=blockwise, gradients=blockwise_gradients, alibi=True),
     "interval": Kernel(
         name="interval",
         function=functools.partial(flash_attention, pallas_flash_tpu.TPU),

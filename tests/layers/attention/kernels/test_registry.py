@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.kernels.registry import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_groups, pack_lanes
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
@@ -60,7 +61,7 @@ def plain(length, batch=2, start=0):
     return jnp.asarray(np.arange(start, start + length, dtype=np.int32)[None].repeat(batch, 0))
 
 
-OPTIONS = ("mask", "soft_cap", "aligned", "kernel", "platform")
+OPTIONS = ("mask", "soft_cap", "alibi", "aligned", "kernel", "platform")
 attend_once = jax.jit(attend, static_argnames=OPTIONS)
 
 
@@ -114,7 +115,8 @@ def test_packed_chunked_is_dot(mask, soft_cap):
     positions, segments = packed(301)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
-    same(*both(make(301, value_dim=5), places, mask=mask, soft_cap=soft_cap, aligned=True))
+    alibi = Alibi(max_exponent=3.0) if soft_cap is None else None
+    same(*both(make(301, value_dim=5), places, mask=mask, soft_cap=soft_cap, alibi=alibi, aligned=True))
 
 
 def test_loops_over_blocks_are_dot():
@@ -124,7 +126,7 @@ def test_loops_over_blocks_are_dot():
     places |= {"query_segments": segments, "key_segments": segments}
     qkv = make(561, heads=2, kv_heads=1, value_dim=11)
     for mask in (Causal(), SlidingWindow(150), Chunked(100)):
-        same(*both(qkv, places, mask=mask, soft_cap=None, aligned=True))
+        same(*both(qkv, places, mask=mask, soft_cap=None, alibi=Alibi(max_exponent=4.0), aligned=True))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
@@ -157,7 +159,7 @@ def test_queries_need_not_be_the_keys(lengths, platform):
     order = np.random.default_rng(0).permutation(kv_length)
     slots = np.where(order % 7 == 3, -1, order)[None].repeat(2, 0)
     places = {"query_positions": plain(length, start=kv_length // 2), "key_positions": jnp.asarray(slots, jnp.int32)}
-    same(*both(qkv, places, mask=Causal(), soft_cap=3.0, platform=platform))
+    same(*both(qkv, places, mask=Causal(), soft_cap=3.0, alibi=Alibi(rounded=True), platform=platform))
 
 
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])

@@ -1,0 +1,70 @@
+"""BLOOM (BigScience 2022): ALiBi, a norm behind the embedding, LayerNorm, tanh-gelu without a gate, biases."""
+
+import functools
+from typing import Any
+
+from eqx_decoders.blocks.residual.residual import Weighted
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, gpt_sizes, norm, plain_mlp
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import Flag, Renamed
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.alibi import Alibi
+from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def bloom(shape: DecoderSizes, *, keeps_normed: bool = False) -> DecoderConfig:
+    """Return a decoder of BLOOM blocks, whose norms normalize the stream itself with `keeps_normed`."""
+    layer_norm = LayerNormConfig(eps=shape.eps)
+    mixer = shape.attention(rope=None, alibi=Alibi(), qkv_bias=True, out_bias=True)
+    residual: dict[str, Any] = {"residual": Weighted(keeps_normed=True)} if keeps_normed else {}
+    block = shape.block(mixer, shape.mlp(gated=False, bias=True), layer_norm, **residual)
+    return shape.decoder(block, layer_norm, embedding_norm=layer_norm)
+
+
+_KEYS = {
+    "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "rms_norm_eps": "layer_norm_epsilon",
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "attention_bias")),
+}  # fmt: skip
+_IGNORED = {
+    "how it was run": "pretraining_tp slow_but_exact masked_softmax_fusion bias_dropout_fusion skip_bias_add "
+    "skip_bias_add_qkv offset_alibi seq_length",
+    "softmax is in float32 here anyway": "attention_softmax_in_fp32",
+}
+_LAYER = "transformer.h.{layer}."
+FAMILY = Family(
+    model_type="bloom",
+    architecture="BloomForCausalLM",
+    settings=(
+        Renamed({"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}),
+        decoder_sizes(
+            mlp_dim=lambda values: 4 * values["embed_dim"], eps=1e-5, tied=True, activation="gelu_tanh", keys=_KEYS
+        ),
+        Flag("apply_residual_connection_post_layernorm", "blocks.0.residual.keeps_normed", False, name="keeps_normed"),
+    ),
+    build=bloom,
+    weights=(
+        Weight("transformer.word_embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *norm("transformer.word_embeddings_layernorm", "embedding_norm"),
+        *norm(_LAYER + "input_layernorm", "pre_mixer_norm"),
+        *norm(_LAYER + "post_attention_layernorm", "pre_mlp_norm"),
+        *fused_attention(_LAYER + "self_attention.", "query_key_value", "dense"),
+        *plain_mlp(_LAYER + "mlp.", up="dense_h_to_4h", down="dense_4h_to_h"),
+        *norm("transformer.ln_f", "final_norm"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    ),
+    prefix="transformer.",
+    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+)
+
+_sizes = functools.partial(gpt_sizes, vocab_size=250_880, eps=1e-5, tied=True, activation="gelu_tanh")
+_SIZES = {
+    "bloom-560m": _sizes(1024, 24, 16),
+    "bloom-1b1": _sizes(1536, 24, 16),
+    "bloom-1b7": _sizes(2048, 24, 16),
+    "bloom-3b": _sizes(2560, 30, 32),
+    "bloom-7b1": _sizes(4096, 30, 32),
+    "bloom-176b": _sizes(14_336, 70, 112),
+}
+
+MODELS = {name: functools.partial(bloom, shape) for name, shape in _SIZES.items()}

@@ -1,0 +1,79 @@
+"""MPT (MosaicML 2023): ALiBi, LayerNorm without biases, gelu without a gate; queries, keys and values may be clipped."""
+
+import functools
+
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gpt_sizes, norm, plain_mlp
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.settings_table import AUTO_MAP, Number, Only, Renamed, Table
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.alibi import Alibi
+from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def mpt(shape: DecoderSizes, *, clip: float | None = None, scale: float | None = None) -> DecoderConfig:
+    """Return a decoder of MPT blocks; `scale` multiplies queries, `head_dim ** -0.5` by default."""
+    layer_norm = LayerNormConfig(eps=shape.eps, bias=False)
+    mixer = shape.attention(rope=None, alibi=Alibi(), fused_qkv=True, qkv_clip=clip, query_scale=scale)
+    return shape.decoder(shape.block(mixer, shape.mlp(gated=False), layer_norm), layer_norm)
+
+
+_KEYS = {
+    "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "rms_norm_eps": "layer_norm_epsilon",
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "attention_bias")),
+}  # fmt: skip
+_IGNORED = {
+    "transformers' MLP is always four times as wide as the stream": "expansion_ratio",
+    "ALiBi has no other positions": "learned_pos_emb max_seq_len",
+    "how it was begun and trained": "embedding_fraction emb_pdrop resid_pdrop init_device init_config",
+    "names and printing": "tokenizer_name verbose",
+}
+_ATTENTION = dict(alibi=True, alibi_bias_max=8, qk_ln=False, prefix_lm=False, attn_type="multihead_attention")
+_IGNORED_ATTENTION = {"attn_pdrop": "drops something in training alone", "attn_impl": "how it was run"}
+_IGNORED_ATTENTION |= {"attn_uses_sequence_id": "segment ids say which document a token belongs to"}
+_LAYER = "transformer.blocks.{layer}."
+FAMILY = Family(
+    model_type="mpt",
+    architecture="MptForCausalLM",
+    settings=(
+        Renamed({key: _KEYS[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}),
+        decoder_sizes(
+            mlp_dim=lambda values: 4 * values["embed_dim"], eps=1e-5, tied=True, activation="gelu", keys=_KEYS
+        ),
+        Table(
+            "attn_config",
+            (
+                Number("clip_qkv", "attention.qkv_clip", None, name="clip"),
+                Number("softmax_scale", "attention.query_scale", None, name="scale"),
+                *(Only(key, value, written=True) for key, value in _ATTENTION.items()),
+            ),
+            what="attention",
+            ignored=_IGNORED_ATTENTION,
+        ),
+        Only("no_bias", True, written=True),
+        Only("logit_scale", written=True),
+        Only("norm_type", "low_precision_layernorm", "layernorm", written=True),
+        AUTO_MAP,
+    ),
+    build=mpt,
+    weights=(
+        Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *norm(_LAYER + "norm_1", "pre_mixer_norm"),
+        *norm(_LAYER + "norm_2", "pre_mlp_norm"),
+        Weight(_LAYER + "attn.Wqkv.weight", "mixer.qkv", "(qkv_heads head_dim) embed -> embed qkv_heads head_dim"),
+        Weight(_LAYER + "attn.out_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        *plain_mlp(_LAYER + "ffn."),
+        *norm("transformer.norm_f", "final_norm"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    ),
+    prefix="transformer.",
+    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+)
+
+_sizes = functools.partial(gpt_sizes, vocab_size=50_432, eps=1e-5, tied=True, activation="gelu")
+
+MODELS = {
+    "mpt-7b": lambda: mpt(_sizes(4096, 32, 32)),
+    "mpt-30b": lambda: mpt(_sizes(7168, 48, 64)),
+}
