@@ -643,7 +643,7 @@ DATA = {
     "DecodingPlan", "PlannedStep", "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring",
     "StateLayout", "ExternalCall",
     "CachedBlock", "Echo", "EngineStats",
-    "Change", "Comparison", "Likeness", "Note", "Notes", "Reading", "Rename", "TensorGroup", "Vocabulary",
+    "Change", "Comparison", "Likeness", "Note", "Notes", "Ranking", "Reading", "Rename", "TensorGroup", "Vocabulary",
     "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue",

@@ -51,13 +51,13 @@ class Draft(CheckedFields):
             return self._known(directory, kind, all(shape is not None for shape in shapes.values()))
         check(not file.exists(), f"output={str(file)!r} exists: name a new file with --output.")
         families = {name: family for name, (family, _) in published_families().items() if family.text is None}
-        likeness, comparison, words = rank(families.values(), content, shapes)
-        module = published_families()[comparison.family.model_type][1]
-        notes = notes_of(comparison, words)
-        draft = draft_source(comparison, notes, _source(module))
+        ranking = rank(families.values(), content, shapes)
+        nearest, shares = ranking.nearest, [each.shares for each in ranking.likeness]
+        notes = notes_of(nearest, ranking.words)
+        draft = draft_source(nearest, notes, _source(published_families()[nearest.family.model_type][1]))
         write_atomically(file, draft.encode())
         print(f"{directory.path}: {abbreviate(kind)} is no family here yet")
-        print(report([each.shares for each in likeness], comparison, notes, draft))
+        print(report(shares, ranking.suspects, nearest, notes, draft))
         print(_next_steps(file, directory.path, draft))
         return 0
 

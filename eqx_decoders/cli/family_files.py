@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eqx_decoders.errors import ConfigError, EqxDecodersError, check
 from eqx_decoders.families import register_family
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.io.atomic_files import expanded
 
 
@@ -29,8 +30,11 @@ def register_file(path: str) -> None:
         raise
     except Exception as error:
         raise ConfigError(f"{FLAG}={path!r} can't be run: {type(error).__name__}: {str(error)[:300]}.") from error
-    check(hasattr(module, "FAMILY"), f"{FLAG}={path!r} has no FAMILY: `FAMILY = Family(…)` must stand in it.")
-    register_family(module.FAMILY, getattr(module, "MODELS", {}))
+    family, models = getattr(module, "FAMILY", None), getattr(module, "MODELS", {})
+    if not isinstance(family, Family):
+        raise ConfigError(f"{FLAG}={path!r} has no FAMILY: `FAMILY = Family(…)` must stand in it.")
+    check(isinstance(models, dict), f"{FLAG}={path!r}: MODELS must be a dictionary of functions by name.")
+    register_family(family, models)
 
 
 def take_families(args: Sequence[str]) -> list[str]:

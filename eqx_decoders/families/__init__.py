@@ -169,7 +169,6 @@ def register_family(family: Family, models: Mapping[str, Callable[[], DecoderCon
     `models` are configurations by name, for `get_config`. What is registered again is replaced. Raises ConfigError for
     a name that the library has.
     """
-    check(isinstance(family, Family), f"register_family: family={family!r:.80} must be a Family.")
     if isinstance(family, MultimodalFamily):
         family = family.with_text(find_family(family.text_type))
     for name in (family.model_type, *family.aliases):

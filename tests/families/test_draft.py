@@ -46,11 +46,12 @@ def draft_of(directory: Path, among: tuple[str, ...] = FEW) -> tuple[str, str, s
     families._NAMES.pop(content["model_type"], None)
     known = families.published_families()
     text = [family for name, (family, _) in known.items() if family.text is None and name in (among or known)]
-    likeness, comparison, words = rank(text, content, tensor_shapes(Directory(directory)))
+    ranking = rank(text, content, tensor_shapes(Directory(directory)))
+    comparison, notes = ranking.nearest, notes_of(ranking.nearest, ranking.words)
     nearest, module = known[comparison.family.model_type]
-    notes = notes_of(comparison, words)
     source = draft_source(comparison, notes, inspect.getsource(sys.modules[module]))
-    return nearest.model_type, source, report([each.shares for each in likeness], comparison, notes, source)
+    shares = [each.shares for each in ranking.likeness]
+    return nearest.model_type, source, report(shares, ranking.suspects, comparison, notes, source)
 
 
 def another_model(folder: Path, config: dict, names: dict[str, str] | None = None, **more: np.ndarray) -> Path:
@@ -94,6 +95,23 @@ def test_the_draft_of_a_sibling_gives_the_logits_of_transformers(fixture, among,
     (tmp_path / "draft.py").write_text(source)
     register_file(str(tmp_path / "draft.py"))
     assert worst_logit(directory) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fixture", "code", "suspect"),
+    [
+        ("cohere_bias", "residual=Parallel()", "rope.pairing=interleaved"),
+        ("nemotron_bias", "rope_settings(fraction=0.5)", "norm.offset=1.0"),
+        ("gemma_mqa", "def gemma(", "embedding_scale="),
+        ("helium", "def helium(", "rope.pairing=interleaved"),
+        ("starcoder2_window", "QUESTION: no window, though sliding_window=", "rope.pairing=interleaved"),
+    ],
+)
+def test_what_a_draft_finds_of_less_near_families(fixture, code, suspect):
+    """And what no name shows: the report says what families with the same names have."""
+    _, source, text = draft_of(FIXTURES / fixture, ())
+    assert code in source and suspect in text
 
 
 def test_renamed_modules_other_keys_and_unknown_tensors(tmp_path):

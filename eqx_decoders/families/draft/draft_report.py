@@ -1,6 +1,7 @@
 """The report of a draft: the nearest families, what differs, what is open, and what to do next."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 
 from eqx_decoders.families.config_reader import abbreviate
 from eqx_decoders.families.draft.comparison import Comparison
@@ -8,17 +9,23 @@ from eqx_decoders.families.draft.notes import Notes, printable
 
 
 _SHOWN = 3
-_BLIND = (
-    "names, shapes and keys don't show all: which features RoPE pairs, what scales embeddings and logits, the order of",
-    "norms. A comparison of logits does.",
-)
+_SUSPECTS = 5
 _WIDTH = 118
 
 
-def report(shares: Sequence[tuple[str, float, float]], comparison: Comparison, notes: Notes, draft: str) -> str:
+def report(
+    shares: Sequence[tuple[str, float, float]],
+    suspects: Mapping[str, Sequence[str]],
+    comparison: Comparison,
+    notes: Notes,
+    draft: str,
+) -> str:
     """Return the report of the text of a draft.
 
-    shares: of tensors and of keys that each family has, the nearest first.
+    **Arguments:**
+
+    - `shares`: of tensors and of keys that each family has, the nearest first.
+    - `suspects`: what families with the same names have that no name shows.
     """
     nearest = comparison.family.model_type
     layers = {layer for group in comparison.groups.values() for layer in group.layers}
@@ -27,13 +34,19 @@ def report(shares: Sequence[tuple[str, float, float]], comparison: Comparison, n
     for name, tensors, keys in shares[:_SHOWN]:
         lines.append(f"  {name:22}{_percent(tensors):>10}{_percent(keys):>8}")
     differences = _differences(comparison) + _keys(notes)
-    lines += ["", f"what differs from {nearest}:" if differences else f"nothing differs from {nearest} but its name"]
-    lines += [f"  {line}" for line in differences]
+    if differences:
+        lines += ["", f"what differs from {nearest}:", *(f"  {line}" for line in differences)]
+    elif "# QUESTION:" not in draft:
+        lines += ["", f"nothing differs from {nearest} but its name"]
     for title, word in (("what is assumed", "assumed: "), ("what is open", "QUESTION: ")):
         found = comments(draft, word)
         lines += ["", f"{title} ({len(found)}):", *(f"  {line}" for line in found)] if found else []
-    lines += ["", *_BLIND]
-    return "\n".join(printable(line)[:_WIDTH] if len(line) > _WIDTH else line for line in lines)
+    lines += ["", "names, shapes and keys don't show all: compare the logits."]
+    if suspects:
+        lines.append("Should they differ, these are what families with the same names have besides:")
+        lines += [f"  {habit} ({', '.join(names[:_SHOWN])})" for habit, names in list(suspects.items())[:_SUSPECTS]]
+    wrap = textwrap.TextWrapper(_WIDTH, subsequent_indent="    ", drop_whitespace=True)
+    return "\n".join(part for line in lines for part in wrap.wrap(printable(line)) or [""])
 
 
 def comments(draft: str, word: str) -> list[str]:

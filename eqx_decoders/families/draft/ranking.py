@@ -14,6 +14,7 @@ from eqx_decoders.families.hf_table import Family
 
 
 _COMPARED = 10
+_SLACK = 0.1  # of the keys that a suspect may know less
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,27 @@ class Likeness:
         return 3 * self.tensors + self.keys - 0.05 * doubts
 
 
-def rank(
-    families: Iterable[Family], content: Mapping[str, Any], tensors: Mapping[str, Shape]
-) -> tuple[list[Likeness], Comparison, Vocabulary]:
-    """Return the families, the nearest first, and the comparison with the nearest one."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Families ranked for a checkpoint.
+
+    **Arguments:**
+
+    - `likeness`: the families, the nearest first.
+    - `nearest`: the comparison with the nearest one.
+    - `words`: what all families call the same.
+    - `suspects`: what neither keys nor tensors show, of families that have as many of these by their names; each with
+        the families, those first whose keys the file has.
+    """
+
+    likeness: tuple[Likeness, ...]
+    nearest: Comparison
+    words: Vocabulary
+    suspects: Mapping[str, tuple[str, ...]]
+
+
+def rank(families: Iterable[Family], content: Mapping[str, Any], tensors: Mapping[str, Shape]) -> Ranking:
+    """Return the families by how much has to differ, and the comparison with the nearest one."""
     families = list(families)
     words = Vocabulary.of(families)
     readings = {
@@ -60,7 +78,19 @@ def rank(
         for each in likeness[:_COMPARED]
     ]
     compared.sort(key=lambda pair: pair[1].distance + pair[0].idle + 60 * (1 - pair[0].tensors))
-    return [each for each, _ in compared] + likeness[_COMPARED:], compared[0][1], words
+    first, nearest = compared[0]
+    suspects: dict[str, tuple[str, ...]] = {}
+    for each in sorted(likeness, key=lambda each: each.idle):
+        reading = readings[each.family.model_type]
+        fits = each.tensors >= first.tensors and each.keys >= first.keys - _SLACK and not reading.refused
+        for habit in habits_of(reading.config) if fits else ():
+            suspects[habit] = (*suspects.get(habit, ()), each.family.model_type)
+    return Ranking(
+        likeness=(*(each for each, _ in compared), *likeness[_COMPARED:]),
+        nearest=nearest,
+        words=words,
+        suspects={habit: names for habit, names in suspects.items() if habit not in nearest.habits},
+    )
 
 
 def speaking_keys(content: Mapping[str, Any]) -> list[str]:
