@@ -23,6 +23,7 @@ from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
+from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
@@ -117,9 +118,16 @@ CHANNELS = {
     "normalized": MLPConfig(mlp_dim=24, activation="xielu", inner_norm=RMSNormConfig()),
     "linear": LinearConfig(),
     "none": None,
-    "dropless": ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["dropless"], bias=True),
+    "dropless": ExpertsConfig(
+        num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["dropless"], bias=True, out_bias=True
+    ),
     "all to all": ExpertsConfig(
-        num_experts=4, num_experts_per_token=1, mlp_dim=8, router=ROUTERS["all to all"], shared=MLPConfig(mlp_dim=8)
+        num_experts=4,
+        num_experts_per_token=2,
+        mlp_dim=8,
+        router=ROUTERS["all to all"],
+        shared=MLPConfig(mlp_dim=8),
+        num_zero_experts=4,
     ),
     "capacity": ExpertsConfig(
         num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["capacity"], capacity_factor=0.75
@@ -206,7 +214,7 @@ OWN_DROPOUT = tuple(name for name, (_, run) in FORMS.items() if {"pipeline", "ba
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
     "channel": tuple(CHANNELS),
-    "mixer": (*MIXERS, "latent", "indexed", "learned", *RECURRENT),
+    "mixer": (*MIXERS, "latent", "indexed", "learned", "head mixture", *RECURRENT),
     "rope": tuple(ROPES),
     "length": (1, 13, 32, 64, 97, 130),
     "norm": tuple(NORMS),
@@ -235,18 +243,19 @@ CACHED = FACTORS["cache"][1:]
 EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
-    ("mixer", ("selecting", "block indexer", "indexed"), "dtype", ("bfloat16",)),  # rounded scores choose other keys
+    ("mixer", ("selecting", "block indexer", "indexed", "head mixture"), "dtype", ("bfloat16",)),  # other choices
     ("further", ("engram",), "dtype", ("bfloat16",)),  # the slope of its root of a score has no bound
     ("mixer", ("selecting", "block indexer", "indexed"), "mask", tuple(MASKS)[1:]),  # they select from the whole past
     ("mixer", ("latent",), "mask", SPANS),  # it has none
     ("mask", SPANS, "cache", ("token by token", "rejected")),  # a span comes in one call
     ("mixer", ("latent", "indexed"), "heads", ("grouped", "multi-query")),  # all its heads share one latent
     ("mixer", ("latent", "indexed"), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
-    ("residual", ("chained",), "mixer", tuple(RECURRENT)),  # whose output has the features of the stream
+    ("residual", ("chained",), "mixer", ("head mixture", *RECURRENT)),  # whose output has the features of the stream
     ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
+    ("mixer", ("head mixture",), "qk_norm", ("all heads", "each head")),  # no head is always there
     ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
-    ("kv_shared_from", (True,), "mixer", ("latent", "learned", "block indexer", *RECURRENT)),  # they lend nothing
+    ("kv_shared_from", (True,), "mixer", ("latent", "learned", "head mixture", "block indexer", *RECURRENT)),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("dropout", (0.25,), "mesh", OWN_DROPOUT),  # parts of a batch draw masks of their own
@@ -398,12 +407,12 @@ def _mixer(case: Case):
         spans=case["mask"] in SPANS,
         alibi=Alibi(max_exponent=3.0) if rope is None else None,
         out_dim=24 if case["residual"] == "chained" and not learned else None,
-        **({} if learned else MIXERS[case["mixer"]]),
+        **MIXERS.get(case["mixer"], {}),
     )
     if learned:
         teacher = dict(teacher_heads=6, teacher_kv_heads=2, teacher_head_dim=4)
         return LearnedInitConfig(attention=attention, general=case["tied"], **teacher)
-    return attention
+    return HeadMixtureConfig(attention=attention, num_experts=4) if case["mixer"] == "head mixture" else attention
 
 
 def _channel(case: Case):

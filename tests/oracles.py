@@ -178,6 +178,11 @@ def expert_by_hand(layer, e, x):
     return out if layer.latent_out is None else out @ wide(layer.latent_out)
 
 
+def unchanged_by_hand(layer, x):
+    """What a zero expert returns to the stream."""
+    return x if layer.latent_in is None else x @ wide(layer.latent_in) @ wide(layer.latent_out)
+
+
 def experts_by_hand(layer, x, positions, room=math.inf):
     """Token by token. An expert takes `room` tokens of a row; the number of those that found none comes along."""
     out, dropped = np.zeros_like(x), 0
@@ -186,19 +191,22 @@ def experts_by_hand(layer, x, positions, room=math.inf):
         return y if layer.norms is None else norm_by_hand(getattr(layer.norms, name), y)
 
     for b in range(len(x)):
-        taken = [0] * layer.config.num_experts
+        taken = [0] * layer.config.num_choices
         for t in range(x.shape[1]):
             routed, shared = normed("pre_routed", x[b, t]), normed("pre_shared", x[b, t])
             if positions[b, t] >= 0:
                 for e, weight in zip(*route_by_hand(layer.router, x[b, t])[:2], strict=True):
                     taken[e] += 1
-                    if taken[e] > room:
+                    if e >= layer.config.num_experts:
+                        out[b, t] += weight * unchanged_by_hand(layer, routed)
+                    elif taken[e] > room:
                         dropped += 1
                     elif layer.config.router.input_scaling:
                         out[b, t] += expert_by_hand(layer, e, weight * routed)
                     else:
                         out[b, t] += weight * expert_by_hand(layer, e, routed)
-            out[b, t] = normed("post_routed", out[b, t])
+            bias = 0.0 if layer.out_bias is None else wide(layer.out_bias)
+            out[b, t] = normed("post_routed", out[b, t] + bias)
             if layer.shared is not None:
                 gate = 1.0 if layer.shared_gate is None else 1 / (1 + math.exp(-x[b, t] @ wide(layer.shared_gate)))
                 out[b, t] += normed("post_shared", gate * mlp_by_hand(layer.shared, shared))

@@ -26,6 +26,7 @@ from eqx_decoders.errors import CheckedFields, _declared
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
+from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
@@ -75,6 +76,7 @@ INDEXER = IndexerConfig(num_heads=3, head_dim=4, top_k=2)
 MLP = MLPConfig(mlp_dim=12)
 EXPERTS = ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=6)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
+ASIDE = dataclasses.replace(BLOCK, mlp=dataclasses.replace(EXPERTS, shared=MLP, shortcut="aside"))
 EMPTY = ed.BlockConfig(mixer=None, mlp=None)
 SMALL = MLPConfig(mlp_dim=4)
 FURTHER = ed.ExtraLayerConfig(layer=MLP, pre_norm=RMS)
@@ -91,6 +93,10 @@ DECODER = ed.DecoderConfig(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_no
 
 def decoder(**changes):
     return dataclasses.replace(DECODER, **changes)
+
+
+def of_blocks(*blocks):
+    return decoder(blocks=blocks)
 
 
 def block(**changes):
@@ -203,11 +209,16 @@ OPTIONS: dict[type, tuple] = {
         lambda c: mixer(selection=c),
         dict(size=2, top_k=3, local_blocks=2, num_heads=4, head_dim=10, norm=RMSNormConfig(scale=False)),
     ),
+    HeadMixtureConfig: (
+        HeadMixtureConfig(attention=MIXER, num_experts=4),
+        lambda c: block(mixer=c),
+        dict(attention=dataclasses.replace(MIXER, num_heads=6), num_experts=3),
+    ),
     LatentAttentionConfig: (
         LATENT,
         lambda c: block(mixer=c),
         dict(num_heads=2, q_rank=None, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=3, mask=SlidingWindow(2))
-        | dict(rope=None, query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True, indexer=INDEXER),
+        | dict(rope=None, query_scale=0.1, norm=RMSNormConfig(eps=0.5), kv_scale=2.0, bias=True, indexer=INDEXER),
     ),
     IndexerConfig: (
         INDEXER,
@@ -283,9 +294,10 @@ OPTIONS: dict[type, tuple] = {
     ),
     ExpertsConfig: (
         EXPERTS,
-        lambda c: block(mlp=c),
+        lambda c: of_blocks(dataclasses.replace(BLOCK, mlp=c), dataclasses.replace(BLOCK, shortcut_from=c.shortcut)),
         dict(num_experts=4, num_experts_per_token=3, mlp_dim=5, router=RouterConfig(bias=True), activation="relu")
-        | dict(activation_scale=2.0, gated=False, latent_dim=3, norms=RMS)
+        | dict(activation_scale=2.0, gated=False, latent_dim=3, norms=RMS, out_bias=True, num_zero_experts=3)
+        | dict(shortcut="aside")
         | dict(up_offset=1.0, limit=0.1, bias=True, shared=MLP, shared_gate=True, capacity_factor=0.5),
     ),
     RouterConfig: (
@@ -325,9 +337,10 @@ OPTIONS: dict[type, tuple] = {
     ),
     ed.BlockConfig: (
         dataclasses.replace(BLOCK, pre_mixer_norm=None, pre_mlp_norm=None),
-        lambda c: decoder(blocks=(c,)),
+        lambda c: of_blocks(c) if c.shortcut_from is None else of_blocks(ASIDE, c),
         dict(mixer=None, mlp=None, pre_mixer_norm=RMS, post_mixer_norm=RMS, pre_mlp_norm=RMS, post_mlp_norm=RMS)
-        | dict(residual="parallel", dropout=0.5, pre_layers=(FURTHER,), post_layers=(FURTHER,), shares_kv_as="name"),
+        | dict(residual="parallel", dropout=0.5, pre_layers=(FURTHER,), post_layers=(FURTHER,), shares_kv_as="name")
+        | dict(shortcut_from="aside"),
     ),
     ed.ExtraLayerConfig: (
         FURTHER,
@@ -386,6 +399,7 @@ NEEDS: dict[tuple[type, str], dict] = {
     (YarnRope, "mscale_all_dim"): dict(mscale=1.0, mscale_all_dim=1.0),
     (ExpertsConfig, "shared_gate"): dict(shared=MLP),
     (ExpertsConfig, "norms"): dict(shared=MLP),
+    (ExpertsConfig, "shortcut"): dict(shared=MLP),
     (ed.DecoderConfig, "per_layer_embedding"): dict(per_layer_embedding=PER_LAYER, blocks=per_layer(PER_LAYER).blocks),
     (RouterConfig, "renormalize"): dict(order="score_first"),
     (RouterConfig, "selection_bias"): dict(order="score_first"),
@@ -803,6 +817,7 @@ BAD = [
     (RouterConfig, FIRST, dict(bias_update_rate=1e-3), "needs selection_bias=True"),
     (RouterConfig, {}, dict(selection_bias=True), "needs order='score_first'"),
     (RouterConfig, {}, dict(num_groups=2), "needs order='score_first'"),
+    (RouterConfig, dict(order="score_first"), dict(sparse_mixer=0.1), "needs score='softmax' and order='select_first'"),
     (RouterConfig, {}, dict(renormalize=True), "changes nothing"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(residual="paralel"), "Did you mean 'parallel'"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=1.0), "below 1"),

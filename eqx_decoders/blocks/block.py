@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.block_run import LENT, BlockLayer, BlockResult, BlockRun
+from eqx_decoders.blocks.block_run import BlockLayer, BlockResult, BlockRun
 from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
@@ -15,6 +15,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_word
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
+from eqx_decoders.layers.attention.head_mixture import HeadMixture, HeadMixtureConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
 from eqx_decoders.layers.attention.lightning import LightningAttention, LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
@@ -39,6 +40,7 @@ from eqx_decoders.layers.recurrent.rg_lru import RGLRU, RGLRUConfig
 
 MixerConfig = (
     AttentionConfig
+    | HeadMixtureConfig
     | LatentAttentionConfig
     | LearnedInitConfig
     | GatedDeltaNetConfig
@@ -53,6 +55,7 @@ MixerConfig = (
 )
 Mixer = (
     Attention
+    | HeadMixture
     | LatentAttention
     | LearnedInit
     | GatedDeltaNet
@@ -122,6 +125,8 @@ class BlockConfig(CheckedFields):
     - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
     - `pre_layers`, `post_layers`: extra layers before the mixer and after the MLP.
     - `shares_kv_as`: name by which later layers use this mixer's keys and values (`kv_shared_from`); None for none.
+    - `shortcut_from`: adds to the block's output what the experts of an earlier block returned, those whose
+        `ExpertsConfig.shortcut` is this name (shortcut-connected experts, Cai et al. 2024); None for none.
     """
 
     mixer: MixerConfig | None
@@ -135,6 +140,7 @@ class BlockConfig(CheckedFields):
     pre_layers: tuple[ExtraLayerConfig, ...] = ()
     post_layers: tuple[ExtraLayerConfig, ...] = ()
     shares_kv_as: str | None = None
+    shortcut_from: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -148,6 +154,9 @@ class BlockConfig(CheckedFields):
                 getattr(self, part) is not None or not idle,
                 f"BlockConfig.{part}=None leaves {' and '.join(idle)} without a layer. Set {part} or leave them out.",
             )
+        one_stream = self.residual.streams == 1
+        rule = f"needs one residual stream, not {self.residual}"
+        check(one_stream or self.shortcut_from is None, f"BlockConfig.shortcut_from={self.shortcut_from!r} {rule}.")
         only_two = self.mixer is not None and self.mlp is not None and not self.pre_layers and not self.post_layers
         rule = "needs a mixer and an mlp, and nothing else: one feeds the other"
         check(only_two or not self.residual.chains, f"BlockConfig.residual='chained' {rule}.")
@@ -164,10 +173,19 @@ class BlockConfig(CheckedFields):
 
     @property
     def lent_names(self) -> tuple[str, ...]:
-        """Names by which later layers use what its mixer computes."""
+        """Names by which later layers use what its layers compute."""
+        return tuple(self._lenders)
+
+    @property
+    def _lenders(self) -> dict[str, str]:
+        """Names by which later layers use what its layers lend, each with the place of it among the entries."""
         indexer = getattr(self.mixer, "indexer", None)
-        names = self.shares_kv_as, None if indexer is None else indexer.shares_as
-        return tuple(name for name in names if name is not None)
+        names = {
+            self.shares_kv_as: "",
+            None if indexer is None else indexer.shares_as: "mixer.lent",
+            getattr(self.mlp, "shortcut", None): "mlp.lent",
+        }
+        return {name: place for name, place in names.items() if name is not None}
 
     @property
     def borrowed_name(self) -> str | None:
@@ -176,9 +194,11 @@ class BlockConfig(CheckedFields):
         return getattr(self.mixer, "kv_shared_from", None) or of_indexer
 
     def lent(self, past: Any, entries: dict[str, Any]) -> dict[str, Any]:
-        """Return what later layers may use, by name: past and new keys and values, or what an indexer chose."""
-        kv_name = self.shares_kv_as
-        return {name: (past, entries) if name == kv_name else entries[LENT] for name in self.lent_names}
+        """Return what later layers may use, by name.
+
+        These are past and new keys and values, what an indexer chose, or what experts returned.
+        """
+        return {name: entries[place] if place else (past, entries) for name, place in self._lenders.items()}
 
     def mixers(self) -> tuple[Any, ...]:
         """Return the configurations of its mixers: none, one, or those that are parallel."""

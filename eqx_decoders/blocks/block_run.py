@@ -15,9 +15,6 @@ from eqx_decoders.layers.norm import Norm
 from eqx_decoders.remat import save
 
 
-LENT = "mixer.lent"  # among a block's entries: what its mixer lends to later layers, and no cache takes
-
-
 class BlockLayer(NamedTuple):
     """A layer of a block with its norms: `scale * post_norm(layer(pre_norm(x)))`.
 
@@ -60,6 +57,7 @@ class BlockRun:
 
     def __init__(self, block: AnyBlock, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None):
         self.ctx, self.past, self.dropout_rate = ctx, past, block.config.dropout
+        self.shortcut = block.config.shortcut_from
         self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)
         self.entries: dict[str, Any] = {}
         self.stats: dict[str, Any] = {}
@@ -83,8 +81,7 @@ class BlockRun:
     def output(self, layer: BlockLayer, result: BranchResult) -> Array:
         """Return the layer's output for the stream, after its norm; record the rest of its results."""
         self.entries[layer.name] = result.entries
-        if layer.name == "mixer":
-            self.entries[LENT] = result.lent
+        self.entries[f"{layer.name}.lent"] = result.lent  # what it lends to later layers, and no cache takes
         self.stats.update(result.stats)
         out = result.out if layer.post_norm is None else layer.post_norm(result.out)
         return out if layer.scale == 1.0 else out * layer.scale
@@ -95,7 +92,7 @@ class BlockRun:
 
     def leave(self, x: Array) -> BlockResult:
         """Return the result of the block whose output is `x`."""
-        x = self.ctx.constrain(x, _words(x))
+        x = self.ctx.constrain(x if self.shortcut is None else x + self.ctx.shared[self.shortcut], _words(x))
         if self.ctx.execution.layer_stats:
             self.stats["activations"] = ActivationStats.of(x)
         entries = {name: entry for name, entry in self.entries.items() if entry is not None}

@@ -1,4 +1,4 @@
-"""Checks of layers that use what earlier ones share: keys and values, or the choice of an indexer."""
+"""Checks of layers that use what earlier ones share: keys and values, the choice of an indexer, outputs of experts."""
 
 from typing import Any
 
@@ -22,6 +22,21 @@ def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
             rule = "needs attention with keys and values of its own as mixer, and without an indexer"
             raise ConfigError(f"{where}.shares_kv_as={block.shares_kv_as!r} {rule}.")
         known |= dict.fromkeys(block.lent_names, _common(block))
+    _check_shortcuts(blocks)
+
+
+def _check_shortcuts(blocks: tuple[BlockConfig, ...]) -> None:
+    """Raise ConfigError unless what experts send to a later block is added to the stream once."""
+    sent: dict[str, str] = {}
+    for index, block in enumerate(blocks):
+        where, name, taken = f"DecoderConfig.blocks[{index}]", getattr(block.mlp, "shortcut", None), block.shortcut_from
+        if taken is not None:
+            sent.pop(check_word(f"{where}.shortcut_from", taken, sent))
+        if name is not None:
+            check(name not in sent, f"{where}.mlp.shortcut={name!r}: no block adds that of {sent.get(name)} before.")
+            sent[name] = where
+    rule = "no later block has it as shortcut_from: what these experts return would be lost"
+    check(not sent, f"{''.join(list(sent.values())[:1])}.mlp.shortcut={''.join(list(sent)[:1])!r}: {rule}.")
 
 
 def _common(block: BlockConfig) -> tuple:

@@ -96,9 +96,10 @@ class Segment(eqx.Module):
                 key = None if keys is None else keys[number]
                 x, entry, stat = run(eqx.combine(arrays, block), x, block_ctx, past, key)
                 shared = shared | block.config.lent(past, entry)
+                shared = {name: lent for name, lent in shared.items() if name != block.config.shortcut_from}
                 entries.append({name: entry[name] for name in unit_caches[number]})
                 stats.append(stat)
-            carried = {name: shared[name] for name in replaced}
+            carried = {name: shared.get(name, ctx.shared[name]) for name in replaced}
             added = {name: shared[name] for name in shared if name not in ctx.shared}
             return (x, carried), (tuple(entries), tuple(stats), added)
 

@@ -64,6 +64,7 @@ class Family:
     - `own_settings`: returns the family's settings from those of a `config.json`, in the spelling of `settings`: for
         files that spell them otherwise, or describe more than this model.
     - `transposed`: rows that replace some of `weights` where experts are stored as matrices `[in, out]`.
+    - `blocks_per_layer`: number of blocks that a checkpoint counts as one `{layer}`; `{part}` numbers them there.
     - `default_settings`: ignored keys that transformers needs, and that a new model lacks.
     """
 
@@ -88,6 +89,7 @@ class Family:
     own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     transposed: tuple[Weight, ...] = ()
     default_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    blocks_per_layer: int = 1
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """Return the configuration of a `config.json`, and the keys that it ignores. Raises ConversionError."""
@@ -184,7 +186,7 @@ class Family:
         sizes = {path: dict(zip(words[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
         depths = list(range(0 if model.config.mtp is None else model.config.mtp.num_depths))
         mappings = {
-            path: _mapping(weight, depths if weight.is_mtp else stacks.get(stack), sizes[path])
+            path: _mapping(weight, depths if weight.is_mtp else stacks.get(stack), sizes[path], self.blocks_per_layer)
             for path, (weight, stack) in rows.items()
         }
         for path, section in _sections(rows, mappings, sizes).items():
@@ -194,22 +196,33 @@ class Family:
     def is_ignored(self, tensor: str, config: DecoderConfig) -> bool:
         """Return True for a tensor of such a model that holds nothing learned."""
         rule = self.ignored_tensors
-        return re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
+        return (
+            self.is_kept(tensor, config)
+            or re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
+        )
 
     def copied(self, config: DecoderConfig) -> dict[str, str]:
         """Return the tensors that repeat others, each with the name of the original."""
         return {copy.format(layer=layer): name for layer in depth_layers(config) for copy, name in self.copies.items()}
 
 
-def _mapping(weight: Weight, layers: list[int] | None, sizes: Mapping[str, int]) -> WeightMapping:
+def _mapping(weight: Weight, layers: list[int] | None, sizes: Mapping[str, int], blocks: int) -> WeightMapping:
+    """Return the tensors of a weight of these layers; a layer has a number of `blocks` in a checkpoint."""
     numbers = [] if layers is None else [("depth" if weight.is_mtp else "layer", layers)]
     single = weight.is_mtp and "{depth}" not in weight.name and len(layers or ()) > 1
     check(not single, f"{weight.name} has room for one layer of multi-token prediction.", ConversionError)
     if "{expert}" in weight.name:
         numbers.append(("expert", list(range(sizes["experts"]))))
+
+    def name(*place: int) -> str:
+        found = dict(zip((kind for kind, _ in numbers), place, strict=True))
+        if blocks > 1 and "layer" in found:
+            found["layer"], found["part"] = divmod(found["layer"], blocks)
+        return weight.name.format(**found)
+
     indices = itertools.product(*(values for _, values in numbers))
     return WeightMapping(
-        names=tuple(weight.name.format(**dict(zip((k for k, _ in numbers), place, strict=True))) for place in indices),
+        names=tuple(itertools.starmap(name, indices)),
         stack=tuple(len(values) for _, values in numbers),
         pattern=weight.pattern,
         sizes={**sizes, "1": 1},

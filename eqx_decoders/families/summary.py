@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.families import get_config
-from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -96,16 +95,7 @@ def _experts_per_token(name: str, config: DecoderConfig) -> int:
         block = segments(config.blocks)[int(index)][0][int(place)]
     else:
         block = config.blocks[-1] if config.mtp is None else config.mtp.block
-    return next((each.num_experts_per_token for each in _inside(block) if isinstance(each, ExpertsConfig)), 0)
-
-
-def _inside(config: Any) -> list[Any]:
-    """Return a configuration and all configurations nested in it."""
-    if isinstance(config, tuple):
-        return [each for part in config for each in _inside(part)]
-    if not dataclasses.is_dataclass(config):
-        return []
-    return [config, *(each for field in dataclasses.fields(config) for each in _inside(getattr(config, field.name)))]
+    return getattr(block.mixer if ".mixer." in name else block.mlp, "num_experts_per_token", 0)
 
 
 def _cache_bytes(config: DecoderConfig, length: int, dtype: DTypeLike) -> int:

@@ -1,8 +1,8 @@
 """The layers: each is a configuration with `build` and a module; rope, mask and kernels are functions without weights.
 
 Mix tokens
-    `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `GatedDeltaNetConfig`,
-    `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`,
+    `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `HeadMixtureConfig`,
+    `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`,
     `LightningAttentionConfig`; several of them side by side: `ParallelMixersConfig` of `NamedMixer`s; in encoders of
     audio `LocalAttentionConfig` and `LightConvolutionConfig`; `LearnedInitConfig` learns attention's first weights.
 
@@ -35,6 +35,10 @@ from eqx_decoders.layers.attention.attention import (
 from eqx_decoders.layers.attention.conformer import (
     LocalAttention as LocalAttention,
     LocalAttentionConfig as LocalAttentionConfig,
+)
+from eqx_decoders.layers.attention.head_mixture import (
+    HeadMixture as HeadMixture,
+    HeadMixtureConfig as HeadMixtureConfig,
 )
 from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
 from eqx_decoders.layers.attention.kernels.registry import (

@@ -99,6 +99,15 @@ NormConfig = RMSNormConfig | LayerNormConfig
 Norm = RMSNorm | LayerNorm
 
 
+class ExpertNorms(eqx.Module):
+    """Norms around shared experts, and around the others."""
+
+    pre_shared: Norm
+    post_shared: Norm
+    pre_routed: Norm
+    post_routed: Norm
+
+
 def _scaled(y: Array, scale: Array | None, offset: float) -> Array:
     return y if scale is None else y * (offset + _along_last(scale, y))
 

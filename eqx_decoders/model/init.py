@@ -94,7 +94,8 @@ def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTP
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
     # the last block with a mixer that uses nothing of another layer
     own_kv = [each for each in config.blocks if each.mixer is not None and each.borrowed_name is None]
-    block = dataclasses.replace((own_kv or config.blocks)[-1], pre_layers=(), post_layers=(), shares_kv_as=None)
+    nothing = dict(shares_kv_as=None, shortcut_from=None)
+    block = dataclasses.replace((own_kv or config.blocks)[-1], pre_layers=(), post_layers=(), **nothing)
     if block.mlp is None:  # blocks of one layer each: join both kinds
         mlp_block = next((each for each in reversed(config.blocks) if each.mlp is not None), block)
         norms = dict(pre_mlp_norm=mlp_block.pre_mlp_norm, post_mlp_norm=mlp_block.post_mlp_norm)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt, check
 from eqx_decoders.layers.norm import NormConfig
 
 
@@ -27,3 +27,8 @@ class MTPConfig(CheckedFields):
     norm: NormConfig
     normed_stream: bool = False
     loss_weight: NonNegativeFloat = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        alone = self.block.shortcut_from is None and getattr(self.block.mlp, "shortcut", None) is None
+        check(alone, "MTPConfig.block must have no shortcut of experts: it stands alone.")

@@ -2,12 +2,16 @@
 
 import pytest
 
-from tests.families import test_deepseek_custom, test_gemma4
+from tests.families import test_deepseek_custom, test_gemma4, test_longcat_flash
 from tests.laws import check_documents, check_execution, check_pieces, check_rejection
 from tests.models import filled
 
 
-MODELS = {"deepseek-custom": test_deepseek_custom.SMALL, **test_gemma4.MODELS}
+MODELS = {
+    "deepseek-custom": test_deepseek_custom.SMALL,
+    "longcat-flash": test_longcat_flash.SMALL,
+    **test_gemma4.MODELS,
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)

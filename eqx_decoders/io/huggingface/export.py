@@ -130,18 +130,27 @@ def _tensors(model: Decoder, kind: Family, dtype: np.dtype) -> dict[str, tuple[C
 
 
 def _kept(model: Decoder, kind: Family, tensors: Mapping[str, Any]) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Return the family's `kept_tensors` of the model's source, in modules that `tensors` have, as `_tensors` does."""
+    """Return the family's `kept_tensors` of the model's source, in modules that `tensors` have, as `_tensors` does.
+
+    It is the group `module` of the expression, or what has the tensor.
+    """
     origin = model.origin
     if not kind.kept_tensors or origin is None or origin.family != kind.model_type or origin.directory is None:
         return {}
     weights = Path(origin.directory, "model.safetensors"), Path(origin.directory, "model.safetensors.index.json")
-    modules = {name.rpartition(".")[0] for name in tensors}
+    modules = {".".join(parts[:end]) for parts in (name.split(".") for name in tensors) for end in range(len(parts))}
     stored = stored_tensors(Directory(origin.directory)) if any(file.exists() for file in weights) else {}
     return {
         name: (each.read_all, math.prod(each.shape) * 4)
         for name, each in stored.items()
-        if re.fullmatch(kind.kept_tensors, name) and name.rpartition(".")[0] in modules
+        if name not in tensors and _module_of(kind.kept_tensors, name) in modules
     }
+
+
+def _module_of(kept: str, name: str) -> str | None:
+    """Return the module of a tensor that is to be kept; None for another."""
+    found = re.fullmatch(kept, name)
+    return None if found is None else found.groupdict().get("module", name.rpartition(".")[0])
 
 
 def _write_tensors(folder: Path | None, tensors: Mapping[str, tuple[Callable[[], Any], int]], shard_bytes: int) -> None:

@@ -54,6 +54,7 @@ class LatentAttentionConfig(CheckedFields):
     - `rope`: rotary embedding of the `rope_dim` features; None leaves them as they are (Kimi Linear).
     - `query_scale`: multiplies queries; None for `(nope_dim + rope_dim) ** -0.5`, times `rope.score_scale`.
     - `norm`: of both latents; the shared rotary key has none.
+    - `kv_scale`: multiplies the latent of keys and values after its norm (LongCat-Flash).
     - `bias`: biases of the projections into the latents and of the output projection.
     - `indexer`: chooses some of the keys that a query sees; None takes all.
     """
@@ -68,6 +69,7 @@ class LatentAttentionConfig(CheckedFields):
     rope: Rope | None = Rope()
     query_scale: PositiveFloat | None = None
     norm: NormConfig = RMSNormConfig()
+    kv_scale: PositiveFloat = 1.0
     bias: bool = False
     indexer: IndexerConfig | None = None
 
@@ -251,7 +253,8 @@ class LatentAttention(eqx.Module):
         low = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.kv_down)
         low = save(add_bias(low, self.kv_down_bias), "kv_wa_proj")
         latent, rope = jnp.split(low[:, :, None], [self.config.kv_rank], axis=-1)
-        latent = save(self.kv_norm(latent), "mla_kv")
+        latent = self.kv_norm(latent)
+        latent = save(latent if self.config.kv_scale == 1.0 else latent * self.config.kv_scale, "mla_kv")
         return self._padded(latent, self._rotated(rope, ctx), ctx)
 
     def _rotated(self, x: Array, ctx: Context) -> Array:

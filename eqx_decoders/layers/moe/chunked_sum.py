@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, PyTree
+
+from eqx_decoders.numerics.quantized_weight import is_quantized
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -21,6 +24,13 @@ def sum_of_pieces(
     shape = jax.eval_shape(piece, jnp.int32(0), inputs, indices)
     step = lambda index, total: total + piece(index, inputs, indices)  # noqa: E731
     return lax.fori_loop(0, number, step, jnp.zeros(shape.shape, shape.dtype))
+
+
+def split_trained(module: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """Split a module into arrays that have a gradient, those of quantized weights, which have none, and the rest."""
+    trained = jax.tree.map(lambda part: eqx.is_array(part) and not is_quantized(part), module, is_leaf=is_quantized)
+    arrays, rest = eqx.partition(module, trained)
+    return arrays, *eqx.partition(rest, eqx.is_array)
 
 
 def _forward(piece, number, inputs, indices):

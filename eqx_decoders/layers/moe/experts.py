@@ -16,18 +16,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, FiniteFloat, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.base import BranchInputs, BranchResult
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig, check_gating, join_gate
-from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
+from eqx_decoders.layers.moe.chunked_sum import split_trained, sum_of_pieces
 from eqx_decoders.layers.moe.dispatch import run_on_mesh
 from eqx_decoders.layers.moe.router import Router, RouterConfig, RoutingStats
 from eqx_decoders.layers.moe.sorted_rows import assign_places, combine, dispatch, scale_rows, sort_by_expert
-from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.numerics.einsum import as_weight, grouped_products
+from eqx_decoders.layers.norm import ExpertNorms, NormConfig
+from eqx_decoders.numerics.einsum import add_bias, as_weight, grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, choose_form
 from eqx_decoders.numerics.initializers import fan_in
-from eqx_decoders.numerics.quantized_weight import is_quantized
 from eqx_decoders.remat import save
 
 
@@ -55,7 +54,11 @@ class ExpertsConfig(CheckedFields):
     - `up_offset`: added to the up projection.
     - `limit`: gate projections are clipped above it, up projections beyond it on both sides; None for no limit.
     - `bias`: whether all projections have a bias.
+    - `out_bias`: whether the sum over the experts has one (JetMoe).
+    - `num_zero_experts`: further experts of the router, which return what they read (LongCat-Flash).
     - `shared`: an MLP that every token uses, added to the sum; None for none.
+    - `shortcut`: name by which a later block (its `shortcut_from`) adds what the chosen experts return to the stream;
+        the layer returns the output of the shared MLP alone (LongCat-Flash). None: it returns both.
     - `shared_gate`: the shared MLP is multiplied by `sigmoid(gate x)`, one number a token (Qwen3-Next).
     - `norms`: shared and other experts have norms of their own before and after them, and the router reads what none of
         these has normalized (Gemma 4): give the block no norm before such a layer. None for none; needs `shared`.
@@ -74,25 +77,28 @@ class ExpertsConfig(CheckedFields):
     up_offset: FiniteFloat = 0.0
     limit: PositiveFloat | None = None
     bias: bool = False
+    out_bias: bool = False
+    num_zero_experts: NonNegativeInt = 0
     shared: MLPConfig | None = None
     shared_gate: bool = False
+    shortcut: str | None = None
     norms: NormConfig | None = None
     capacity_factor: PositiveFloat | None = None
 
     def __post_init__(self):
         super().__post_init__()
         chosen, rule = self.num_experts_per_token, f"must be at most num_experts={self.num_experts}"
-        check(chosen <= self.num_experts, f"ExpertsConfig.num_experts_per_token={chosen} {rule}.")
-        self.router.check_experts(self.num_experts, chosen)
+        check(chosen <= self.num_choices, f"ExpertsConfig.num_experts_per_token={chosen} {rule}.")
+        self.router.check_experts(self.num_choices, chosen)
         check_gating(self, "ExpertsConfig", self.gated)
-        check(
-            self.shared is not None or not self.shared_gate,
-            "ExpertsConfig.shared_gate=True needs an MLPConfig as shared: there is nothing to gate.",
-        )
-        check(
-            self.shared is not None or self.norms is None,
-            "ExpertsConfig.norms needs an MLPConfig as shared: else the block's norms are those of the experts.",
-        )
+        for field in ("shared_gate", "norms", "shortcut"):
+            idle, value = self.shared is None, getattr(self, field)
+            check(not (idle and value), f"ExpertsConfig.{field}={value} needs an MLPConfig as shared.")
+
+    @property
+    def num_choices(self) -> int:
+        """Experts of the router."""
+        return self.num_experts + self.num_zero_experts
 
     @property
     def draws(self) -> bool:
@@ -117,7 +123,7 @@ class ExpertsConfig(CheckedFields):
 
         # variances by what one expert contracts; MaxText also counts the experts, and starts with far smaller ones
         return (Experts if self.latent_dim is None else LatentExperts)(
-            router=self.router.build(embed_dim, experts, self.num_experts_per_token, key=keys[0]),
+            router=self.router.build(embed_dim, self.num_choices, self.num_experts_per_token, key=keys[0]),
             latent_in=None if self.latent_dim is None else outer(6, embed_dim, inner),
             latent_out=None if self.latent_dim is None else outer(7, inner, embed_dim),
             gate=fan_in(keys[1], (experts, inner, mlp), jnp.float32, inner) if self.gated else None,
@@ -126,20 +132,12 @@ class ExpertsConfig(CheckedFields):
             gate_bias=zeros(mlp, self.gated),
             up_bias=zeros(mlp),
             down_bias=zeros(inner),
+            out_bias=jnp.zeros((embed_dim,)) if self.out_bias else None,
             shared=None if self.shared is None else self.shared.build(embed_dim, key=keys[4]),
             shared_gate=fan_in(keys[5], (embed_dim,), jnp.float32, embed_dim) if self.shared_gate else None,
             norms=None if self.norms is None else ExpertNorms(*(self.norms.build(embed_dim) for _ in range(4))),
             config=self,
         )
-
-
-class ExpertNorms(eqx.Module):
-    """Norms around shared experts, and around the others."""
-
-    pre_shared: Norm
-    post_shared: Norm
-    pre_routed: Norm
-    post_routed: Norm
 
 
 class Experts(eqx.Module):
@@ -157,6 +155,7 @@ class Experts(eqx.Module):
     gate_bias: Float[Array, "experts mlp"] | None
     up_bias: Float[Array, "experts mlp"] | None
     down_bias: Float[Array, "experts embed"] | None
+    out_bias: Float[Array, "embed"] | None
     shared: MLP | None
     shared_gate: Float[Array, "embed"] | None
     norms: ExpertNorms | None
@@ -189,15 +188,17 @@ class Experts(eqx.Module):
         (rows, _, _), *_ = tokens
         outputs = self._implementation(parts[0].ctx, rows.shape[0] * rows.shape[1])(tokens, parts[0].ctx)
         results = []
-        for (x, ctx, _, key), (out, dropped), (_, stats) in zip(parts, outputs, prepared, strict=True):
-            out = self._out_of_experts(out, ctx)
+        for (x, ctx, _, key), (out, dropped), (routed, stats) in zip(parts, outputs, prepared, strict=True):
+            out = add_bias(self._out_of_experts(self._plus_unchanged(out, *routed), ctx), self.out_bias)
             if norms is not None:
                 out, x = norms.post_routed(out), norms.pre_shared(x)
+            lent = None
             if self.shared is not None:
                 shared = self._shared(self.shared, x, ctx, None if key is None else jax.random.split(key)[1])
-                out = out + (shared if norms is None else norms.post_shared(shared))
-            routing = dataclasses.replace(stats, dropped=dropped)
-            results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats={"routing": routing}))
+                shared = shared if norms is None else norms.post_shared(shared)
+                out, lent = (out + shared, None) if self.config.shortcut is None else (shared, out)
+            stats = {"routing": dataclasses.replace(stats, dropped=dropped)}
+            results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats=stats, lent=lent))
         return results
 
     def _into_experts(self, x: Array, ctx: Context) -> Array:
@@ -206,6 +207,13 @@ class Experts(eqx.Module):
         if self.latent_in is None:
             return x
         return ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.latent_in)
+
+    def _plus_unchanged(self, out: Array, x: Array, indices: Array, weights: Array) -> Array:
+        """Add what the zero experts return to the sum over the others."""
+        if self.config.num_zero_experts == 0:
+            return out
+        shares = jnp.sum(jnp.where(indices >= self.config.num_experts, weights, 0.0), axis=-1, keepdims=True)
+        return out + (shares * x.astype(weights.dtype)).astype(out.dtype)
 
     def _out_of_experts(self, x: Array, ctx: Context) -> Array:
         """Return the output of the chosen experts to the stream."""
@@ -305,10 +313,9 @@ class Experts(eqx.Module):
             flat = [[each.reshape(-1, each.shape[-1]) for each in part] for part in parts]
             outputs = [self._local_experts(x, chosen, weights, ctx) for x, chosen, weights in flat]
             return [(out.reshape(part[0].shape), none) for out, part in zip(outputs, parts, strict=True)]
-        rest = dict(router=None, shared=None, shared_gate=None, norms=None, latent_in=None, latent_out=None)
-        alone = eqx.tree_at(
-            lambda m: [getattr(m, name) for name in rest], self, list(rest.values()), is_leaf=lambda m: m is None
-        )
+        rest = ("router", "shared", "shared_gate", "norms", "latent_in", "latent_out", "out_bias")
+        of_rest, nothing = (lambda m: [getattr(m, name) for name in rest]), [None] * len(rest)
+        alone = eqx.tree_at(of_rest, self, nothing, is_leaf=lambda m: m is None)
         run_local, scale_inputs = partial(Experts._local_experts, ctx=ctx), self.config.router.input_scaling
         outs = run_on_mesh(run_local, alone, parts, ctx.execution, scale_inputs=scale_inputs)
         return [(out, none) for out in outs]
@@ -338,10 +345,7 @@ class Experts(eqx.Module):
         destinations, sources = sort_by_expert(chosen, experts)
         count = jnp.sum(sources < chosen.size, dtype=jnp.int32)
         sources = jnp.pad(sources, (0, -len(sources) % piece), constant_values=chosen.size)
-        # quantized weights have no gradient
-        trained = jax.tree.map(lambda part: eqx.is_array(part) and not is_quantized(part), self, is_leaf=is_quantized)
-        arrays, rest = eqx.partition(self, trained)
-        frozen, static = eqx.partition(rest, eqx.is_array)
+        arrays, frozen, static = split_trained(self)
 
         def run(index: Array, inputs: Any, indices: Any) -> Array:
             (arrays, x, weights), (frozen, chosen, destinations, sources, count) = inputs, indices

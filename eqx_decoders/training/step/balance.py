@@ -47,7 +47,7 @@ def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Floa
     `balance_loss` in the router's form and `router_z_loss` are without their weights, `router_entropy` is in nats.
     """
     routed = jnp.maximum(jnp.sum(stats.counts, axis=-1), 1.0)
-    sizes = _each(layer.num_experts for layer in _configs_of(config, stats))
+    sizes = _each(layer.num_choices for layer in _configs_of(config, stats))
     return {
         "load": jnp.max(stats.counts, axis=-1) * sizes / routed,
         "dropped": stats.dropped / routed,
@@ -65,7 +65,7 @@ def relative_loads(config: DecoderConfig, counts: np.ndarray) -> dict[str, np.nd
     """
     names = [str(index) for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
     names += [f"ahead {depth + 1}" for depth in range(len(expert_configs(config)) - len(names))]
-    sizes = [layer.num_experts for layer in expert_configs(config)]
+    sizes = [layer.num_choices for layer in expert_configs(config)]
     rows = [np.asarray(row[:size], np.float64) for row, size in zip(counts, sizes, strict=False)]
     return {name: row / max(float(row.mean()), 1e-9) for name, row in zip(names, rows, strict=False)}
 

@@ -55,6 +55,16 @@ CASES = {
         ),
         (2, 4),
     ),
+    "longcat, with a bias": (
+        dataclasses.replace(
+            PLAIN,
+            num_zero_experts=4,
+            num_experts_per_token=3,
+            out_bias=True,
+            router=RouterConfig(order="score_first", selection_bias=True, scaling_factor=1.5),
+        ),
+        (2, 5),
+    ),
     "gemma4": (
         dataclasses.replace(
             PLAIN,
@@ -303,6 +313,8 @@ def layers(draw, capacity: bool = True) -> ExpertsConfig:
         up_offset=draw(st.sampled_from([0.0, 1.0])) if gated else 0.0,
         limit=draw(st.sampled_from([None, 0.7])) if gated else None,
         bias=draw(st.booleans()),
+        out_bias=draw(st.booleans()),
+        num_zero_experts=draw(st.sampled_from([0, 3])) if router.num_groups == 1 else 0,
         shared=shared,
         shared_gate=shared is not None and draw(st.booleans()),
         capacity_factor=float(experts) if capacity else draw(st.sampled_from([0.4, 1.0, 1.25])),

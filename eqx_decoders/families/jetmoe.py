@@ -1,0 +1,83 @@
+"""JetMoe (Shen et al. 2024): each token chooses experts of heads, and experts of the MLP."""
+
+from typing import Any
+
+from eqx_decoders.families import moe
+from eqx_decoders.families.common import ENDS, LAYER, PRE_NORMS, DecoderSizes
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Layers, Number, activation
+from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def jetmoe(shape: DecoderSizes, *, num_experts: int, num_experts_per_token: int, rope: Rope = Rope()) -> DecoderConfig:
+    """Return a decoder of JetMoe blocks; `shape` has the heads of a token, and the `eps` of the last norm alone."""
+    heads = HeadMixtureConfig(attention=shape.attention(rope=rope, out_bias=True), num_experts=num_experts)
+    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    return shape.decoder(shape.block(heads, shape.experts(out_bias=True, **counts), RMSNormConfig(eps=1e-6)))
+
+
+_HEADS = "blocks.0.mixer.attention."
+_SIZES = (
+    Integer("num_key_value_heads", _HEADS + "num_kv_heads", 16),
+    Integer("", None, lambda values: values["num_kv_heads"] * values["num_experts_per_token"], name="num_heads"),
+    Integer("kv_channels", _HEADS + "head_dim", 128),
+    Integer("hidden_size", "embed_dim", 2048),
+    Integer("vocab_size", "vocab_size", 32_000),
+    Layers("num_hidden_layers", "blocks", 12, name="num_layers"),
+    Integer("intermediate_size", "experts.mlp_dim", 5632),
+    Number("rms_norm_eps", "final_norm.eps", 1e-6),
+    Flag("tie_word_embeddings", "tied", True),
+    activation("activation_function", "experts.activation", "silu"),
+    Number("initializer_range", "init_std", 0.01),
+)
+
+_MIXER, _EXPERTS, _MLP = (LAYER + name for name in ("self_attention.", "self_attention.experts.", "mlp."))
+_KEY, _INTO = "(kv_heads head_dim) embed -> embed kv_heads head_dim", "experts mlp embed -> experts embed mlp"
+_ROUTER = "experts embed -> embed experts"
+FAMILY = Family(
+    model_type="jetmoe",
+    architecture="JetMoeForCausalLM",
+    settings=(
+        *moe.expert_counts("num_local_experts", num=8, chosen=2),
+        Group("shape", DecoderSizes, _SIZES),
+        Integer("num_attention_heads", _HEADS + "num_heads", lambda values: values["shape"].num_heads, name="_heads"),
+        Check(
+            lambda values: values["_heads"] == values["shape"].num_heads,
+            "num_attention_heads={_heads} must be num_key_value_heads x num_experts_per_tok={shape.num_heads}.",
+        ),
+        rope_settings(),
+    ),
+    build=jetmoe,
+    weights=(
+        *ENDS,
+        *PRE_NORMS,
+        Weight(_EXPERTS + "router.layer.weight", "mixer.router.kernel", _ROUTER),
+        Weight(
+            _EXPERTS + "input_linear.weight", "mixer.query",
+            "experts (kv_heads head_dim) embed -> experts embed kv_heads head_dim",
+        ),
+        Weight(
+            _EXPERTS + "output_linear.weight", "mixer.out",
+            "experts embed (kv_heads head_dim) -> experts kv_heads head_dim embed",
+        ),
+        Weight(_EXPERTS + "bias", "mixer.out_bias", "embed -> embed"),
+        *sharing(_MIXER + "kv_proj.weight", ("mixer.key", _KEY), ("mixer.value", _KEY)),
+        Weight(_MLP + "router.layer.weight", "mlp.router.kernel", _ROUTER),
+        *sharing(_MLP + "input_linear.weight", ("mlp.gate", _INTO), ("mlp.up", _INTO), axis=1),
+        Weight(_MLP + "output_linear.weight", "mlp.down", "experts embed mlp -> experts mlp embed"),
+        Weight(_MLP + "bias", "mlp.out_bias", "embed -> embed"),
+    ),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"aux_loss_coef": "routers are trained with it; it changes no output"},
+)  # fmt: skip
+
+_8B = DecoderSizes(
+    vocab_size=32_000, embed_dim=2048, num_layers=24, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=5632,
+    eps=1e-5, tied=True, init_std=0.01,
+)  # fmt: skip
+
+MODELS = {"jetmoe-8b-a2b": lambda: jetmoe(_8B, num_experts=8, num_experts_per_token=2)}

@@ -1,0 +1,111 @@
+"""Mixture of attention heads against loops in NumPy and float64, in both forms of computation."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
+from eqx_decoders.layers.mask import SlidingWindow
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from tests.compare import assert_close
+from tests.layers.common import BF16, context, drawn, normal
+from tests.oracles import ready_by_hand, route_by_hand, sees, wide
+
+
+POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, -1]])
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
+
+
+def mixture(**options) -> HeadMixtureConfig:
+    sizes = dict(num_heads=6, num_kv_heads=2, head_dim=4, rope=Rope(theta=10.0))
+    return HeadMixtureConfig(attention=AttentionConfig(**(sizes | options)), num_experts=5)
+
+
+def mixture_by_hand(layer, x, positions, segments):
+    """Token by token: its experts, then each of their heads over all keys that it sees."""
+    c, out = layer.config, np.zeros_like(x)
+    key, value = (np.einsum("bte,ehd->bthd", x, wide(w)) for w in (layer.key, layer.value))
+    key = ready_by_hand(layer, key, layer.key_norm, None, positions)
+    for b, t in np.ndindex(x.shape[:2]):
+        if positions[b, t] < 0:
+            out[b, t] = wide(layer.out_bias) if c.out_bias else 0.0
+            continue
+        for e, weight in zip(*route_by_hand(layer.router, x[b, t])[:2], strict=True):
+            query = np.einsum("e,ehd->hd", x[b, t], wide(layer.query)[e])[None, None]
+            query = ready_by_hand(layer, query, layer.query_norm, None, positions[b : b + 1, t : t + 1])[0, 0]
+            for h in range(c.num_kv_heads):
+                seen = [
+                    j
+                    for j in range(x.shape[1])
+                    if sees(c.mask, positions[b, t], positions[b, j], segments[b, t] == segments[b, j])
+                ]
+                scores = [query[h] @ key[b, j, h] * c.head_dim**-0.5 for j in seen]
+                shares = [math.exp(score - max(scores)) for score in scores]
+                mixed = sum(share * value[b, j, h] for share, j in zip(shares, seen, strict=True)) / sum(shares)
+                out[b, t] += weight * mixed @ wide(layer.out)[e, h]
+        out[b, t] += wide(layer.out_bias) if c.out_bias else 0.0
+    return out
+
+
+@eqx.filter_jit
+def apply(layer, x, ctx):
+    return layer(x, ctx)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(out_bias=True), dict(mask=SlidingWindow(3), qk_norm=QKNorm(norm=RMSNormConfig(eps=0.1)), num_heads=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("experts", ["dense", "dropless"])
+def test_mixture_is_the_loop(options, experts):
+    layer = drawn(lambda key: mixture(**options).build(6, key=key))
+    x = normal(2, 7, 6)
+    out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot", experts=experts))
+    assert_close(out, mixture_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=128)
+    assert entries.key.shape == entries.value.shape == (2, 7, 2, 4)  # of all experts together
+
+
+def test_forms_have_the_same_gradients():
+    layer = drawn(lambda key: mixture(out_bias=True).build(6, key=key))
+    x, weights = jnp.asarray(normal(2, 7, 6)), jnp.asarray(normal(2, 7, 6, seed=2))
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(both, ctx):
+        layer, x = both
+        return jnp.sum(layer(x, ctx)[0] * weights)
+
+    plain, fast = (gradient((layer, x), context(POSITIONS, SEGMENTS, experts=form)) for form in ("dense", "dropless"))
+    assert_close(fast, plain, units=128)
+
+
+@pytest.mark.parametrize("experts", ["dense", "dropless"])
+def test_bfloat16_chooses_the_same_heads(experts):
+    """Routing is in float32: from inputs that bfloat16 holds, only the sums are rounded."""
+    layer = drawn(lambda key: mixture(out_bias=True).build(6, key=key))
+    x = jnp.asarray(normal(2, 7, 6), jnp.bfloat16)
+    ctx = context(POSITIONS, SEGMENTS, experts=experts, precision=BF16)
+    out, _ = apply(layer, x, ctx)
+    assert out.dtype == jnp.bfloat16
+    assert_close(out, mixture_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=16, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("field, value", [("sinks", True), ("qkv_bias", True), ("fused_qkv", True), ("out_dim", 3)])
+def test_options_of_single_heads_are_refused(field, value):
+    with pytest.raises(ed.ConfigError, match=rf"attention has {field}=.*: which heads a token has is not fixed"):
+        mixture(**{field: value})
+
+
+def test_norms_over_all_heads_and_too_many_experts_are_refused():
+    with pytest.raises(ed.ConfigError, match=r"qk_norm\.over='heads', not 'head'"):
+        mixture(qk_norm=QKNorm(over="heads"))
+    with pytest.raises(ed.ConfigError, match=r"num_heads of 3 experts, but num_experts=2"):
+        dataclasses.replace(mixture(), num_experts=2)
