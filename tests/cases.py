@@ -44,7 +44,9 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
+from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, Rope, YarnRope
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
@@ -117,6 +119,7 @@ CHANNELS = {
     "ungated": MLPConfig(mlp_dim=24, gated=False, activation="relu2", bias=True),
     "normalized": MLPConfig(mlp_dim=24, activation="xielu", inner_norm=RMSNormConfig()),
     "linear": LinearConfig(),
+    "channel mix": ChannelMixConfig(embed_dim=EMBED, mlp_dim=24),
     "none": None,
     "dropless": ExpertsConfig(
         num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["dropless"], bias=True, out_bias=True
@@ -197,6 +200,8 @@ RECURRENT = {
     "mamba": Mamba1Config(channels=24, key_dim=5, step_rank=8, bias=True, norm=RMSNormConfig()),
     "lightning": LightningAttentionConfig(num_heads=4, head_dim=6, rate_layers=3),
     "gated convolution": GatedConvolutionConfig(channels=24, bias=True),
+    "mLSTM": MLSTMConfig(num_heads=4, key_dim=6, value_dim=5, gate_cap=3.0),
+    "time mix": TimeMixConfig(embed_dim=EMBED, channels=24),
     "gated unit": RGLRUConfig(num_heads=4, value_dim=8, taps=3),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
     "mamba2 and attention": ParallelMixersConfig(

@@ -45,6 +45,7 @@ DEFAULTS = {
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba1Config": dict(taps=4, taps_bias=True),
     "LightningAttentionConfig": dict(norm=RMSNormConfig(), rate_layers=1),
+    "MLSTMConfig": dict(gate_cap=15.0, eps=1e-6, norm_eps=1e-6),
     "RGLRUConfig": dict(taps=4, activation="gelu_tanh"),
     "Mamba2Config": dict(taps=4, taps_bias=True, norm="after_gate", eps=1e-5, in_scales=(1.0,) * 5),
     "NamedMixer": dict(input_scale=1.0, output_scale=1.0),

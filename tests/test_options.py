@@ -48,7 +48,9 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
+from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.rope import (
     DynamicRope,
     LinearRope,
@@ -274,6 +276,21 @@ OPTIONS: dict[type, tuple] = {
         GatedConvolutionConfig(channels=8),
         lambda c: block(mixer=c),
         dict(channels=4, taps=2, bias=True),
+    ),
+    MLSTMConfig: (
+        MLSTMConfig(num_heads=2, key_dim=3, value_dim=4),
+        lambda c: block(mixer=c),
+        dict(num_heads=1, key_dim=4, value_dim=3, gate_cap=1.0, eps=0.5, norm_eps=0.5),
+    ),
+    TimeMixConfig: (
+        TimeMixConfig(embed_dim=8, channels=6),
+        lambda c: dataclasses.replace(block(mixer=c), embed_dim=c.embed_dim),
+        dict(embed_dim=6, channels=4),
+    ),
+    ChannelMixConfig: (
+        ChannelMixConfig(embed_dim=8, mlp_dim=6),
+        lambda c: dataclasses.replace(block(mlp=c), embed_dim=c.embed_dim),
+        dict(embed_dim=6, mlp_dim=4),
     ),
     RGLRUConfig: (
         RGLRUConfig(num_heads=2, value_dim=4),
@@ -794,6 +811,7 @@ BAD = [
     (LatentAttentionConfig, RANKS, dict(value_dim=-2), "at least 1"),
     (LatentAttentionConfig, RANKS, dict(query_scale=0.0), "above 0"),
     (LearnedInitConfig, TAUGHT, dict(teacher_heads=0), "at least 1"),
+    (MLSTMConfig, dict(num_heads=1, key_dim=2, value_dim=2), dict(gate_cap=41.0), "at most 40"),
     (MLPConfig, {}, dict(mlp_dim=0), "at least 1"),
     (MLPConfig, dict(mlp_dim=8), dict(activation="Swish"), "Known: silu"),
     (MLPConfig, dict(mlp_dim=8, gated=False), dict(fused=True), "needs gated=True"),

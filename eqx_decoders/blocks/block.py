@@ -33,7 +33,9 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDe
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1, Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
+from eqx_decoders.layers.recurrent.mlstm import MLSTM, MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRU, RGLRUConfig
+from eqx_decoders.layers.recurrent.rwkv import ChannelMix, ChannelMixConfig, TimeMix, TimeMixConfig
 
 
 # The layers that may stand in each place of a block; a new layer is added here.
@@ -50,6 +52,8 @@ MixerConfig = (
     | GatedConvolutionConfig
     | RGLRUConfig
     | LightningAttentionConfig
+    | TimeMixConfig
+    | MLSTMConfig
     | LocalAttentionConfig
     | ParallelMixersConfig
 )
@@ -65,12 +69,14 @@ Mixer = (
     | GatedConvolution
     | RGLRU
     | LightningAttention
+    | TimeMix
+    | MLSTM
     | LocalAttention
     | ParallelMixers
 )
 
-ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
-Channel = MLP | Linear | Experts
+ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig | ChannelMixConfig
+Channel = MLP | Linear | Experts | ChannelMix
 
 # extra layers, before the mixer or after the MLP
 ExtraLayerKind = (

@@ -100,6 +100,7 @@ from eqx_decoders.families import (
     qwen3_vl,
     qwen3_vl_moe,
     recurrent_gemma,
+    rwkv,
     seed_oss,
     smollm3,
     smolvlm,
@@ -108,6 +109,7 @@ from eqx_decoders.families import (
     starcoder2,
     tiny_vision,
     vaultgemma,
+    xlstm,
     youtu,
 )
 from eqx_decoders.families.hf_table import Family
@@ -133,7 +135,7 @@ _PUBLISHED = (
     *(phi, gptj, opt, modernbert_decoder, bloom, mpt),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
     *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax),
-    recurrent_gemma,
+    *(recurrent_gemma, rwkv, xlstm),
 )
 
 

@@ -2,13 +2,14 @@
 
 Mix tokens
     `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `HeadMixtureConfig`,
-    `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`, `RGLRUConfig`,
-    `LightningAttentionConfig`; several of them side by side: `ParallelMixersConfig` of `NamedMixer`s; in encoders of
-    audio `LocalAttentionConfig` and `LightConvolutionConfig`; `LearnedInitConfig` learns attention's first weights.
+    `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`,
+    `RGLRUConfig`, `TimeMixConfig`, `MLSTMConfig`, `LightningAttentionConfig`; several of them side by side:
+    `ParallelMixersConfig` of `NamedMixer`s; in encoders of audio `LocalAttentionConfig` and `LightConvolutionConfig`;
+    `LearnedInitConfig` learns attention's first weights.
 
 Transform each token
-    `MLPConfig`, `LinearConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`, `load_balance_loss`,
-    `router_z_loss`).
+    `MLPConfig`, `LinearConfig`, `ChannelMixConfig`, `ExpertsConfig` with a `RouterConfig` (`RoutingStats`,
+    `load_balance_loss`, `router_z_loss`).
 
 Normalize
     `RMSNormConfig`, `LayerNormConfig`.
@@ -123,8 +124,15 @@ from eqx_decoders.layers.recurrent.kimi_delta import (
 )
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1 as Mamba1, Mamba1Config as Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
+from eqx_decoders.layers.recurrent.mlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
 from eqx_decoders.layers.recurrent.recurrence import delta_rule as delta_rule, linear_recurrence as linear_recurrence
 from eqx_decoders.layers.recurrent.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
+from eqx_decoders.layers.recurrent.rwkv import (
+    ChannelMix as ChannelMix,
+    ChannelMixConfig as ChannelMixConfig,
+    TimeMix as TimeMix,
+    TimeMixConfig as TimeMixConfig,
+)
 from eqx_decoders.layers.rope import (
     DynamicRope as DynamicRope,
     LinearRope as LinearRope,

@@ -81,7 +81,7 @@ AXES: dict[str, str] = {
     "mel": "bands of a spectrum",
     "inner": "features that a projector reads, and the channels that a recurrence makes gates or `scan_inputs` of",
     "scan_inputs": "features that make steps, keys and queries of a recurrence: few, and never split",
-    "outer": "features that a projector makes",
+    "outer": "features that a projector makes, or the gate of a channel layer",
     "channels": "features of a convolution's input",
     "decay_dim": "decays of a head of a linear recurrence: one, or one of each key feature",
     "groups": "groups of a weight's rows that share a scale",

@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2, Bamba, Jamba, Falcon-H1 and RecurrentGemma: what their sizes must be, and what is refused."""
+"""Decoders with recurrences, with attention among them or not: what their sizes must be, and what is refused."""
 
 import pytest
 
@@ -38,6 +38,25 @@ def test_one_expert_is_an_mlp():
     config = decode(sample("jamba", num_experts=1))
     assert not any(hasattr(block.mlp, "router") for block in config.blocks)
     assert decode(FAMILIES["jamba"].encode(config)) == config
+
+
+@pytest.mark.parametrize(
+    "embed, factor, multiple, wanted", [(64, 2.667, 64, 192), (64, 2.667, 1, 170), (96, 2.0, 64, 192), (48, 0.1, 8, 8)]
+)
+def test_features_of_an_mlp_are_rounded_up(embed, factor, multiple, wanted):
+    """xLSTM's, in whole multiples; a share that is no whole number of features is rounded down."""
+    keys = dict(hidden_size=embed, embedding_dim=embed, ffn_proj_factor=factor, ffn_round_up_to_multiple_of=multiple)
+    config = decode(sample("xlstm", **keys))
+    assert config.blocks[0].mlp.mlp_dim == wanted
+    assert decode(FAMILIES["xlstm"].encode(config)) == config
+
+
+def test_sizes_that_follow_from_the_stream():
+    """RWKV's, where nothing is said; the last norm has an `eps` of its own."""
+    config = decode(sample("rwkv", attention_hidden_size=None, intermediate_size=None, layer_norm_epsilon=0.1))
+    block = config.blocks[0]
+    assert (block.mixer.channels, block.mlp.mlp_dim) == (config.embed_dim, 4 * config.embed_dim)
+    assert (config.embedding_norm.eps, block.pre_mlp_norm.eps, config.final_norm.eps) == (0.1, 0.1, 1e-5)
 
 
 @pytest.mark.parametrize("kinds, written", [("raara", "raa"), ("ra", "ra"), ("aaaaa", "a"), ("rra", "rra")])
@@ -101,6 +120,12 @@ def test_multipliers_of_falcon_h1():
         ("jamba", dict(sliding_window=5), "sliding_window=5 changes what the model computes"),
         ("recurrent_gemma", dict(block_types=["recurrent"]), "no layer has attention: check block_types"),
         ("recurrent_gemma", dict(block_types=["attention", "mamba"]), "block_types: mamba is not known here"),
+        ("xlstm", dict(use_bias=True), "use_bias=true changes what the model computes"),
+        ("xlstm", dict(weight_mode="fused"), "weight_mode=fused changes what the model computes"),
+        ("xlstm", dict(gate_soft_cap=50.0), "gate_cap=50.0 must be a finite number above 0 and of at most 40"),
+        ("xlstm", dict(v_dim_factor=0.1), "hidden_size x v_dim_factor=6 must be a multiple of num_heads=4"),
+        ("xlstm", dict(num_blocks=3), "num_blocks=3 and num_hidden_layers=1 are the same setting"),
+        ("rwkv", dict(time_mix_extra_dim=32), "time_mix_extra_dim"),
         ("recurrent_gemma", dict(lru_width=23), "lru_width=23 must be a multiple of num_attention_heads=2"),
     ],
 )  # fmt: skip

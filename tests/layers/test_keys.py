@@ -25,7 +25,9 @@ from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
+from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, output_gate=True)
@@ -50,6 +52,9 @@ LAYERS = {
     "gated convolution": (GatedConvolutionConfig(channels=3), 3),
     "mamba": (Mamba1Config(channels=3, key_dim=2, step_rank=2), 6),
     "gated unit": (RGLRUConfig(num_heads=2, value_dim=3), 7),
+    "time mix": (TimeMixConfig(embed_dim=4, channels=3), 4),
+    "channel mix": (ChannelMixConfig(embed_dim=4, mlp_dim=3), 3),
+    "mLSTM": (MLSTMConfig(num_heads=2, key_dim=2, value_dim=3), 7),
     "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
     "lightning attention": (LightningAttentionConfig(num_heads=2, head_dim=3), 5),
     "parallel mixers": (ParallelMixersConfig(mixers=TWO), 6),

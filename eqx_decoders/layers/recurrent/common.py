@@ -110,6 +110,13 @@ def proposed_state(
     return StateUpdate(log_decay=log_decay, key=repeated, value=written)
 
 
+def new_states(
+    after: Float32[Array, "batch length channels"], end: Float32[Array, "batch channels"], ctx: Context
+) -> ConvInputs | NewConvInputs:
+    """Return the new entries of a `ConvState` that keeps the state after the last token: `end`, or each token's."""
+    return NewConvInputs(tail=end[:, None]) if ctx.accept_all else ConvInputs(inputs=after)
+
+
 def l2_normalize(x: Float[Array, "*dims features"], eps: float = 1e-6) -> Float32[Array, "*dims features"]:
     """Compute `x / sqrt(sum(x²) + eps)` over the last axis, in float32."""
     y = x.astype(jnp.float32)

@@ -8,6 +8,9 @@ combines their pairs (decay, update), and a loop carries the state from chunk to
 within one chunk only, in the backward pass too. A token with step 0 and nothing written leaves the state as it is.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +22,7 @@ from eqx_decoders.layers.recurrent.sharded_scan import states_of_pieces
 from eqx_decoders.sharding.axes import names_of
 
 
+S = TypeVar("S")
 CHUNK = 32  # tokens whose states are in memory together
 
 
@@ -41,25 +45,45 @@ def selective_scan(
     - `resets`: the first tokens of documents: what came before them is forgotten.
     - `chunk`: tokens that are computed at once.
     """
-    batch, length, channels = written.shape
+    batch, _, channels = written.shape
     start = jnp.zeros((batch, key.shape[2], channels), jnp.float32) if state is None else state
-    chunk = min(chunk, length)
+    key, query = key.astype(jnp.float32), query.astype(jnp.float32)
 
-    def chunks(x: Array) -> Array:
-        filled = jnp.pad(x, ((0, 0), (0, -length % chunk)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(filled.reshape(batch, -1, chunk, *x.shape[2:]), 0, 2)
-
-    @jax.checkpoint
     def advance(state: Array, tokens: tuple) -> tuple[Array, Array]:
         return _advance(rates, state, *tokens)
 
-    key, query = key.astype(jnp.float32), query.astype(jnp.float32)
-    tokens = jax.tree.map(chunks, (steps, written, key, query, resets))
+    end, out = over_chunks(advance, start, (steps, written, key, query, resets), chunk)
+    return out, end
+
+
+def over_chunks(
+    advance: Callable[[S, tuple], tuple[S, Any]], start: S, tokens: tuple, chunk: int, empty: tuple | None = None
+) -> tuple[S, Any]:
+    """Return the last state of `advance(state, tokens)`, chunk by chunk, and its results of all tokens.
+
+    `tokens` are arrays [batch, length, …] or None, which it takes as [chunk, batch, …], and so are its results.
+    `empty` has the value of each for a token that is none; zeros by default.
+    """
+    batch, length = tokens[0].shape[:2]
+    chunk, fills = min(chunk, length), (0,) * len(tokens) if empty is None else empty
+    advance = jax.checkpoint(advance)
+
+    def cut(x: Array | None, fill: Any) -> Array | None:
+        if x is None:
+            return None
+        widths = ((0, 0), (0, -length % chunk)) + ((0, 0),) * (x.ndim - 2)
+        filled = jnp.pad(x, widths, constant_values=fill)
+        return jnp.moveaxis(filled.reshape(batch, -1, chunk, *x.shape[2:]), 0, 2)
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 2, 0).reshape(batch, -1, *x.shape[3:])[:, :length]
+
+    pieces = tuple(map(cut, tokens, fills))
     if chunk == length:  # without a loop: decoding reads a slice of all layers' states where it is
-        end, out = advance(start, jax.tree.map(lambda x: x[0], tokens))
-        return jnp.moveaxis(out, 0, 1), end
-    end, out = lax.scan(advance, start, tokens)
-    return jnp.moveaxis(out, 2, 0).reshape(batch, -1, channels)[:, :length], end
+        end, out = advance(start, jax.tree.map(lambda x: x[0], pieces))
+        return end, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
+    end, out = lax.scan(advance, start, pieces)
+    return end, jax.tree.map(joined, out)
 
 
 def _advance(
@@ -114,7 +138,7 @@ def scan_on_mesh(
         if resets is not None:
             decay = jnp.where(resets.any(1)[:, None, None], 0.0, decay)
         start = jnp.zeros_like(end) if state is None else state
-        start, end = states_of_pieces(start, end, decay, jnp.multiply, length)
+        start, end = states_of_pieces(start, (decay, end), lambda state, piece: piece[0] * state + piece[1], length)
         out, _ = selective_scan(*piece, start, resets)
         return out, end
 

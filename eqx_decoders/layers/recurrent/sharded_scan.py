@@ -10,8 +10,9 @@ decays. A and B of all pieces are gathered, a matrix or two per head and row; no
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -25,6 +26,7 @@ from eqx_decoders.layers.recurrent.recurrence import delta_rule
 from eqx_decoders.sharding.axes import names_of
 
 
+T = TypeVar("T")
 _EXACT = lax.Precision.HIGHEST  # states pass from piece to piece
 
 
@@ -65,7 +67,7 @@ def recur_on_mesh(
             return delta_rule(query, key, value, log_decay, beta, state, resets, **device)
         start = jnp.zeros(shape, jnp.float32) if state is None else state
         piece = _run_piece(query, key, value, log_decay, beta, resets, device)
-        start, end = states_of_pieces(start, piece.end, piece.transition, _moved, length)
+        start, end = states_of_pieces(start, (piece.transition, piece.end), _moved, length)
         out, written = (_with_state(x, start) for x in (piece.out, piece.written))
         return out.astype(value.dtype), written, end
 
@@ -120,29 +122,28 @@ def _fade(log_decay: Array, resets: Array | None) -> Float32[Array, "batch lengt
     return jnp.where((jnp.cumsum(resets, axis=1) > 0)[:, :, None, None], 0.0, fade)
 
 
-def states_of_pieces(
-    start: Array, end: Array, transition: Array, move: Callable[[Array, Array], Array], axes: tuple[str, ...]
-) -> tuple[Array, Array]:
+def states_of_pieces(start: T, piece: Any, move: Callable[[T, Any], T], axes: tuple[str, ...]) -> tuple[T, T]:
     """Return the states before a device's piece and after the last one, from the state before the first one.
 
-    A piece that begins in the state S ends in `move(transition, S) + end`.
+    A piece that begins in the state S ends in `move(S, piece)`; states and pieces are arrays or trees of them.
     """
 
-    def step(carry, ends):
-        state, own_state = carry
-        index, end, transition = ends
-        own_state = jnp.where(index == lax.axis_index(axes), state, own_state)
-        return (move(transition, state) + end, own_state), None
+    def step(carry, indexed):
+        (state, own_state), (index, piece) = carry, indexed
+        own = index == lax.axis_index(axes)
+        own_state = jax.tree.map(lambda here, known: jnp.where(own, here, known), state, own_state)
+        return (move(state, piece), own_state), None
 
-    ends, transitions = (lax.all_gather(x, axes) for x in (end, transition))
-    (end, own_state), _ = lax.scan(step, (start, start), (jnp.arange(len(ends)), ends, transitions))
+    pieces = jax.tree.map(lambda x: lax.all_gather(x, axes), piece)
+    (end, own_state), _ = lax.scan(step, (start, start), (jnp.arange(len(jax.tree.leaves(pieces)[0])), pieces))
     return own_state, end
 
 
-def _moved(transition: Array, state: Array) -> Array:
+def _moved(state: Array, piece: tuple[Array, Array]) -> Array:
+    transition, end = piece
     if transition.ndim == state.ndim:
-        return jnp.einsum("bhkj,bhjv->bhkv", transition, state, precision=_EXACT)
-    return transition[..., None] * state
+        return jnp.einsum("bhkj,bhjv->bhkv", transition, state, precision=_EXACT) + end
+    return transition[..., None] * state + end
 
 
 def _with_state(affine: _Affine, state: Array) -> Array:

@@ -1,0 +1,61 @@
+"""Running means and maxima: chunks are single tokens, in values and gradients, as are pieces that a mesh splits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.context import Execution
+from eqx_decoders.layers.recurrent.log_scan import EMPTY, MAXIMA, MEANS, scan_on_mesh, scan_states
+from tests.layers.common import normal
+
+
+def inputs(law, length: int, channels: int = 4):
+    """Of three rows: keys far apart; two documents begin in the second, and the third has padding."""
+    decay, keys = -np.abs(normal(3, length, channels)), 60 * normal(3, length, channels, seed=2)
+    values = normal(3, length, channels, seed=3)
+    decay[1, [7, length // 2]] = EMPTY
+    decay[2, 5:9], keys[2, 5:9], values[2, 5:9] = 0.0, EMPTY, 0.0
+    start = 5 * normal(3, channels, seed=4), normal(3, channels, seed=5)
+    tokens = [jnp.asarray(x) for x in (decay, keys, values)]
+    count = len(law.empty)
+    return tuple(tokens[: 1 + count]), tuple(map(jnp.asarray, start[:count]))
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def results(args, function):
+    """States, and gradients of a loss in which each of their numbers has another weight."""
+
+    def loss(args):
+        found = function(*args)
+        weights = [jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in jax.tree.leaves(found)]
+        return sum((x * w).sum() for x, w in zip(jax.tree.leaves(found), weights, strict=True)), found
+
+    return jax.grad(loss, has_aux=True)(args)
+
+
+def same(found, want):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("law", [MEANS, MAXIMA], ids=["means", "maxima"])
+def test_chunks_are_single_tokens(law):
+    args = inputs(law, 26)
+    want = results(args, functools.partial(scan_states, law, chunk=1))
+    same(results(args, functools.partial(scan_states, law, chunk=8)), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)], ids=str)
+def test_pieces_of_a_row(sizes):
+    (decay, *tokens), start = inputs(MEANS, 80)
+    args = (
+        tuple(jnp.concatenate([x, x[:1]]) for x in (decay, *tokens)),
+        tuple(jnp.concatenate([x, x[:1]]) for x in start),
+    )
+    run = functools.partial(scan_on_mesh, MEANS, execution=Execution(layout=ed.Layout.create(**sizes)))
+    same(results(args, run), results(args, functools.partial(scan_states, MEANS)))
