@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from eqx_decoders.layers.recurrent.pallas_carry import CarryTerms, product
+from eqx_decoders.layers.recurrent.kernels.pallas_carry import CarryTerms, product
 
 
 LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
