@@ -260,7 +260,12 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("mixer", ("head mixture",), "qk_norm", ("all heads", "each head")),  # no head is always there
     ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
-    ("kv_shared_from", (True,), "mixer", ("latent", "learned", "head mixture", "block indexer", *RECURRENT)),  # they lend nothing
+    (
+        "kv_shared_from",
+        (True,),
+        "mixer",
+        ("latent", "learned", "head mixture", "block indexer", *RECURRENT),
+    ),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("dropout", (0.25,), "mesh", OWN_DROPOUT),  # parts of a batch draw masks of their own

@@ -55,7 +55,7 @@ DEFAULTS = {
     "LightConvolutionConfig": dict(taps=5, activation="silu", norm=RMSNormConfig()),
     "BlockSelection": dict(size=1024, top_k=8),
     "IndexerConfig": dict(num_heads=64, head_dim=128, top_k=2048, norm=LayerNormConfig(eps=1e-6), pairing="half"),
-    "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig()),
+    "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig(), kv_scale=1.0),
     "MLPConfig": dict(activation="silu", gated=True, gate_scale=1.0, out_scale=1.0),
     "RMSNormConfig": dict(eps=1e-6, scale=True),
     "LayerNormConfig": dict(eps=1e-5, scale=True, bias=True),

@@ -196,10 +196,7 @@ class Family:
     def is_ignored(self, tensor: str, config: DecoderConfig) -> bool:
         """Return True for a tensor of such a model that holds nothing learned."""
         rule = self.ignored_tensors
-        return (
-            self.is_kept(tensor, config)
-            or re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
-        )
+        return re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
 
     def copied(self, config: DecoderConfig) -> dict[str, str]:
         """Return the tensors that repeat others, each with the name of the original."""

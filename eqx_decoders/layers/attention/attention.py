@@ -275,7 +275,13 @@ class Attention(eqx.Module):
 
     def _attend_heads(self, x: Array, ctx: Context, past: AttentionPast | None) -> tuple[Array, Any]:
         """Compute the output of all heads, before the output projection, and what is new for the cache."""
-        query, own_kv = self._normalize_and_rotate(*self._project(x, ctx), ctx)
+        return self._attend_projected(self._project(x, ctx), x, ctx, past)
+
+    def _attend_projected(
+        self, projections: tuple[Array, Array | None, Array | None], x: Array, ctx: Context, past: AttentionPast | None
+    ) -> tuple[Array, Any]:
+        """Compute the output of all heads from their projections."""
+        query, own_kv = self._normalize_and_rotate(*projections, ctx)
         index_past = None
         if isinstance(past, dict):
             past, index_past = past["kv"], past["index"]

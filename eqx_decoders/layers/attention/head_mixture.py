@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
-from eqx_decoders.layers.cache.kv_cache import KVShape, Past
+from eqx_decoders.layers.cache.kv_cache import KVShape
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.moe.router import Router, RouterConfig
 from eqx_decoders.layers.moe.sorted_rows import dispatch, sort_by_expert
@@ -68,7 +68,7 @@ class HeadMixtureConfig(CheckedFields):
         """Rotary embedding of the attention."""
         return self.attention.rope
 
-    def cache_shape(self, max_length: int) -> KVShape | None:
+    def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape] | None:
         """Return the shape of the attention's cache."""
         return self.attention.cache_shape(max_length)
 
