@@ -18,7 +18,9 @@ import numpy as np
 from allpairspy import AllPairs
 
 import eqx_decoders as ed
+from eqx_decoders.blocks.residual.altup import AltUp
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
@@ -117,7 +119,7 @@ CHANNELS = {
     "gated": MLPConfig(mlp_dim=24),
     "fused": MLPConfig(mlp_dim=24, fused=True, activation="gelu_tanh", bias=True),
     "ungated": MLPConfig(mlp_dim=24, gated=False, activation="relu2", bias=True),
-    "normalized": MLPConfig(mlp_dim=24, activation="xielu", inner_norm=RMSNormConfig()),
+    "normalized": MLPConfig(mlp_dim=24, gate_sparsity=0.4, activation="xielu", inner_norm=RMSNormConfig()),
     "linear": LinearConfig(),
     "channel mix": ChannelMixConfig(embed_dim=EMBED, mlp_dim=24),
     "none": None,
@@ -153,6 +155,7 @@ RESIDUALS = {
     "weighted": Weighted(keeps_normed=True, gains=True),
     "post-norm": PostNorm(),
     "hyper-connections": HyperConnections(streams=3, iterations=3),
+    "alternating updates": AltUp(streams=3, inner=Laurel(rank=4)),
 }
 MESHES = {
     "one device": None,
@@ -391,7 +394,7 @@ def _sharing(block: ed.BlockConfig) -> tuple[ed.BlockConfig, ...]:
 
 def _further(case: Case) -> dict[str, Any]:
     """Branches beside mixer and MLP."""
-    streams = RESIDUALS["hyper-connections"].streams if case["residual"] == "hyper-connections" else 1
+    streams = getattr(RESIDUALS[case["residual"]], "streams", 1)
     layers = dict(pre_layers=dataclasses.replace(ENGRAM, streams=streams), post_layers=FURTHER.get(case["further"]))
     place = {"none": None, "engram": "pre_layers"}.get(case["further"], "post_layers")
     return {} if place is None else {place: (ed.ExtraLayerConfig(layer=layers[place], pre_norm=RMSNormConfig()),)}

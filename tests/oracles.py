@@ -102,6 +102,19 @@ def gated_by_hand(config, act, gate, up):
     return act(np.minimum(gate, bound)) * (np.clip(up, -bound, bound) + config.up_offset)
 
 
+def cut_by_hand(vector, sparsity):
+    """What is left of a gate above the quantile of a normal distribution with its mean and deviation."""
+    if sparsity == 0:
+        return vector
+    low, high = -10.0, 10.0
+    for _ in range(80):  # where the distribution function is `sparsity`
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 + math.erf(middle / 2**0.5)) / 2 < sparsity else (low, middle)
+    mean = sum(vector) / len(vector)
+    cut = mean + low * math.sqrt(sum((v - mean) ** 2 for v in vector) / len(vector))
+    return np.array([max(v - cut, 0.0) for v in vector])
+
+
 def mlp_by_hand(layer, x):
     xielu = functools.partial(xielu_by_hand, layer.xielu)
     act = BY_HAND[layer.config.activation] if layer.xielu is None else xielu
@@ -113,6 +126,8 @@ def mlp_by_hand(layer, x):
     }
     up = x @ up + bias["up_bias"]
     gate = None if gate is None else layer.config.gate_scale * (x @ gate + bias["gate_bias"])
+    if gate is not None:
+        gate = np.apply_along_axis(lambda vector: cut_by_hand(vector, layer.config.gate_sparsity), -1, gate)
     hidden = gated_by_hand(layer.config, act, gate, up)
     if layer.inner_norm is not None:
         hidden = np.apply_along_axis(lambda vector: norm_by_hand(layer.inner_norm, vector), -1, hidden)

@@ -33,6 +33,8 @@ DEFAULTS = {
     ),
     "PerLayerEmbeddingConfig": dict(norm=RMSNormConfig(), init_std=0.02),
     "PerLayerInputConfig": dict(activation="gelu_tanh"),
+    "AltUp": dict(streams=4, inner=Sequential(), norm=RMSNormConfig(), read_scale=True),
+    "Laurel": dict(rank=64, norm=RMSNormConfig()),
     "HyperConnections": dict(streams=4, mixing="sinkhorn", iterations=20, norm=RMSNormConfig(), eps=1e-6),
     "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
     "Kernel": dict(
@@ -102,6 +104,8 @@ def test_every_default_is_the_one_that_is_written_down():
         for name in (
             "blocks.residual.residual",
             "blocks.residual.hyper_connections",
+            "blocks.residual.altup",
+            "blocks.residual.laurel",
             "blocks.block",
             "model.decoder_config",
             "model.provenance",

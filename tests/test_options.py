@@ -19,7 +19,9 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
+from eqx_decoders.blocks.residual.altup import AltUp
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, _declared
@@ -307,7 +309,7 @@ OPTIONS: dict[type, tuple] = {
         MLP,
         lambda c: block(mlp=c),
         dict(mlp_dim=10, activation="xielu", gated=False, bias=True, fused=True, inner_norm=RMS, dropout=0.5)
-        | dict(gate_scale=2.0, out_scale=2.0, activation_scale=2.0, up_offset=1.0, limit=0.1),
+        | dict(gate_scale=2.0, out_scale=2.0, activation_scale=2.0, up_offset=1.0, limit=0.1, gate_sparsity=0.7),
     ),
     ExpertsConfig: (
         EXPERTS,
@@ -341,10 +343,16 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(residual=c),
         dict(streams=3, mixing="permutations", iterations=1, norm=RMSNormConfig(eps=0.5), eps=0.5),
     ),
+    Laurel: (Laurel(rank=3), lambda c: block(residual=c), dict(rank=2, norm=RMSNormConfig(eps=0.5))),
+    AltUp: (
+        AltUp(streams=2),
+        lambda c: decoder(blocks=block(residual=c, post_layers=(FURTHER,)).blocks * 2),
+        dict(streams=3, inner=Laurel(rank=3), norm=RMSNormConfig(eps=0.5), read_scale=False),
+    ),
     PerLayerEmbeddingConfig: (
         PER_LAYER,
         per_layer,
-        dict(features=3, vocab_size=2, norm=RMSNormConfig(eps=0.5), init_std=0.3),
+        dict(features=3, vocab_size=2, norm=RMSNormConfig(eps=0.5), init_std=0.3, unknown_token=0),
     ),
     AddedFeaturesConfig: (AddedFeaturesConfig(), lambda c: block(post_layers=(ed.ExtraLayerConfig(layer=c),)), {}),
     PerLayerInputConfig: (
@@ -417,6 +425,7 @@ NEEDS: dict[tuple[type, str], dict] = {
     (ExpertsConfig, "shared_gate"): dict(shared=MLP),
     (ExpertsConfig, "norms"): dict(shared=MLP),
     (ExpertsConfig, "shortcut"): dict(shared=MLP),
+    (PerLayerEmbeddingConfig, "unknown_token"): dict(vocab_size=2),
     (ed.DecoderConfig, "per_layer_embedding"): dict(per_layer_embedding=PER_LAYER, blocks=per_layer(PER_LAYER).blocks),
     (RouterConfig, "renormalize"): dict(order="score_first"),
     (RouterConfig, "selection_bias"): dict(order="score_first"),

@@ -32,7 +32,7 @@ class BlockLayer(NamedTuple):
 
     def function(self, run: "BlockRun") -> BranchFunction:
         """Return the layer as a function of its input in one forward pass."""
-        return BranchFunction(functools.partial(run, self), self.reads_streams, self.stream_norm)
+        return BranchFunction(functools.partial(run, self), self.reads_streams, self.stream_norm, self.name)
 
 
 BlockResult = tuple[Array, dict[str, Any], BlockStats]

@@ -11,7 +11,15 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families._gemma import IGNORED_ACTIVATION_KEY, gemma_sizes, unused_kv_tensors
+from eqx_decoders.families._gemma import (
+    IGNORED_ACTIVATION_KEY,
+    PER_LAYER_WEIGHTS,
+    gemma_sizes,
+    num_shared,
+    share_keys,
+    shared_key_settings,
+    unused_kv_tensors,
+)
 from eqx_decoders.families.common import (
     LAYER_TYPES,
     DecoderSizes,
@@ -26,7 +34,7 @@ from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
 from eqx_decoders.families.rope_config import read_ropes, write_ropes
-from eqx_decoders.families.settings_table import Check, Flag, Integer, Number, Only, Rule, Values, first_layer
+from eqx_decoders.families.settings_table import Flag, Number, Only, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
@@ -73,29 +81,25 @@ def gemma4(
     - `per_layer`: embeddings for each layer; None for none.
     - `logit_cap`: soft cap of the logits.
     """
-    types = [LAYER_TYPES[type(mask)] for mask in masks]
-    first = len(masks) - num_kv_shared_layers  # the first layer that shares
-    sources = {
-        kind: max(i for i in range(first) if types[i] == kind) for kind in set(types[first:]) & set(types[:first])
-    }
+    sharing = share_keys(masks, num_kv_shared_layers)
 
     def block(layer: int) -> BlockConfig:
-        kind, shares = types[layer], layer >= first
+        shared_as, shared_from = sharing[layer]
+        shares = shared_from is not None
         num_kv_heads, head_dim = heads[layer]
         mixer = shape.attention(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             mask=masks[layer],
-            rope=ropes[kind],
+            rope=ropes[LAYER_TYPES[type(masks[layer])]],
             query_scale=1.0,
             qk_norm=QKNorm(norm=shape.norm),
             shared_kv=shared_kv and isinstance(masks[layer], Causal) and not shares,
             value_norm=None if shares else RMSNormConfig(eps=shape.eps, scale=False),
-            kv_shared_from=kind if shares else None,
+            kv_shared_from=shared_from,
         )
         mlp = _mlp(shape, 2 if double_wide and shares else 1, experts)
-        block = _block(shape, mixer, mlp, per_layer)
-        return dataclasses.replace(block, shares_kv_as=kind if layer in sources.values() else None)
+        return dataclasses.replace(_block(shape, mixer, mlp, per_layer), shares_kv_as=shared_as)
 
     scale = shape.embed_dim**0.5
     options: dict[str, Any] = dict(embedding_scale=scale, logit_soft_cap=logit_cap, per_layer_embedding=per_layer)
@@ -144,11 +148,6 @@ def _read_rope_tables(fields: Fields, values: Values) -> dict[str, Rope]:
     if fields.content.get("rope_parameters") is None:
         return ROPES
     return read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key=None)
-
-
-def _has_own_keys(values: Values) -> bool:
-    masks, shared = values["masks"], values["num_kv_shared_layers"]
-    return {type(mask) for mask in masks} == {type(mask) for mask in masks[: max(0, len(masks) - shared)]}
 
 
 def _read_heads(fields: Fields, values: Values) -> tuple[Heads, ...]:
@@ -215,12 +214,8 @@ def _per_layer(shape: DecoderSizes, features: int = 256, vocab_size: int = 262_1
     return PerLayerEmbeddingConfig(features=features, vocab_size=vocab_size, norm=shape.norm, init_std=shape.init_std)
 
 
-def _num_shared(config: DecoderConfig) -> int:
-    return sum(mixer.kv_shared_from is not None for mixer in attentions(config))
-
-
 def _is_double_wide(config: DecoderConfig) -> bool:
-    return _num_shared(config) > 0 and _dense(config.blocks[-1]).mlp_dim != _dense(config.blocks[0]).mlp_dim
+    return num_shared(config) > 0 and _dense(config.blocks[-1]).mlp_dim != _dense(config.blocks[0]).mlp_dim
 
 
 def _dense(block: BlockConfig) -> MLPConfig:
@@ -256,11 +251,7 @@ FAMILY = Family(
         ),
         Rule("masks", _read_masks, functools.partial(write_masks, default=512)),
         Flag("attention_k_eq_v", lambda config: any(x.shared_kv for x in attentions(config)), False, name="shared_kv"),
-        Integer("num_kv_shared_layers", _num_shared, 0, least=0, name="num_kv_shared_layers"),
-        Check(
-            _has_own_keys,
-            "num_kv_shared_layers={num_kv_shared_layers} leaves no layer of each type with keys of its own.",
-        ),
+        *shared_key_settings(0),
         Rule("heads", _read_heads, _write_heads),
         Rule("ropes", _read_rope_tables, write_ropes),
         Flag("use_double_wide_mlp", _is_double_wide, False, name="double_wide"),
@@ -280,33 +271,12 @@ FAMILY = Family(
                 "mlp.norms.post_shared": "post_feedforward_layernorm_1",
                 "mlp.norms.pre_routed": "pre_feedforward_layernorm_2",
                 "mlp.norms.post_routed": "post_feedforward_layernorm_2",
-                "post_layers.0.post_norm": "post_per_layer_input_norm",
             },
         ),
         Weight(_LAYER + "router.scale", "mlp.router.input_norm.scale", "norm -> norm"),
         Weight(_LAYER + "router.per_expert_scale", "mlp.router.per_expert_scale", "experts -> experts"),
-        Weight(
-            _LAYER + "per_layer_input_gate.weight",
-            "post_layers.0.layer.gate",
-            "per_layer_input embed -> embed per_layer_input",
-        ),
-        Weight(
-            _LAYER + "per_layer_projection.weight",
-            "post_layers.0.layer.out",
-            "embed per_layer_input -> per_layer_input embed",
-        ),
         Weight(_LAYER + "layer_scalar", "residual.scale", "one -> one"),
-        Weight(
-            "model.embed_tokens_per_layer.weight",
-            "per_layer_embedding.table",
-            "rows (per_layer row_dim) -> rows per_layer row_dim",
-        ),
-        Weight(
-            "model.per_layer_model_projection.weight",
-            "per_layer_embedding.projection",
-            "(per_layer per_layer_input) embed -> embed per_layer per_layer_input",
-        ),
-        Weight("model.per_layer_projection_norm.weight", "per_layer_embedding.norm.scale", "norm -> norm"),
+        *PER_LAYER_WEIGHTS,
     ),
     ignored_keys=IGNORED_ACTIVATION_KEY | IGNORED_ROUTER_KEYS,
     ignored_tensors=unused_kv_tensors,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Annotated, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -81,6 +82,8 @@ class MLPConfig(CheckedFields):
     - `bias`: whether all projections have a bias.
     - `fused`: whether gate and up are one product.
     - `inner_norm`: normalization of the hidden features (BitNet); None for none.
+    - `gate_sparsity`: fraction of the gate's features that are cut off (Gemma 3n): of normal ones so many are below
+        `cut = mean + icdf(gate_sparsity) std`, and the gate becomes `relu(gate - cut)`, over the features of a token.
     - `dropout`: rate on the hidden features.
     - `gate_scale`, `out_scale`: multiply the gate before its activation, and the output (Falcon-H1).
     """
@@ -94,6 +97,7 @@ class MLPConfig(CheckedFields):
     bias: bool = False
     fused: bool = False
     inner_norm: NormConfig | None = None
+    gate_sparsity: Rate = 0.0
     dropout: Rate = 0.0
     gate_scale: PositiveFloat = 1.0
     out_scale: PositiveFloat = 1.0
@@ -103,6 +107,8 @@ class MLPConfig(CheckedFields):
         rule = f"MLPConfig.gate_scale={self.gate_scale} needs gated=True: there is no gate."
         check(self.gated or self.gate_scale == 1.0, rule)
         check_gating(self, "MLPConfig", self.gated)
+        rule = f"MLPConfig.gate_sparsity={self.gate_sparsity} needs gated=True: there is no gate."
+        check(self.gated or not self.gate_sparsity, rule)
         check(self.gated or not self.fused, "MLPConfig.fused=True needs gated=True: there is one projection only.")
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "MLP":
@@ -144,7 +150,7 @@ class MLP(eqx.Module):
     ) -> Float[Array, "batch length embed"]:
         act = ACTIVATIONS[self.config.activation] if self.xielu is None else self.xielu
         gate, up = self._inputs(x, ctx)
-        gate = None if gate is None else scale(gate, self.config.gate_scale)
+        gate = None if gate is None else cut_gate(scale(gate, self.config.gate_scale), self.config.gate_sparsity)
         hidden = join_gate(self.config, act, gate, up)
         hidden = hidden if self.inner_norm is None else self.inner_norm(hidden)
         hidden = dropout(ctx.constrain(hidden, "batch length mlp"), self.config.dropout, key)
@@ -169,6 +175,16 @@ class MLP(eqx.Module):
             return None, save(up, "mlpwi")
         gate = add_bias(ctx.einsum(pattern, x, self.gate), self.gate_bias)
         return save(gate, "mlpwi_0"), save(up, "mlpwi_1")
+
+
+def cut_gate(gate: Float[Array, "batch length mlp"], sparsity: float) -> Float[Array, "batch length mlp"]:
+    """Compute `relu(gate - mean - icdf(sparsity) std)` over the features, in float32; the gate itself for 0."""
+    if sparsity == 0.0:
+        return gate
+    wide = gate.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.maximum(jnp.mean(wide * wide, axis=-1, keepdims=True), 1e-30)  # the slope of its root has a bound
+    return jax.nn.relu(wide - NormalDist().inv_cdf(sparsity) * jnp.sqrt(variance)).astype(gate.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

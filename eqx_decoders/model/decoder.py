@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.blocks.layer_inputs import takers
 from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_stack
+from eqx_decoders.blocks.residual.altup import StreamMaps
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
@@ -89,6 +90,7 @@ class Decoder(eqx.Module):
     embedding_norm: Norm | None
     positions: LearnedPositionTable | Sinusoids | None
     per_layer_embedding: PerLayerEmbedding | None
+    streams: StreamMaps | None
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head_transform: HeadTransform | None
@@ -127,6 +129,7 @@ class Decoder(eqx.Module):
             embedding_norm=None if config.embedding_norm is None else config.embedding_norm.build(config.embed_dim),
             positions=None if config.positions is None else config.positions.build(config.embed_dim, key=position_key),
             per_layer_embedding=per_layer and per_layer.build(config.embed_dim, layers, key=per_layer_key),
+            streams=config.residual.build_maps(config.embed_dim, key=jax.random.fold_in(key, 9)),
             segments=tuple(stack),
             final_norm=None if config.final_norm is None else config.final_norm.build(config.embed_dim),
             head_transform=None if transform is None else transform.build(config.embed_dim, key=transform_key),
@@ -241,7 +244,8 @@ class Decoder(eqx.Module):
         caches = None if cache is None else cache.segments
         segments = self._rounded("segments", key).segments
         x, entries, stats = run_stack(segments, x, batch.ctx, caches, keys=layer_keys, by_layer=by_layer)
-        hidden, positions = self.config.residual.reduce(x), self._after(x, batch.ctx.positions, cache)
+        hidden = self.config.residual.reduce(x) if self.streams is None else self.streams.reduce(x, batch.ctx)
+        positions = self._after(x, batch.ctx.positions, cache)
         proposal = Proposal(entries=entries, positions=positions, rope_offset=batch.rope_offset)
         return hidden, proposal, join_layer_stats(stats)
 
@@ -256,7 +260,8 @@ class Decoder(eqx.Module):
             embeds = ctx.constrain(merge_features(embeds, encoded.by_group, index), "batch length embed")
             by_layer = by_layer | stacked_deepstack(encoded, index)
             tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
-        x = self.config.residual.expand(self._inputs(embeds, ctx, key))
+        x = self._inputs(embeds, ctx, key)
+        x = self.config.residual.expand(x) if self.streams is None else self.streams.expand(x, ctx)
         if self.per_layer_embedding is not None:
             by_layer = by_layer | {INPUT: self.per_layer_embedding(tokens, embeds, ctx)}
         return x, by_layer

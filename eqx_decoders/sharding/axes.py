@@ -67,6 +67,7 @@ AXES: dict[str, str] = {
     "teacher_kv_heads": "key and value heads of a frozen teacher",
     "teacher_head_dim": "features of one head of a frozen teacher",
     "streams": "residual streams side by side",
+    "stream_pairs": "pairs of residual streams",
     "taps": "tokens that a convolution looks back",
     "signal": "sines and cosines of a distance",
     "patch": "numbers of a patch of an image",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.families import test_deepseek_custom, test_gemma4, test_longcat_flash
+from tests.families import test_deepseek_custom, test_gemma3n, test_gemma4, test_longcat_flash
 from tests.laws import check_documents, check_execution, check_pieces, check_rejection
 from tests.models import filled
 
@@ -10,6 +10,7 @@ from tests.models import filled
 MODELS = {
     "deepseek-custom": test_deepseek_custom.SMALL,
     "longcat-flash": test_longcat_flash.SMALL,
+    "gemma3n": test_gemma3n.SMALL,
     **test_gemma4.MODELS,
 }
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig
+from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig, cut_gate
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.xielu import XIELU
 from tests.compare import assert_close
@@ -41,6 +42,7 @@ def test_activations(name):
         dict(bias=True, gate_scale=2.0, out_scale=0.5),
         dict(activation_scale=1.7, up_offset=1.0, limit=0.3),
         dict(activation_scale=1.7, gated=False),
+        dict(gate_sparsity=0.8, fused=True, bias=True, gate_scale=2.0),
     ],
     ids=str,
 )
@@ -50,6 +52,15 @@ def test_mlp(options, activation):
     layer = drawn(lambda key: config.build(5, key=key))
     x, ctx = normal(2, 3, 5), context(np.zeros((2, 3)))
     assert_close(layer(jnp.asarray(x), ctx), mlp_by_hand(layer, wide(x)), units=32)
+
+
+def test_a_cut_gate_has_few_features_and_a_finite_gradient():
+    gate = jnp.asarray(normal(2, 3, 1000))
+    assert np.mean(cut_gate(gate, 0.95) > 0) == pytest.approx(0.05, abs=0.02)
+    slopes = jax.grad(lambda x: cut_gate(x, 0.95).sum())(jnp.zeros((1, 1, 4)))  # whose deviation is 0
+    assert np.all(np.isfinite(slopes))
+    with pytest.raises(ed.ConfigError, match=r"gate_sparsity=0.5 needs gated=True"):
+        MLPConfig(mlp_dim=4, gated=False, gate_sparsity=0.5)
 
 
 def test_xielu_is_exact_and_its_gradient_finite():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields
@@ -19,11 +19,13 @@ class BranchFunction:
 
     - `reads_streams`: whether it reads and returns all residual streams; else one.
     - `stream_norm`: normalizes the stream itself before the layer, which then has no norm before it; None for none.
+    - `name`: that of the layer in its block: `mixer`, `mlp`, `post_layers.0`.
     """
 
     run: Callable[[Array], Array]
     reads_streams: bool = False
     stream_norm: Norm | None = None
+    name: str = ""
 
     def __call__(self, x: Array) -> Array:
         return self.run(x)
@@ -38,6 +40,9 @@ class Reader(Protocol):
 
     @property
     def stream_norm(self) -> Norm | None: ...
+
+    @property
+    def name(self) -> str: ...
 
 
 Dropout = Callable[[Array], Array]
@@ -65,6 +70,10 @@ class Residual(CheckedFields):
     def reduce(self, x: Float[Array, "batch length *streams embed"]) -> Float[Array, "batch length embed"]:
         """Return the input of the final norm for this output of the last block."""
         return x
+
+    def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> Any:
+        """Build a module that does the same with weights, if there is one; None uses `expand` and `reduce`."""
+        return None
 
 
 @runtime_checkable

@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING, Literal
 
+from eqx_decoders.blocks.residual.altup import AltUp
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 
 
-ResidualConfig = Sequential | PostNorm | Weighted | Parallel | NoResidual | Chained | HyperConnections
+ResidualConfig = Sequential | PostNorm | Weighted | Parallel | NoResidual | Chained | Laurel | HyperConnections | AltUp
 
 RESIDUALS: dict[str, ResidualConfig] = {
     "sequential": Sequential(),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, ConfigError, PositiveFloat, PositiveInt
+from eqx_decoders.errors import CheckedFields, ConfigError, NonNegativeInt, PositiveFloat, PositiveInt
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
@@ -31,13 +31,15 @@ class PerLayerEmbeddingConfig(CheckedFields):
     **Arguments:**
 
     - `features`: of an embedding.
-    - `vocab_size`: token ids in the table; later ones count as the last.
+    - `vocab_size`: token ids in the table.
+    - `unknown_token`: as which later ids count; None for the last.
     - `norm`: normalization of the projection.
     - `init_std`: standard deviation of a new table.
     """
 
     features: PositiveInt
     vocab_size: PositiveInt
+    unknown_token: NonNegativeInt | None = None
     norm: NormConfig = RMSNormConfig()
     init_std: PositiveFloat = 0.02
 
@@ -66,6 +68,8 @@ class PerLayerEmbedding(eqx.Module):
         """Compute each layer's embedding of each token."""
         if tokens is None:
             raise ConfigError("Per-layer embeddings are looked up: call the model with tokens, not with embeddings.")
+        if self.config.unknown_token is not None:
+            tokens = jnp.where(tokens < self.config.vocab_size, tokens, self.config.unknown_token)
         embedded = look_up(self.table, tokens, "rows per_layer row_dim", ctx)
         embedded = embedded * jnp.asarray(self.config.features**0.5, x.dtype)
         pattern = "batch length embed, embed per_layer per_layer_input -> batch length per_layer per_layer_input"

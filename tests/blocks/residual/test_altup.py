@@ -1,0 +1,88 @@
+"""Alternating updates and Laurel, token by token in NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.residual.altup import AltUp
+from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.laurel import Laurel
+from eqx_decoders.layers.norm import RMSNormConfig
+from tests.compare import assert_close
+from tests.layers.common import context, drawn, normal
+from tests.oracles import norm_by_hand, wide
+
+
+EMBED, STREAMS = 6, 3
+CONFIG = AltUp(streams=STREAMS, inner=Laurel(rank=4, norm=RMSNormConfig(eps=0.1)), norm=RMSNormConfig(eps=0.2))
+NORM = drawn(lambda key: RMSNormConfig().build(EMBED), 5)
+MATRICES = [0.6 * normal(EMBED, EMBED, seed=seed) for seed in range(3)]
+CTX = context(np.broadcast_to(np.arange(5), (2, 5)))
+
+
+def branches(streams: bool = False) -> list[BranchFunction]:
+    """A mixer with a norm, an MLP, and a layer after it; with `streams` another that reads all streams, first."""
+    functions = [lambda y, m=m: jnp.tanh(y @ m) for m in MATRICES]
+    names = ("mixer", "mlp", "post_layers.0")
+    norms = (NORM, None, None)
+    found = [BranchFunction(f, False, norm, name) for f, norm, name in zip(functions, norms, names, strict=True)]
+    return [BranchFunction(lambda y: 0.5 * y, True, None, "pre_layers.0"), *found] if streams else found
+
+
+def numbers(residual, x, weight):
+    return wide(weight) @ np.tanh(wide(residual.router) @ norm_by_hand(residual.norm, x) / EMBED)
+
+
+def token_by_hand(residual, x):
+    """One token: `x` is [streams, embed]."""
+    mixer, mlp, after = (lambda y, m=m: np.tanh(y @ wide(m)) for m in MATRICES)
+    mix = numbers(residual, x[0], residual.predict).reshape(STREAMS, STREAMS)
+    p = np.stack([x[k] + sum(mix[k, j] * x[j] for j in range(STREAMS)) for k in range(STREAMS)])
+    inner, n = residual.inner, norm_by_hand(NORM, p[0])
+    laurel = n + norm_by_hand(inner.norm, n @ wide(inner.left) @ wide(inner.right))
+    z = (p[0] + mixer(n) + laurel) / 2**0.5
+    z = z + mlp(z)
+    gain = 1 + numbers(residual, z, residual.correct)
+    x = np.stack([p[k] + gain[k] * (z - p[0]) for k in range(STREAMS)])
+    x[1:] += after(x[0] * wide(residual.scale))
+    return x
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_streams_are_predicted_corrected_and_added_to(streams):
+    residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))
+    x = normal(2, 5, STREAMS, EMBED)
+    want = np.array([[token_by_hand(residual, token * 1.5 if streams else token) for token in row] for row in wide(x)])
+    assert_close(residual(jnp.asarray(x), branches(streams), lambda y: y, CTX), want, units=64)
+
+
+def test_a_layer_that_reads_all_streams_behind_the_others_reads_corrected_ones():
+    residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))
+    x = jnp.asarray(normal(2, 5, STREAMS, EMBED))
+    *first, last = branches()
+    plain = residual(x, first, lambda y: y, CTX)
+    reader = BranchFunction(lambda y: -y, True, None, "post_layers.0")
+    assert not np.any(residual(x, [*first, reader], lambda y: y, CTX))
+    assert not np.allclose(residual(x, [*first, last], lambda y: y, CTX), plain)
+
+
+def test_streams_begin_as_large_as_the_embedding_and_end_as_their_mean():
+    maps = drawn(lambda key: CONFIG.build_maps(EMBED, key=key))
+    x, streams = normal(2, 5, EMBED), normal(2, 5, STREAMS, EMBED)
+
+    def sized(y, like):
+        return y * np.sqrt(np.mean(like**2, axis=-1, keepdims=True) / np.mean(y**2, axis=-1, keepdims=True))
+
+    want = [sized(wide(x) @ wide(each.kernel), wide(x)) for each in maps.first]
+    assert_close(maps.expand(jnp.asarray(x), CTX), np.stack([wide(x), *want], axis=2))
+    first = wide(streams)[:, :, 0]
+    want = [sized(wide(streams)[:, :, k] @ wide(each.kernel), first) for k, each in enumerate(maps.last, 1)]
+    assert_close(maps.reduce(jnp.asarray(streams), CTX), np.mean([first, *want], axis=0))
+    tiny = np.asarray(maps.expand(jnp.asarray(1e-8 * x), CTX))
+    assert np.all(np.isfinite(tiny)) and np.abs(tiny[:, :, 1:]).max() < 1e-12
+
+
+def test_there_are_several_streams():
+    with pytest.raises(ed.ConfigError, match=r"AltUp.streams=1 must be an integer of at least 2"):
+        AltUp(streams=1)
