@@ -19,6 +19,7 @@ from eqx_decoders.io.huggingface.directory import Directory, StoredTensor
 
 _TABLE = "token_embd.weight"
 _MOST_FACTORS = 4096
+_MOST_EXPERTS = 4096
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -62,6 +63,10 @@ class GGUFDirectory(Directory):
             return {name: views.decoded(stored)}
         number = "" if layer is None else int(layer[1])
         if "{expert}" in template and len(tensor.shape) == 3:
+            few = tensor.shape[0] <= _MOST_EXPERTS
+            check(
+                few, f"{self.path}: {name} has {tensor.shape[0]:,} experts: at most {_MOST_EXPERTS}.", ConversionError
+            )
             experts = (views.decoded(views.item(stored, index)) for index in range(tensor.shape[0]))
             return {template.format(layer=number, expert=index): each for index, each in enumerate(experts)}
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}

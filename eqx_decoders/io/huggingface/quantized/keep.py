@@ -23,7 +23,8 @@ from eqx_decoders.io.huggingface.quantized.unpack import STORAGE_DTYPES, ScaledT
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.affine_weight import QuantizedWeight
 from eqx_decoders.numerics.low_precision import fits
-from eqx_decoders.numerics.quantized_weight import matrix_axes
+from eqx_decoders.numerics.nf4_weight import NF4Weight
+from eqx_decoders.numerics.quantized_weight import AbstractQuantizedWeight, matrix_axes
 from eqx_decoders.sharding.axes import Axes, axes, named_leaves, product_axes, replaced
 
 
@@ -62,6 +63,7 @@ def keep(
 def _alike(tensors: Sequence[StoredTensor]) -> list[ScaledTensor]:
     """Return the tensors of a weight if they can be parts of one `QuantizedWeight`, otherwise none."""
     scaled = [each for each in tensors if isinstance(each, ScaledTensor) and each.group_index is None]
+    scaled = [each for each in scaled if each.numbers.dtype in STORAGE_DTYPES and each.numbers.dtype != "F32"]
     return scaled if len(scaled) == len(tensors) and len({each.form for each in scaled}) == 1 else []
 
 
@@ -135,7 +137,7 @@ def _section_of_blocks(section: Section, columns: int) -> Section | None:
 
 def _shapes(
     words: Axes, parts: Mapping[str, WeightMapping], stored: ScaledTensor, block: tuple[int, int]
-) -> QuantizedWeight:
+) -> AbstractQuantizedWeight:
     """Return a quantized weight of shapes."""
     inner, outer = matrix_axes(words)
 
@@ -146,4 +148,5 @@ def _shapes(
 
     values, scales, zeros = (shape(part) for part in PARTS)
     assert values is not None and scales is not None
-    return QuantizedWeight(values, scales, zeros, block, len(inner), len(outer))
+    kind = NF4Weight if stored.numbers.dtype == "NF4" else QuantizedWeight
+    return kind(values, scales, zeros, block, len(inner), len(outer))

@@ -1,7 +1,8 @@
 """Quantization schemes in `quantization_config`: from the stored tensors to those that they encode, by name.
 
-Known are MXFP4 of GPT-OSS, FP8 in blocks of DeepSeek, FBGEMM's FP8, compressed-tensors, GPTQ and AWQ. No scheme rounds
-activations: settings about that are ignored, and the weights are the same.
+Known are MXFP4 of GPT-OSS, FP8 in blocks of DeepSeek, FBGEMM's FP8, compressed-tensors, GPTQ and AWQ, and those of
+`modelopt.py` and `bitsandbytes.py`. No scheme rounds activations: settings about that are ignored, and the weights are
+the same.
 """
 
 import dataclasses
@@ -11,8 +12,25 @@ from typing import Any
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor
+from eqx_decoders.io.huggingface.quantized.bitsandbytes import read_bitsandbytes
+from eqx_decoders.io.huggingface.quantized.companions import (
+    FLOATS,
+    Tensors,
+    check_dtype,
+    check_none_left,
+    check_stored,
+    matrix_shape,
+    pop_companion,
+    scaled,
+)
+from eqx_decoders.io.huggingface.quantized.modelopt import (
+    HF_QUANT_CONFIG,
+    mxfp8_tensor,
+    nvfp4_tensor,
+    read_modelopt,
+    with_own_file,
+)
 from eqx_decoders.io.huggingface.quantized.unpack import (
-    DTYPE,
     GROUP,
     BytesTensor,
     HalvesTensor,
@@ -24,16 +42,17 @@ from eqx_decoders.io.huggingface.quantized.unpack import (
 )
 
 
-_Tensors = dict[str, StoredTensor]
-Scheme = Callable[[_Tensors], _Tensors]
+Scheme = Callable[[Tensors], Tensors]
 
-_FLOATS = ("F32", "BF16", "F16")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in their four bytes
 
 
-def checkpoint_tensors(directory: Directory) -> _Tensors:
+def checkpoint_tensors(directory: Directory) -> Tensors:
     """Return the tensors of a checkpoint by name, quantized ones as the numbers that they encode."""
-    return read_scheme(directory.json("config.json"))(directory.tensors())
+    content = directory.json("config.json")
+    if directory.has(HF_QUANT_CONFIG):
+        content = with_own_file(content, lambda: directory.json(HF_QUANT_CONFIG))
+    return read_scheme(content)(directory.tensors())
 
 
 def read_scheme(content: Mapping[str, Any]) -> Scheme:
@@ -48,6 +67,8 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
         "compressed-tensors": _compressed,
         "gptq": _gptq,
         "awq": _awq,
+        "modelopt": read_modelopt,
+        "bitsandbytes": read_bitsandbytes,
     }
     method = fields.take("quant_method", None)
     if not isinstance(method, str) or method not in schemes:
@@ -66,16 +87,16 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
 # --- MXFP4 and FP8 ---
 
 
-def _mxfp4_tensors(tensors: _Tensors) -> _Tensors:
+def _mxfp4_tensors(tensors: Tensors) -> Tensors:
     decoded = dict(tensors)
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         blocks = decoded.pop(f"{name}_blocks")
-        scales = _pop_companion(decoded, f"{name}_scales", blocks)
+        scales = pop_companion(decoded, f"{name}_scales", blocks)
         half = blocks.shape[-1] if len(blocks.shape) > 2 else 0
         valid = half == GROUP // 2 and blocks.dtype == "U8"
         rule = f"blocks of MXFP4 are U8 with {GROUP // 2} bytes each"
         check(valid, f"{blocks.file}: {blocks.name} is {blocks.description}: {rule}.", ConversionError)
-        _check(scales, ("U8",), blocks.shape[:-1])
+        check_stored(scales, ("U8",), blocks.shape[:-1])
         decoded[name] = mxfp4_tensor(name, blocks, scales)
     return decoded
 
@@ -89,20 +110,20 @@ def _fp8(fields: Fields) -> Scheme:
     whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)
     if not whole or len(block) != 2 or min(block) < 1:
         raise fields.error(f"weight_block_size={block!r} must be two integers of at least 1: rows and columns.")
-    dtypes = (*_FLOATS, "F8_E8M0", *["U8"] * has_bytes)
+    dtypes = (*FLOATS, "F8_E8M0", *["U8"] * has_bytes)
     return lambda tensors: _block_scaled_tensors(tensors, (block[0], block[1]), dtypes)
 
 
-def _block_scaled_tensors(tensors: _Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) -> _Tensors:
+def _block_scaled_tensors(tensors: Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) -> Tensors:
     decoded = dict(tensors)
     for name, values in tensors.items():
         if values.dtype != "F8_E4M3":
             continue
-        scales = _pop_companion(decoded, f"{name}_scale_inv", values)
-        *lead, rows, columns = _matrix(values)
-        _check(scales, dtypes, (*lead, -(-rows // block[0]), -(-columns // block[1])))
-        decoded[name] = _scaled(name, values, scales, block)
-    _check_none_left(decoded, "_scale_inv")
+        scales = pop_companion(decoded, f"{name}_scale_inv", values)
+        *lead, rows, columns = matrix_shape(values)
+        check_stored(scales, dtypes, (*lead, -(-rows // block[0]), -(-columns // block[1])))
+        decoded[name] = scaled(name, values, scales, block)
+    check_none_left(decoded, "_scale_inv")
     return decoded
 
 
@@ -111,15 +132,15 @@ def _fbgemm(fields: Fields) -> Scheme:
     return _row_scaled_tensors
 
 
-def _row_scaled_tensors(tensors: _Tensors) -> _Tensors:
+def _row_scaled_tensors(tensors: Tensors) -> Tensors:
     decoded = dict(tensors)
     for name, values in tensors.items():
         if values.dtype == "F8_E4M3":
-            scales = _pop_companion(decoded, f"{name}_scale", values)
-            rows, columns = _matrix(values, 2)
-            _check(scales, _FLOATS, (rows, 1))
-            decoded[name] = _scaled(name, values, scales, (1, columns))
-    _check_none_left(decoded, "_scale")
+            scales = pop_companion(decoded, f"{name}_scale", values)
+            rows, columns = matrix_shape(values, 2)
+            check_stored(scales, FLOATS, (rows, 1))
+            decoded[name] = scaled(name, values, scales, (1, columns))
+    check_none_left(decoded, "_scale")
     return decoded
 
 
@@ -144,7 +165,7 @@ class _Packing:
 
 _FORMATS = (
     "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision",
-    "mxfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "nvfp4-pack-quantized",
 )  # fmt: skip
 _UNUSED = (
     ".input_scale",
@@ -154,6 +175,7 @@ _UNUSED = (
     ".k_scale",
     ".v_scale",
     ".q_scale",
+    ".input_global_scale",
 )
 
 
@@ -196,34 +218,41 @@ def _compressed(fields: Fields) -> Scheme:
     return lambda tensors: _compressed_tensors(tensors, packing)
 
 
-def _compressed_tensors(tensors: _Tensors, packing: _Packing) -> _Tensors:
+def _compressed_tensors(tensors: Tensors, packing: _Packing) -> Tensors:
     decoded = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
     for name in [name for name in decoded if name.endswith(("weight_packed", ".weight"))]:
         if name.endswith("weight_packed"):
             _unpack(decoded, name.removesuffix("_packed"), packing)
         elif decoded[name].dtype in ("I8", "F8_E4M3"):
             numbers = decoded[name]
-            scales, zeros = _pop_companion(decoded, f"{name}_scale", numbers), decoded.pop(f"{name}_zero_point", None)
+            scales, zeros = pop_companion(decoded, f"{name}_scale", numbers), decoded.pop(f"{name}_zero_point", None)
+            if numbers.dtype == "F8_E4M3" and scales.dtype in ("U8", "F8_E8M0"):
+                decoded[name] = mxfp8_tensor(name, numbers, scales)
+                continue
             decoded[name] = _with_scales(name, numbers, scales, zeros, packing)
     ends = ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".weight_global_scale"
-    _check_none_left(decoded, *ends)
+    check_none_left(decoded, *ends)
     return decoded
 
 
-def _unpack(tensors: _Tensors, name: str, packing: _Packing) -> None:
+def _unpack(tensors: Tensors, name: str, packing: _Packing) -> None:
     """Replace `weight_packed` and its scales, zeros and indices by the tensor `name`."""
     packed = tensors.pop(f"{name}_packed")
-    scales = _pop_companion(tensors, f"{name}_scale", packed)
-    rows, words = _matrix(packed, 2)
+    scales = pop_companion(tensors, f"{name}_scale", packed)
+    rows, words = matrix_shape(packed, 2)
+    factor = tensors.pop(f"{name}_global_scale", None)
+    if factor is not None:
+        tensors[name] = nvfp4_tensor(name, packed, scales, factor, divides=True)
+        return
     if packed.dtype == "U8":
-        _check(scales, ("U8", "F8_E8M0"), (rows, 2 * words // GROUP))
+        check_stored(scales, ("U8", "F8_E8M0"), (rows, 2 * words // GROUP))
         numbers = HalvesTensor(packed.file, name, (rows, 2 * words), "F4_E2M1", packed.offset, packed)
         if scales.dtype == "U8":
             scales = BytesTensor(scales.file, scales.name, scales.shape, "F8_E8M0", scales.offset, scales)
-        tensors[name] = _scaled(name, numbers, scales, (1, GROUP))
+        tensors[name] = scaled(name, numbers, scales, (1, GROUP))
         return
-    _check_dtype(packed, "I32")
-    shape = _pop_companion(tensors, f"{name}_shape", packed)
+    check_dtype(packed, "I32")
+    shape = pop_companion(tensors, f"{name}_shape", packed)
     valid = shape.dtype in ("I64", "I32") and shape.shape == (2,)
     rule = "must be two integers: the shape of the weight"
     check(valid, f"{shape.file}: {shape.name} is {shape.description}, but {rule}.", ConversionError)
@@ -233,7 +262,7 @@ def _unpack(tensors: _Tensors, name: str, packing: _Packing) -> None:
     numbers = PackedTensor(packed.file, name, (rows, columns), kind, packed.offset, packed, 1, bits, half)
     zeros = tensors.pop(f"{name}_zero_point", None)
     if zeros is not None:
-        _check(zeros, ("I32",), (-(-rows * bits // 32), *scales.shape[1:]))
+        check_stored(zeros, ("I32",), (-(-rows * bits // 32), *scales.shape[1:]))
         kind = "I8" if bits < 8 else "I16"
         zeros = PackedTensor(zeros.file, zeros.name, scales.shape, kind, zeros.offset, zeros, 0, bits, half)
     group_index = tensors.pop(f"{name}_g_idx", None)
@@ -259,8 +288,8 @@ def _with_scales(
     group_index: StoredTensor | None = None,
 ) -> ScaledTensor:
     """Return a matrix with one scale, or one for each row, for each group of a row, or for each block."""
-    rows, columns = _matrix(numbers, 2)
-    _check_dtype(scales, *_FLOATS)
+    rows, columns = matrix_shape(numbers, 2)
+    check_dtype(scales, *FLOATS)
     covered = [block for block in packing.blocks if scales.shape == (1, 1) and rows <= block[0] and columns <= block[1]]
     if scales.shape in ((), (1,), (1, 1)) and rows > 1 and not covered:
         scales = RepeatedTensor(scales.file, scales.name, (rows, 1), scales.dtype, scales.offset, scales)
@@ -272,10 +301,10 @@ def _with_scales(
     where = f"{scales.file}: {scales.name} is {scales.description}"
     check(bool(fits), f"{where}, which {rule}.", ConversionError)
     if zeros is not None and not isinstance(zeros, PackedTensor):
-        _check(zeros, ("I8",), scales.shape)
+        check_stored(zeros, ("I8",), scales.shape)
     if group_index is not None:
-        _check(group_index, ("I32", "I64"), (columns,))
-    return _scaled(name, numbers, scales, fits[0], zeros, group_index if fits[0][1] < columns else None)
+        check_stored(group_index, ("I32", "I64"), (columns,))
+    return scaled(name, numbers, scales, fits[0], zeros, group_index if fits[0][1] < columns else None)
 
 
 # --- GPTQ and AWQ ---
@@ -313,29 +342,29 @@ def _gptq(fields: Fields) -> Scheme:
     return lambda tensors: _gptq_tensors(tensors, bits, group, plain, ordered)
 
 
-def _gptq_tensors(tensors: _Tensors, bits: int, group: int, plain: bool, ordered: bool) -> _Tensors:
+def _gptq_tensors(tensors: Tensors, bits: int, group: int, plain: bool, ordered: bool) -> Tensors:
     """Decode GPTQ (Frantar et al. 2022): numbers packed along a weight's inputs, zeros along its outputs."""
     decoded, half = dict(tensors), 2 ** (bits - 1)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
         packed = decoded.pop(f"{name}qweight")
-        words, columns = _matrix(packed, 2)
+        words, columns = matrix_shape(packed, 2)
         rows = words * 32 // bits
-        _check_dtype(packed, "I32")
-        scales, zeros = (_pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
+        check_dtype(packed, "I32")
+        scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
         groups = 1 if group == 0 else -(-rows // group)
-        _check(scales, _FLOATS, (groups, columns))
-        _check(zeros, ("I32",), (groups, -(-columns * bits // 32)))
+        check_stored(scales, FLOATS, (groups, columns))
+        check_stored(zeros, ("I32",), (groups, -(-columns * bits // 32)))
         group_index = decoded.pop(f"{name}g_idx", None)
         if group_index is not None:
-            _check(group_index, ("I32", "I64"), (rows,))
+            check_stored(group_index, ("I32", "I64"), (rows,))
         kinds = ("I4", "I8") if bits <= 4 else ("I8", "I16")
         numbers = PackedTensor(packed.file, name, (rows, columns), kinds[0], packed.offset, packed, 0, bits, half)
         minus = half - (not plain)  # older files store each zero minus one
         unpacked = PackedTensor(zeros.file, name, scales.shape, kinds[1], zeros.offset, zeros, 1, bits, minus)
         group_index = None if ordered or groups == 1 else group_index  # groups of ordered rows are contiguous
         views = swapped(numbers), swapped(scales), (1, group or rows), swapped(unpacked), group_index
-        decoded[f"{name}weight"] = _scaled(f"{name}weight", *views)
-    _check_none_left(decoded, ".qzeros", ".g_idx")
+        decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
+    check_none_left(decoded, ".qzeros", ".g_idx")
     return decoded
 
 
@@ -350,29 +379,29 @@ def _awq(fields: Fields) -> Scheme:
     return lambda tensors: _awq_tensors(tensors, group)
 
 
-def _awq_tensors(tensors: _Tensors, group: int) -> _Tensors:
+def _awq_tensors(tensors: Tensors, group: int) -> Tensors:
     """Decode AWQ (Lin et al. 2023): numbers and zeros packed along a weight's outputs, eight of them interleaved."""
     decoded = dict(tensors)
     for name in [name.removesuffix("qweight") for name in tensors if name.endswith(".qweight")]:
         packed = decoded.pop(f"{name}qweight")
-        _check_dtype(packed, "I32")
-        rows, words = _matrix(packed, 2)
-        scales, zeros = (_pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
+        check_dtype(packed, "I32")
+        rows, words = matrix_shape(packed, 2)
+        scales, zeros = (pop_companion(decoded, name + end, packed) for end in ("scales", "qzeros"))
         groups = 1 if group == 0 else -(-rows // group)
-        _check(scales, _FLOATS, (groups, 8 * words))
-        _check(zeros, ("I32",), (groups, words))
+        check_stored(scales, FLOATS, (groups, 8 * words))
+        check_stored(zeros, ("I32",), (groups, words))
 
         def unpacked(inner: StoredTensor, kind: str) -> StoredTensor:
             shape, start = (inner.shape[0], 8 * inner.shape[1]), inner.offset
             return swapped(PackedTensor(inner.file, inner.name, shape, kind, start, inner, 1, 4, 8, _AWQ_ORDER))
 
         views = unpacked(packed, "I4"), swapped(scales), (1, group or rows), unpacked(zeros, "I8")
-        decoded[f"{name}weight"] = _scaled(f"{name}weight", *views)
-    _check_none_left(decoded, ".qzeros")
+        decoded[f"{name}weight"] = scaled(f"{name}weight", *views)
+    check_none_left(decoded, ".qzeros")
     return decoded
 
 
-def without_empty_biases(tensors: _Tensors, wanted: Mapping[str, Any]) -> _Tensors:
+def without_empty_biases(tensors: Tensors, wanted: Mapping[str, Any]) -> Tensors:
     """Remove the zeros that some programs write as biases of quantized matrices without a bias."""
 
     def empty(name: str) -> bool:
@@ -380,50 +409,3 @@ def without_empty_biases(tensors: _Tensors, wanted: Mapping[str, Any]) -> _Tenso
         return name not in wanted and isinstance(weight, ScaledTensor) and not tensors[name].read_all().any()
 
     return {name: tensor for name, tensor in tensors.items() if not (name.endswith(".bias") and empty(name))}
-
-
-# --- what they share ---
-
-
-def _scaled(
-    name: str,
-    numbers: StoredTensor,
-    scales: StoredTensor,
-    block: tuple[int, int],
-    zeros: StoredTensor | None = None,
-    group_index: StoredTensor | None = None,
-) -> ScaledTensor:
-    views = numbers, scales, zeros, block, group_index
-    return ScaledTensor(numbers.file, name, numbers.shape, DTYPE, numbers.offset, *views)
-
-
-def _matrix(tensor: StoredTensor, dimensions: int | None = None) -> tuple[int, ...]:
-    """Return the shape of a tensor that must be a matrix or a stack of them, or have so many dimensions."""
-    valid = len(tensor.shape) > 1 if dimensions is None else len(tensor.shape) == dimensions
-    where = f"{tensor.file}: {tensor.name} is {tensor.description}"
-    check(valid, f"{where}: only matrices have scales of few bits, and blocks.", ConversionError)
-    return tensor.shape
-
-
-def _pop_companion(tensors: _Tensors, name: str, values: StoredTensor) -> StoredTensor:
-    """Remove and return the tensor `name` that belongs to `values`. Raises ConversionError."""
-    rule = f"is quantized, but {name} is missing: the checkpoint is incomplete"
-    check(name in tensors, f"{values.file}: {values.name} {rule}.", ConversionError)
-    return tensors.pop(name)
-
-
-def _check_none_left(tensors: _Tensors, *ends: str) -> None:
-    left = [name for name in tensors if name.endswith(ends)]
-    rule = "the weights of these scales are not in F8_E4M3" if "_scale_inv" in ends else "no weight belongs to them"
-    check(not left, f"{', '.join(left[:5])}: {rule}. Download the files again.", ConversionError)
-
-
-def _check_dtype(tensor: StoredTensor, *dtypes: str) -> None:
-    where = f"{tensor.file}: {tensor.name} is {tensor.description}"
-    check(tensor.dtype in dtypes, f"{where}, but must be {' or '.join(dtypes)}.", ConversionError)
-
-
-def _check(tensor: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    valid, rule = tensor.dtype in dtypes and tensor.shape == shape, f"{' or '.join(dtypes)} of shape {shape}"
-    where = f"{tensor.file}: {tensor.name} is {tensor.description}"
-    check(valid, f"{where}, but must be {rule}. Check weight_block_size or group_size in config.json.", ConversionError)

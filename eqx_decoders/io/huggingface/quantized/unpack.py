@@ -33,6 +33,7 @@ STORAGE_DTYPES = {
     "F8_E4M3": np.uint8,
     "F8_E8M0": np.uint8,
     "F4_E2M1": jnp.uint4,
+    "NF4": jnp.int4,
     "F32": np.float32,
     "F16": np.float16,
     "BF16": jnp.bfloat16,
@@ -83,8 +84,32 @@ class BytesTensor(StoredTensor):
         return np.ascontiguousarray(self.inner.read(part)).view(np.uint8)
 
 
+@dataclasses.dataclass(frozen=True)
+class LevelsTensor(StoredTensor):
+    """Numbers of a few levels, by the number of each level, from 0 on. Those of dtype NF4 can be kept."""
+
+    codes: StoredTensor
+    levels: tuple[float, ...]
+
+    def read(self, part: Cuts) -> np.ndarray:
+        """Read a part in float32, one slice for each dimension."""
+        return np.asarray(self.levels, np.float32)[self.codes.read(part)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _SignedCodes(StoredTensor):
+    """Numbers of levels, counted from -8, as `NF4Weight` has them."""
+
+    codes: StoredTensor
+
+    def read(self, part: Cuts) -> np.ndarray:
+        return self.codes.read(part) - np.int8(8)
+
+
 def storage_view(inner: StoredTensor) -> StoredTensor:
     """Return the view of numbers or scales in the dtype of a `QuantizedWeight`."""
+    if isinstance(inner, LevelsTensor):
+        return _SignedCodes(inner.file, inner.name, inner.shape, inner.dtype, inner.offset, inner.codes)
     if inner.dtype not in ("F8_E4M3", "F8_E8M0", "F4_E2M1"):
         return inner
     return BytesTensor(inner.file, inner.name, inner.shape, inner.dtype, inner.offset, inner)

@@ -453,7 +453,7 @@ BROKEN: dict[str, tuple[str, Callable, Callable, str]] = {
     "sparse": ("pack", no_change, setting("sparsity_config", {"format": "sparse-24"}), "sparsity_config="),
     "turned": ("pack", no_change, setting("transform_config", {"config_groups": {"a": 1}}), "transform_config="),
     "no groups": ("pack", no_change, setting("config_groups", {}), "config_groups must be an object"),
-    "nvfp4": ("pack", no_change, setting("format", "nvfp4-pack-quantized"), 'format="nvfp4-pack-quan'),
+    "mxfp6": ("pack", no_change, setting("format", "mxfp6-pack-quantized"), 'format="mxfp6-pack-quan'),
     "an empty group": ("pack", no_change, setting("config_groups.group_0", {}), "must have an object as weights"),
     "16 bits": ("pack", no_change, setting(W + "num_bits", 16), "num_bits=16 of type=int is not read"),
     "other bits": ("pack", no_change, setting(W + "num_bits", 8), "weight_shape=[24, 40] and num_bits=[8]"),
