@@ -81,6 +81,7 @@ SIBLINGS = [
             ("seed_oss", "llama", 'Only("attention_out_bias", True'),
             ("internlm3_bias", "llama", "def internlm3("),
             ("arcee_yarn", "llama", "gated=False"),
+            ("phi_qk_norm", "hunyuan_v1_dense", "residual=Parallel()"),
         )
     ),
 ]

@@ -291,12 +291,11 @@ class _Fit:
 
     def _is_parallel(self, found: Mapping[Any, Change]) -> bool:
         """Return True for blocks that lose their second norm, and have none on their outputs."""
-        blocks = [] if self.config is None else self.config.blocks
-        norms = all(
-            block.pre_mixer_norm and not block.post_mlp_norm and block.residual == Sequential() for block in blocks
-        )
-        lost = found.get(("block", "pre_mlp_norm"))
-        return norms and lost is not None and lost.code == "None" and ("block", "pre_mixer_norm") not in found
+        gone = {key for key, change in found.items() if change.code == "None"}
+        if self.config is None or ("block", "pre_mlp_norm") not in gone or ("block", "pre_mixer_norm") in gone:
+            return False
+        blocks = self.config.blocks
+        return all(b.pre_mixer_norm and not b.post_mlp_norm and b.residual == Sequential() for b in blocks)
 
     def _code(self, key: Any) -> str | None:
         return self.changes[key].code if key in self.changes else None
