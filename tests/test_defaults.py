@@ -22,6 +22,7 @@ ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=(), interleav
 DEFAULTS = {
     "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
     "QueryTemperature": dict(scale=0.1, length=8192, offset=1),
+    "Alibi": dict(max_exponent=8.0, scale=1.0),
     "AttentionConfig": dict(mask=Causal(), rope=Rope(), key_scale=1.0),
     "KVShape": dict(values=True),
     "CacheFormat": dict(dtype="bfloat16", scale_over="head_dim"),
@@ -36,7 +37,7 @@ DEFAULTS = {
     "AltUp": dict(streams=4, inner=Sequential(), norm=RMSNormConfig(), read_scale=True),
     "Laurel": dict(rank=64, norm=RMSNormConfig()),
     "HyperConnections": dict(streams=4, mixing="sinkhorn", iterations=20, norm=RMSNormConfig(), eps=1e-6),
-    "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
+    "ExpertsConfig": dict(router=RouterConfig(), activation="silu", activation_scale=1.0, gated=True),
     "Kernel": dict(
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, spans=True,
         selection=True, unequal_value_dim=True, float16=True, platforms=("cpu", "gpu", "tpu"),
@@ -55,10 +56,13 @@ DEFAULTS = {
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),
     "LocalAttentionConfig": dict(chunk=12, left=13, soft_cap=50.0),
     "LightConvolutionConfig": dict(taps=5, activation="silu", norm=RMSNormConfig()),
-    "BlockSelection": dict(size=1024, top_k=8),
+    "BlockSelection": dict(size=1024, top_k=8, local_blocks=1),
+    "BlockIndexerConfig": dict(
+        size=1024, top_k=8, local_blocks=1, num_heads=4, head_dim=128, norm=RMSNormConfig(),
+    ),
     "IndexerConfig": dict(num_heads=64, head_dim=128, top_k=2048, norm=LayerNormConfig(eps=1e-6), pairing="half"),
     "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig(), kv_scale=1.0),
-    "MLPConfig": dict(activation="silu", gated=True, gate_scale=1.0, out_scale=1.0),
+    "MLPConfig": dict(activation="silu", activation_scale=1.0, gated=True, gate_scale=1.0, out_scale=1.0),
     "RMSNormConfig": dict(eps=1e-6, scale=True),
     "LayerNormConfig": dict(eps=1e-5, scale=True, bias=True),
     "Rope": ROPE,

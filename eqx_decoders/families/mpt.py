@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023): ALiBi, LayerNorm without biases, gelu without a gate; queries, keys and values may be clipped."""
+"""MPT (MosaicML 2023): ALiBi, LayerNorm without biases, gelu without a gate; perhaps clipped queries, keys, values."""
 
 import functools
 
