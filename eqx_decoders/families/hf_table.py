@@ -208,8 +208,7 @@ def _mapping(weight: Weight, layers: list[int] | None, sizes: Mapping[str, int],
     numbers = [] if layers is None else [("depth" if weight.is_mtp else "layer", layers)]
     single = weight.is_mtp and "{depth}" not in weight.name and len(layers or ()) > 1
     check(not single, f"{weight.name} has room for one layer of multi-token prediction.", ConversionError)
-    if "{expert}" in weight.name:
-        numbers.append(("expert", list(range(sizes["experts"]))))
+    numbers += [(number, list(range(sizes[axis]))) for number, axis in weight.numbered.items()]
 
     def name(*place: int) -> str:
         found = dict(zip((kind for kind, _ in numbers), place, strict=True))

@@ -2,10 +2,12 @@
 
 import functools
 
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Only
+from eqx_decoders.families.settings_table import Flag
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -15,14 +17,18 @@ _ROPE = Rope(fraction=0.25)
 
 
 def stablelm(
-    shape: DecoderSizes, *, rope: Rope = _ROPE, qkv_bias: bool = False, parallel: bool = False
+    shape: DecoderSizes, *, rope: Rope = _ROPE, qkv_bias: bool = False, parallel: bool = False, qk_norm: bool = False
 ) -> DecoderConfig:
     """Return a decoder of StableLM blocks; in `parallel` ones attention and MLP share a norm."""
-    mixer, norm = shape.attention(rope=rope, qkv_bias=qkv_bias), LayerNormConfig(eps=shape.eps)
+    norm, each = LayerNormConfig(eps=shape.eps), LayerNormConfig(eps=shape.eps, bias=False)
+    mixer = shape.attention(
+        rope=rope, qkv_bias=qkv_bias, qk_norm=QKNorm(norm=each, over="each_head") if qk_norm else None
+    )
     block = shape.parallel_block(mixer, norm=norm) if parallel else shape.block(mixer, norm=norm)
     return shape.decoder(block, norm)
 
 
+_ATTENTION = LAYER + "self_attn."
 FAMILY = Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
@@ -30,19 +36,29 @@ FAMILY = Family(
         decoder_sizes(num_kv_heads=32, eps=1e-5, keys={"rms_norm_eps": "layer_norm_eps", "head_dim": None, **NO_BIAS}),
         Flag("use_qkv_bias", "attention.qkv_bias", False, name="qkv_bias"),
         Flag("use_parallel_residual", "blocks.0.residual.shares_norm", False, name="parallel"),
-        Only("qk_layernorm", False, written=True),
+        Flag("qk_layernorm", lambda config: config.blocks[0].mixer.qk_norm is not None, False, name="qk_norm"),
         rope_settings(fraction=0.25),
     ),
     build=stablelm,
-    weights=llama_weights(),
+    weights=(
+        *llama_weights(),
+        Weight(_ATTENTION + "q_layernorm.norms.{head}.weight", "mixer.query_norm_scale", "head_dim -> head_dim"),
+        Weight(_ATTENTION + "k_layernorm.norms.{kv_head}.weight", "mixer.key_norm_scale", "head_dim -> head_dim"),
+    ),
 )
 
 _shape = functools.partial(DecoderSizes, num_heads=32, num_kv_heads=32, eps=1e-5)
 _3B = _shape(vocab_size=50_304, embed_dim=2560, num_layers=32, head_dim=80, mlp_dim=6912)
 _1B = _shape(vocab_size=100_352, embed_dim=2048, num_layers=24, head_dim=64, mlp_dim=5632)
 
+_12B = DecoderSizes(
+    vocab_size=100_352, embed_dim=5120, num_layers=40, num_heads=32, num_kv_heads=8, head_dim=160, mlp_dim=13_824,
+    eps=1e-5,
+)  # fmt: skip
+
 MODELS = {
     "stablelm-3b": lambda: stablelm(_3B),
     "stable-code-3b": lambda: stablelm(_3B, rope=Rope(theta=1e6, fraction=0.25)),
     "stablelm2-1.6b": lambda: stablelm(_1B, qkv_bias=True),
+    "stablelm2-12b": lambda: stablelm(_12B, parallel=True, qk_norm=True),
 }

@@ -35,7 +35,7 @@ class Weight:
 
     **Arguments:**
 
-    - `name`: the tensor's name in a checkpoint; `{layer}` and `{expert}` stand for numbers, and `{depth}` for that of a
+    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}` and `{kv_head}` stand for numbers, and `{depth}` for that of a
         layer of multi-token prediction where these are counted by themselves.
     - `path`: the weight's path, within a block if `name` has a layer, else within the decoder. In a block of an encoder
         it begins with the encoder's name: `vision.mixer.query`.
@@ -55,8 +55,13 @@ class Weight:
     def fits(self, words: Axes) -> bool:
         """Return True for a weight with these axes: an MLP's and its experts' gates have the same path."""
         stacked = ["layers"] * ("{layer}" in self.name or self.is_mtp)
-        stacked += ["experts"] * ("{expert}" in self.name)
+        stacked += self.numbered.values()
         return (*stacked, *self.pattern.split("->")[1].split()) == words
+
+    @property
+    def numbered(self) -> dict[str, str]:
+        """Numbers in the name beside the layer's, and the weight's axes that have as many tensors."""
+        return {number: axis for number, axis in _NUMBERED.items() if f"{{{number}}}" in self.name}
 
     @property
     def is_mtp(self) -> bool:
@@ -75,6 +80,7 @@ class Weight:
         return f"{stack}.{inner}".strip(".")
 
 
+_NUMBERED = {"expert": "experts", "head": "heads", "kv_head": "kv_heads"}
 ENCODERS = ("vision", "audio")
 _DEPTHS = "mtp.depth."
 
