@@ -197,6 +197,7 @@ PARAMETERS = {
     "stablelm-3b": 2_795_443_200,
     "stable-code-3b": 2_795_443_200,
     "stablelm2-1.6b": 1_644_515_328,
+    "stablelm2-12b": 12_143_185_920,
     "ministral-8b": 8_019_808_256,
     "internlm3-8b": 8_804_241_408,
     "vaultgemma-1b": 1_038_741_120,
