@@ -59,7 +59,7 @@ _LLAMA3 = PreTokenizer((_CL100K,), whole_words=True, begins=True)
 
 _BY_WORDS: dict[str, PreTokenizer] = {
     "gpt-2 phi-2 mpt olmo exaone4 trillion gigachat mellum jais": PreTokenizer((_GPT2,)),
-    "starcoder refact command-r smollm codeshell exaone minerva-7b": PreTokenizer(_DIGITS),
+    "smollm command-r starcoder refact codeshell exaone minerva-7b": PreTokenizer(_DIGITS),
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2": _LLAMA3,
     "dbrx smaug-bpe chatglm-bpe": PreTokenizer((_CL100K,)),
     "glm4": PreTokenizer((_CL100K,), whole_words=True),
@@ -89,10 +89,15 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def write_tokenizer(path: str | Path, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file as the files of a directory; nothing where it has none."""
-    if KEYS + "tokens" not in read_gguf(path).metadata:
+    """Write the tokenizer of a GGUF file, and the ids that end a text, as the files of a directory.
+
+    Nothing where it has none.
+    """
+    metadata = read_gguf(path).metadata
+    if KEYS + "tokens" not in metadata:
         return
-    inner, settings = read_tokenizer(path)
+    inner, settings = make_tokenizer(metadata)
+    write_json(folder / "generation_config.json", token_ids(metadata) | {"eos_token_id": stop_ids(metadata)})
     inner.save(str(folder / "tokenizer.json"))
     named = {name: value for name, value in settings.items() if value not in (None, [])}
     write_json(folder / "tokenizer_config.json", named)
