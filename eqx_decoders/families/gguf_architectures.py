@@ -3,7 +3,6 @@
 llama.cpp's programs are the source (`src/models/*.cpp`), and its converter for what files say (`conversion/*.py`).
 """
 
-from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.gguf_table import (
     LAYER_NORM,
     RMS,
@@ -20,6 +19,7 @@ from eqx_decoders.families.gguf_table import (
 _SILU = {"hidden_act": "silu"}
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_OSS = "model.layers.{layer}.mlp.experts"
 _EXPERT_SIZE = {"expert_feed_forward_length": "moe_intermediate_size"}
 
 
@@ -103,6 +103,14 @@ def _read_stablelm(found: Found, settings: Settings) -> None:
 
 def _write_stablelm(settings: Settings, metadata: Metadata) -> None:
     metadata.values["use_parallel_residual"] = settings.get("use_parallel_residual")
+
+
+def _read_gpt_oss(found: Found, settings: Settings) -> None:
+    read_masks(found, settings, 2)
+    size = found.fields.integer("expert_feed_forward_length", settings["intermediate_size"])
+    settings["intermediate_size"] = size
+    if settings["rope_parameters"].get("rope_type") == "yarn":
+        settings["rope_parameters"]["truncate"] = False  # as published: files do not say it
 
 
 _LLAMA = Architecture(name="llama", family="llama", fixed=_SILU, flags=_BIASES, in_pairs=True)
@@ -307,6 +315,23 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         read=lambda found, settings: found.fields.take(RMS, None),
     ),
     Architecture(
+        name="gpt-oss",
+        family="gpt_oss",
+        fixed={**_SILU, "attention_bias": True, "swiglu_limit": 7.0},
+        keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        turned=("ffn_down_exps.weight", "ffn_gate_exps.weight"),
+        names={
+            "blk.{layer}.attn_sinks.weight": "model.layers.{layer}.self_attn.sinks",
+            "blk.{layer}.ffn_down_exps.weight": f"{_OSS}.down_proj",
+            "blk.{layer}.ffn_down_exps.bias": f"{_OSS}.down_proj_bias",
+        },
+        joined={
+            f"{_OSS}.gate_up_proj{end}": (f"blk.{{layer}}.ffn_gate_exps.{kind}", f"blk.{{layer}}.ffn_up_exps.{kind}")
+            for end, kind in (("", "weight"), ("_bias", "bias"))
+        },
+        read=_read_gpt_oss,
+    ),
+    Architecture(
         name="lfm2",
         family="lfm2",
         fixed={"block_auto_adjust_ff_dim": False},
@@ -334,12 +359,3 @@ def find_architecture(name: str, found: Found) -> Architecture:
     # a family with experts, or with windows, of the same name
     other = any(key in found.fields.content and found.fields.content[key] for key in ("expert_count", WINDOW))
     return rows[other]
-
-
-def architecture_of(family: str) -> Architecture:
-    """Return the row of a family. Raises ConversionError."""
-    row = next((row for row in ARCHITECTURES if row.family == family), None)
-    if row is None:
-        known = ", ".join(row.family for row in ARCHITECTURES)
-        raise ConversionError(f"save_gguf: family={family} has no architecture of llama.cpp here. Known: {known}.")
-    return row

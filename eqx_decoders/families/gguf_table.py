@@ -85,6 +85,9 @@ class Architecture:
         family's.
     - `plus_one`: whether factors of norms are stored plus one.
     - `turned`: ends of names of the tensors that the family stores as `[in, out]`.
+    - `names`: llama.cpp's names of tensors, and the family's, where the package gguf does not know them.
+    - `joined`: names of the family's tensors that hold two of llama.cpp's, one row of each in turn. Such a family is
+        read alone.
     - `added`: ends of names of tensors that have one more dimension in the family, of size 1, and its place.
     - `read`, `write`: what else to read into the settings, and to write from them.
     """
@@ -102,6 +105,8 @@ class Architecture:
     in_pairs: bool = False
     plus_one: bool = False
     turned: tuple[str, ...] = ()
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    joined: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     added: Mapping[str, int] = dataclasses.field(default_factory=dict)
     read: Callable[[Found, Settings], None] = nothing
     write: Callable[[Settings, Metadata], None] = nothing
@@ -116,6 +121,7 @@ class Architecture:
         """Return the content of a `config.json`. Raises ConversionError for metadata that are not understood."""
         fields = found.fields
         settings: Settings = {"model_type": self.family, "vocab_size": vocab_size, **self.fixed}
+        fields.layers("block_count")
         for name, key in self.sizes.items():
             value = _same_in_all_layers(fields, name)
             if value is not None:
@@ -169,7 +175,9 @@ def _same_in_all_layers(fields: Fields, name: str) -> Any:
     if isinstance(value, list):
         if not value or any(each != value[0] for each in value):
             raise fields.error(f"{name}={abbreviate(value)} must be the same in all layers.")
-        return value[0]
+        value = value[0]
+    if value is not None and type(value) not in ((int,) if name in SIZES else (int, float, bool)):
+        raise fields.error(f"{name}={abbreviate(value)} must be a number.")
     return value
 
 

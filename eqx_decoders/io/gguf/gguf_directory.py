@@ -48,10 +48,25 @@ class GGUFDirectory(Directory):
     def tensors(self) -> dict[str, StoredTensor]:
         """Return the tensors under the names of the family."""
         names = tensor_names(self.architecture, self.settings)
-        found: dict[str, StoredTensor] = {}
+        found = self._joined()
+        parts = {part for pair in self.architecture.joined.values() for part in pair}
         for name, tensor in self.header.tensors.items():
-            if name not in FACTORS:
+            if name not in FACTORS and _LAYER.sub("blk.{layer}.", name) not in parts:
                 found |= self._views(name, tensor, names)
+        return found
+
+    def _joined(self) -> dict[str, StoredTensor]:
+        """Return the tensors that hold two of the file's."""
+        found: dict[str, StoredTensor] = {}
+        for name, (one, other) in self.architecture.joined.items():
+            for layer in range(self.settings["num_hidden_layers"]):
+                first, second = (self.header.tensors.get(each.format(layer=layer)) for each in (one, other))
+                if first is None or second is None or (first.shape, first.kind) != (second.shape, second.kind):
+                    names = f"{one.format(layer=layer)} and {other.format(layer=layer)}"
+                    raise ConversionError(f"{self.path}: {names} must both be there, of one type and shape.")
+                seen = views.decoded(views.in_turn(views.raw(first), views.raw(second), 1))
+                seen = views.turned(seen) if one.endswith(self.architecture.turned) else seen
+                found[name.format(layer=layer)] = dataclasses.replace(seen, name=name.format(layer=layer))
         return found
 
     def _views(self, name: str, tensor: Description, names: dict[str, str]) -> dict[str, StoredTensor]:
@@ -79,8 +94,8 @@ class GGUFDirectory(Directory):
         seen = views.decoded(stored)
         if row.plus_one and name.endswith("norm.weight"):
             seen = views.minus_one(seen)
-        if name.endswith(row.turned) and len(seen.shape) == 2:
-            seen = views.swapped(seen)
+        if name.endswith(row.turned) and len(seen.shape) in (2, 3):
+            seen = views.turned(seen)
         axis = next((axis for end, axis in row.added.items() if name.endswith(end)), None)
         if axis is not None and len(seen.shape) == axis + 1:
             seen = views.with_axis(seen, axis)
@@ -98,7 +113,7 @@ def tensor_names(architecture: Architecture, settings: dict[str, Any]) -> dict[s
         theirs = mapping.get_name(plain, try_suffixes=(".weight", ".bias"))
         if theirs is not None:
             names.setdefault(_LAYER.sub("blk.{layer}.", theirs), name)
-    return names
+    return names | dict(architecture.names)
 
 
 def _family_names(weights: Any) -> Iterator[str]:

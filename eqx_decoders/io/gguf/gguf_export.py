@@ -118,17 +118,18 @@ def _plan(
 
 def _architecture(model: Decoder, kind: Family, config: dict[str, Any]) -> tuple[Architecture, Family, dict[str, Any]]:
     """Return the row of a model's family, or of another one that can express the model, and its settings."""
-    for row in ARCHITECTURES:
+    rows = [row for row in ARCHITECTURES if not row.joined]
+    for row in rows:
         if row.family == kind.model_type:
             return row, kind, config
-    for row in ARCHITECTURES:
+    for row in rows:
         other = FAMILIES[row.family]
         try:
             written = other.encode(model.config)
         except ConversionError:
             continue
         return row, other, config | written
-    known = ", ".join(row.family for row in ARCHITECTURES)
+    known = ", ".join(row.family for row in rows)
     raise ConversionError(f"save_gguf: {kind.model_type} is none of llama.cpp's architectures here. Known: {known}.")
 
 

@@ -24,7 +24,7 @@ from eqx_decoders.io.huggingface.quantized.unpack import (
     Cuts,
     ScaledTensor,
     as_float32,
-    swapped as swapped,
+    swapped,
     whole_cuts,
 )
 
@@ -77,6 +77,25 @@ class HalvesOfHeads(StoredTensor):
             return self.inner.read(part)
         begin = int(rows.min())
         return self.inner.read((slice(begin, int(rows.max()) + 1), *part[1:]))[rows - begin]
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(StoredTensor):
+    """View of two tensors as one that has a row of each in turn, along a dimension."""
+
+    first: StoredTensor
+    second: StoredTensor
+    axis: int
+
+    def read(self, part: Cuts) -> np.ndarray:
+        """Read a part, one slice for each dimension."""
+        cuts, axis = list(whole_cuts(part, self.shape)), self.axis
+        wanted = cuts[axis]
+        cuts[axis] = slice(wanted.start // 2, -(-wanted.stop // 2))
+        x = np.stack([each.read(tuple(cuts)) for each in (self.first, self.second)], axis=axis + 1)
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        begin = wanted.start - 2 * cuts[axis].start
+        return x[(*(slice(None),) * axis, slice(begin, begin + wanted.stop - wanted.start))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,6 +361,23 @@ def rows_of_heads(tensor: StoredTensor, heads: int) -> StoredTensor:
 def item(tensor: StoredTensor, index: int) -> StoredTensor:
     """Return the view of one matrix of a tensor, given as stored, that stacks several."""
     return ItemTensor(tensor.file, tensor.name, tensor.shape[1:], tensor.dtype, tensor.offset, tensor, index)
+
+
+def in_turn(first: StoredTensor, second: StoredTensor, axis: int) -> StoredTensor:
+    """Return the view of two tensors, given as stored, with a row of each in turn along a dimension."""
+    shape = (*first.shape[:axis], 2 * first.shape[axis], *first.shape[axis + 1 :])
+    return InTurn(first.file, first.name, shape, first.dtype, first.offset, first, second, axis)
+
+
+def turned(tensor: StoredTensor) -> StoredTensor:
+    """Return the view of a tensor with its last two dimensions exchanged, which stays in few bits."""
+    view = swapped(tensor)
+    if not isinstance(tensor, BlocksTensor):
+        return view
+    numbers, scales = swapped(tensor.numbers), swapped(tensor.scales)
+    zeros = None if tensor.zeros is None else swapped(tensor.zeros)
+    parts = numbers, scales, zeros, (tensor.block[1], tensor.block[0])
+    return ScaledTensor(tensor.file, tensor.name, view.shape, DTYPE, tensor.offset, *parts)
 
 
 def minus_one(tensor: StoredTensor) -> StoredTensor:

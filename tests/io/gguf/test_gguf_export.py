@@ -53,7 +53,7 @@ def metadata(path) -> dict:
 
 
 def test_every_architecture_is_tried():
-    assert {family for _, family, _ in CASES.values()} == {row.family for row in ARCHITECTURES}
+    assert {family for _, family, _ in CASES.values()} == {row.family for row in ARCHITECTURES if not row.joined}
     assert set(CONVERTED) == set(CASES)
 
 

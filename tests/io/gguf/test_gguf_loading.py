@@ -22,6 +22,7 @@ from eqx_decoders.io.gguf.gguf_tokenizer import KEYS
 from eqx_decoders.io.huggingface.quantized.unpack import ScaledTensor
 from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
 from eqx_decoders.numerics.quantized_weight import quantized_weights
+from eqx_decoders.sharding.axes import named_leaves
 from tests.io.gguf.files import FIXTURES, VOCAB, matrix, tiny, tiny_tensors, write
 
 
@@ -77,6 +78,21 @@ def test_weights_stay_in_few_bits(kind, tmp_path):
     if kind == "Q4_1":  # no format of Hugging Face has zero points between whole numbers
         with pytest.raises(ed.ConversionError, match="zero points"):
             ed.save_hf(narrow, tmp_path / "out")
+
+
+@pytest.mark.parametrize("quantized", ["expand", "keep"])
+def test_experts_in_mxfp4_are_those_of_the_directory(quantized):
+    """llama.cpp's converter made the file of that directory: two tensors hold what is one there."""
+    file, folder = FIXTURES / "gpt_oss.gguf", FIXTURES.parent / "gpt_oss_mxfp4"
+    one, two = (ed.load_hf(source, quantized=quantized) for source in (file, folder))
+    assert one.config == two.config
+    assert {path: each.format for path, each in quantized_weights(one).items()} == {
+        path: each.format for path, each in quantized_weights(two).items()
+    }
+    for path, leaf in named_leaves(one).items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(named_leaves(two)[path]), err_msg=path)
+    with pytest.raises(ed.ConversionError, match=r"none of llama.cpp's|dequantize"):
+        ed.save_gguf(one, FIXTURES / "never.gguf")
 
 
 def test_a_model_of_a_file_is_saved_as_a_directory(tmp_path):
@@ -221,7 +237,10 @@ SCALED = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_attn_facto
         ({"llama.attention.head_count": 0}, {}, "num_attention_heads"),
         ({"llama.attention.key_length": 48}, {}, "attn_q.weight has 256 rows|shape"),
         ({"llama.attention.value_length": 32}, {}, "value_length"),
-        ({"llama.block_count": 2**30}, {}, "num_hidden_layers"),
+        ({"llama.block_count": 2**30}, {}, "block_count=1073741824 must be at most"),
+        ({"llama.block_count": "all"}, {}, "block_count"),
+        ({"llama.context_length": "all"}, {}, "context_length"),
+        ({"llama.rope.freq_base": "all"}, {}, "freq_base"),
         ({"llama.feed_forward_length": [256, 128]}, {}, "the same in all layers"),
         ({"llama.attention.sliding_window": 128}, {}, "sliding_window"),
         ({"llama.rope.dimension_count": 32}, {}, "the size of a head"),
