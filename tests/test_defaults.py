@@ -51,6 +51,8 @@ DEFAULTS = {
     "MLSTMConfig": dict(gate_cap=15.0, eps=1e-6, norm_eps=1e-6),
     "RGLRUConfig": dict(taps=4, activation="gelu_tanh"),
     "Mamba2Config": dict(taps=4, taps_bias=True, norm="after_gate", eps=1e-5, in_scales=(1.0,) * 5),
+    "SharedTransformerConfig": dict(norm=RMSNormConfig(), count=1),
+    "AidedMixerConfig": dict(norm=RMSNormConfig()),
     "NamedMixer": dict(input_scale=1.0, output_scale=1.0),
     "GatedConvolutionConfig": dict(taps=3),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),

@@ -63,6 +63,7 @@ from eqx_decoders.layers.rope import (
     Rope,
     YarnRope,
 )
+from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.mesh_config import MeshConfig
@@ -75,6 +76,8 @@ MIXER = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta
 LEARNED = LearnedInitConfig(attention=MIXER, teacher_heads=6, teacher_kv_heads=3, teacher_head_dim=6)
 RANKS = dict(num_heads=4, q_rank=6, kv_rank=5, nope_dim=3, rope_dim=4, value_dim=2)
 SMALL_MAMBA = Mamba2Config(num_heads=4, value_dim=3, num_groups=2, key_dim=4)
+WIDE_EPS = RMSNormConfig(eps=0.5)
+BESIDE = SharedTransformerConfig(attention=MIXER, mlp=MLPConfig(mlp_dim=12, fused=True), count=2)
 LATENT = LatentAttentionConfig(rope=Rope(theta=100.0), **RANKS)
 INDEXER = IndexerConfig(num_heads=3, head_dim=4, top_k=2)
 MLP = MLPConfig(mlp_dim=12)
@@ -258,6 +261,18 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mixer=c),
         dict(num_heads=8, value_dim=5, num_groups=1, key_dim=6, taps=2, taps_bias=False, dt_min=2.0, dt_max=0.1)
         | dict(eps=0.5, norm="before_gate", in_bias=True, out_bias=True, in_scales=(2.0, 0.5, 2.0, 0.5, 3.0)),
+    ),
+    SharedTransformerConfig: (
+        SharedTransformerConfig(attention=MIXER, mlp=dataclasses.replace(MLP, fused=True)),
+        lambda c: block(mixer=AidedMixerConfig(mixer=SMALL_MAMBA, transformer=c, number=c.count - 1)),
+        dict(attention=dataclasses.replace(MIXER, soft_cap=0.5), mlp=dataclasses.replace(MLP, mlp_dim=8, fused=True))
+        | dict(norm=RMSNormConfig(eps=0.5), count=2),
+    ),
+    AidedMixerConfig: (
+        AidedMixerConfig(mixer=SMALL_MAMBA, transformer=BESIDE),
+        lambda c: block(mixer=c),
+        dict(mixer=dataclasses.replace(SMALL_MAMBA, key_dim=3), transformer=dataclasses.replace(BESIDE, norm=WIDE_EPS))
+        | dict(norm=RMSNormConfig(eps=0.5), number=1, mlp_rank=2, attention_rank=3),
     ),
     NamedMixer: (
         NamedMixer(name="recurrence", mixer=SMALL_MAMBA),
@@ -771,6 +786,12 @@ BAD = [
     (MLPConfig, dict(mlp_dim=4, gated=False), dict(gate_scale=2.0), "needs gated=True"),
     (Mamba2Config, dict(num_heads=2, value_dim=3, num_groups=1, key_dim=4), dict(in_scales=(1.0,)), "5 elements"),
     (NamedMixer, dict(mixer=MIXER), dict(name="a.b"), "must be a word"),
+    (
+        AidedMixerConfig,
+        dict(mixer=SMALL_MAMBA, transformer=BESIDE),
+        dict(number=2),
+        "less than SharedTransformerConfig",
+    ),
     (ParallelMixersConfig, {}, dict(mixers=()), "at least one mixer"),
     (LayerNormConfig, {}, dict(eps=0.0), "above 0"),
     (LayerNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),

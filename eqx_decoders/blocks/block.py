@@ -36,6 +36,7 @@ from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTM, MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRU, RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMix, ChannelMixConfig, TimeMix, TimeMixConfig
+from eqx_decoders.layers.shared_transformer import AidedMixer, AidedMixerConfig
 
 
 # The layers that may stand in each place of a block; a new layer is added here.
@@ -56,6 +57,7 @@ MixerConfig = (
     | MLSTMConfig
     | LocalAttentionConfig
     | ParallelMixersConfig
+    | AidedMixerConfig
 )
 Mixer = (
     Attention
@@ -73,6 +75,7 @@ Mixer = (
     | MLSTM
     | LocalAttention
     | ParallelMixers
+    | AidedMixer
 )
 
 ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig | ChannelMixConfig
@@ -210,6 +213,8 @@ class BlockConfig(CheckedFields):
         """Return the configurations of its mixers: none, one, or those that are parallel."""
         if isinstance(self.mixer, ParallelMixersConfig):
             return tuple(each.mixer for each in self.mixer.mixers)
+        if isinstance(self.mixer, AidedMixerConfig):
+            return self.mixer.transformer.attention, self.mixer.mixer
         return () if self.mixer is None else (self.mixer,)
 
     def cache_shape(self, max_length: int) -> dict[str, Any]:

@@ -112,6 +112,7 @@ from eqx_decoders.families import (
     vaultgemma,
     xlstm,
     youtu,
+    zamba2,
 )
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
@@ -135,7 +136,7 @@ _PUBLISHED = (
     *(llama4_vision, mistral3, smolvlm, idefics3),
     *(phi, gptj, opt, modernbert_decoder, bloom, mpt, gemma3n),
     *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
-    *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax),
+    *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax, zamba2),
     *(recurrent_gemma, rwkv, xlstm),
 )
 

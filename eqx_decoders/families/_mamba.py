@@ -117,6 +117,7 @@ def mamba_settings(
     inner_dim: int | None = None,
     keys: Mapping[str, str] = {},
     further: tuple[Setting, ...] = (),
+    step: Number | None = None,
 ) -> Group:
     """Return the rows of the value `mamba`, after those of a `shape` with `embed_dim` and `eps`.
 
@@ -138,10 +139,13 @@ def mamba_settings(
             rule = "mamba_d_ssm" if inner_dim else f"{key('mamba_expand')} x hidden_size"
             raise ConfigError(f"{sizes} must be {rule}={inner}.")
         low, high = limits
-        bias = {"out_bias": options["in_bias"], **options}
-        return Mamba2Config(num_heads=num_heads, value_dim=features, dt_min=low, dt_max=high, eps=shape.eps, **bias)
+        options = {"out_bias": options["in_bias"], "eps": shape.eps, **options}
+        return Mamba2Config(num_heads=num_heads, value_dim=features, dt_min=low, dt_max=high, **options)
 
     width = _Width("mamba_d_ssm", _inner, inner_dim, null=None, name="inner")
+    limits = Rule("limits", _read_limits, _write_limits)
+    if step is not None:
+        limits = Rule("limits", lambda fields, values: (fields.number(step.key, step.default), None), step.write)
     rows = (
         Integer(key("mamba_n_heads"), "mamba.num_heads", 128),
         width if inner_dim else _Expansion(key("mamba_expand"), _expand, 2, name="inner"),
@@ -151,7 +155,7 @@ def mamba_settings(
         Integer(key("mamba_d_state"), "mamba.key_dim", key_dim),
         Integer(key("mamba_d_conv"), "mamba.taps", 4),
         Flag(key("mamba_conv_bias"), "mamba.taps_bias", True),
-        Rule("limits", _read_limits, _write_limits),
+        limits,
         *further,
     )
     return Group("mamba", make, rows, uses=("shape",), layer="mamba")

@@ -22,6 +22,7 @@ from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import axes, named_leaves
@@ -177,16 +178,19 @@ class Family:
         rows: dict[str, tuple[Weight, str]] = {}
         for weight in self.weights:
             owned = [stack for stack in stacks if owners[stack] == weight.owner]
-            for stack in owned if "{layer}" in weight.name else [""]:
+            for stack in owned if weight.of_layers else [""]:
                 path, needed = weight.inside(stack), f"{stack}.{weight.needs}"
                 if path in leaves and weight.fits(words[path]) and (not weight.needs or needed in leaves):
                     rows[path] = (weight, stack)
         lacking = sorted(set(leaves) - set(rows))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
         sizes = {path: dict(zip(words[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
+        uses = _uses(model.config)
         depths = list(range(0 if model.config.mtp is None else model.config.mtp.num_depths))
         mappings = {
-            path: _mapping(weight, depths if weight.is_mtp else stacks.get(stack), sizes[path], self.blocks_per_layer)
+            path: _mapping(
+                weight, depths if weight.is_mtp else stacks.get(stack), sizes[path], self.blocks_per_layer, uses
+            )
             for path, (weight, stack) in rows.items()
         }
         for path, section in _sections(rows, mappings, sizes).items():
@@ -203,8 +207,27 @@ class Family:
         return {copy.format(layer=layer): name for layer in depth_layers(config) for copy, name in self.copies.items()}
 
 
-def _mapping(weight: Weight, layers: list[int] | None, sizes: Mapping[str, int], blocks: int) -> WeightMapping:
-    """Return the tensors of a weight of these layers; a layer has a number of `blocks` in a checkpoint."""
+def _uses(config: DecoderConfig) -> dict[int, dict[str, int]]:
+    """Return, for each layer that shares a transformer block, `owner`, the first layer that does, and its own `use`."""
+    aided = {index: block.mixer for index, block in enumerate(config.blocks)}
+    aided = {index: mixer for index, mixer in aided.items() if isinstance(mixer, AidedMixerConfig)}
+    owners: dict[int, int] = {}
+    for index, mixer in aided.items():
+        owners.setdefault(mixer.number, index)
+    return {index: {"owner": owners[mixer.number], "use": use} for use, (index, mixer) in enumerate(aided.items())}
+
+
+def _mapping(
+    weight: Weight,
+    layers: list[int] | None,
+    sizes: Mapping[str, int],
+    blocks: int,
+    uses: Mapping[int, Mapping[str, int]],
+) -> WeightMapping:
+    """Return the tensors of a weight of these layers; a layer has a number of `blocks` in a checkpoint.
+
+    `uses` are further numbers of layers, for the names of their tensors.
+    """
     numbers = [] if layers is None else [("depth" if weight.is_mtp else "layer", layers)]
     single = weight.is_mtp and "{depth}" not in weight.name and len(layers or ()) > 1
     check(not single, f"{weight.name} has room for one layer of multi-token prediction.", ConversionError)
@@ -212,6 +235,7 @@ def _mapping(weight: Weight, layers: list[int] | None, sizes: Mapping[str, int],
 
     def name(*place: int) -> str:
         found = dict(zip((kind for kind, _ in numbers), place, strict=True))
+        found |= uses.get(found.get("layer", -1), {})
         if blocks > 1 and "layer" in found:
             found["layer"], found["part"] = divmod(found["layer"], blocks)
         return weight.name.format(**found)
@@ -273,6 +297,7 @@ def _layer_paths(config: DecoderConfig) -> Iterator[tuple[str, int]]:
     for layer in depth_layers(config):
         yield "mtp.depth", layer
         yield "mtp.depth.block", layer
+    yield from (("shared", layer) for layer in sorted({use["owner"] for use in _uses(config).values()}))
     yield from _layer_paths_in("", segments(config.blocks))
     for name in ENCODERS:
         encoder = None if config.media is None else getattr(config.media, name)

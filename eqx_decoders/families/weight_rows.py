@@ -54,7 +54,7 @@ class Weight:
 
     def fits(self, words: Axes) -> bool:
         """Return True for a weight with these axes: an MLP's and its experts' gates have the same path."""
-        stacked = ["layers"] * ("{layer}" in self.name or self.is_mtp)
+        stacked = ["layers"] * (self.of_layers or self.is_mtp)
         stacked += self.numbered.values()
         return (*stacked, *self.pattern.split("->")[1].split()) == words
 
@@ -62,6 +62,11 @@ class Weight:
     def numbered(self) -> dict[str, str]:
         """Numbers in the name beside the layer's, and the weight's axes that have as many tensors."""
         return {number: axis for number, axis in _NUMBERED.items() if f"{{{number}}}" in self.name}
+
+    @property
+    def of_layers(self) -> bool:
+        """True for a row of layers, one tensor for each."""
+        return "{layer}" in self.name or "{owner}" in self.name
 
     @property
     def is_mtp(self) -> bool:

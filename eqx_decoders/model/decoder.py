@@ -44,6 +44,7 @@ from eqx_decoders.layers.embedding.embedding import (
 from eqx_decoders.layers.embedding.head_transform import HeadTransform
 from eqx_decoders.layers.embedding.per_layer_embedding import INPUT, PerLayerEmbedding
 from eqx_decoders.layers.norm import Norm
+from eqx_decoders.layers.shared_transformer import SharedTransformers, share
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.forward_inputs import (
     PreparedInputs,
@@ -96,6 +97,7 @@ class Decoder(eqx.Module):
     head_transform: HeadTransform | None
     head: Head | None
     head_bias: Float[AnyArray, "vocab"] | None
+    shared: SharedTransformers | None
     mtp: MTP | None
     vision: Encoder | None
     audio: Encoder | None
@@ -117,7 +119,8 @@ class Decoder(eqx.Module):
             stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count], begin=begin))
             begin += count
         per_layer, layers = config.per_layer_embedding, len(takers(config.blocks))
-        transform, transform_key = config.head_transform, jax.random.fold_in(key, 8)
+        transform, transformer = config.head_transform, config.shared_transformer
+        transform_key, shared_key = jax.random.fold_in(key, 8), jax.random.fold_in(key, 9)
         return cls(
             embedding=TokenEmbedding.build(
                 (config.vocab_size, config.table_features),
@@ -135,6 +138,7 @@ class Decoder(eqx.Module):
             head_transform=None if transform is None else transform.build(config.embed_dim, key=transform_key),
             head=None if config.tied else build_head(config.head_features, config.vocab_size, key=head_key),
             head_bias=jnp.zeros(config.vocab_size) if config.head_bias else None,
+            shared=None if transformer is None else transformer.build(config.embed_dim, key=shared_key),
             mtp=None if config.mtp is None else MTP.build(config.mtp, config.embed_dim, key=mtp_key),
             vision=None if vision is None else Encoder.build(vision, key=vision_key),
             audio=None if audio is None else Encoder.build(audio, key=audio_key),
@@ -241,9 +245,9 @@ class Decoder(eqx.Module):
         embed_key, block_key, _ = self._keys(key)
         x, by_layer = self._embed_inputs(batch, media, encoded, embed_key)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
-        caches = None if cache is None else cache.segments
         segments = self._rounded("segments", key).segments
-        x, entries, stats = run_stack(segments, x, batch.ctx, caches, keys=layer_keys, by_layer=by_layer)
+        shared = share(batch.ctx, self.shared, x), None if cache is None else cache.segments
+        x, entries, stats = run_stack(segments, x, *shared, keys=layer_keys, by_layer=by_layer)
         hidden = self.config.residual.reduce(x) if self.streams is None else self.streams.reduce(x, batch.ctx)
         positions = self._after(x, batch.ctx.positions, cache)
         proposal = Proposal(entries=entries, positions=positions, rope_offset=batch.rope_offset)

@@ -13,6 +13,7 @@ from eqx_decoders.layers.embedding.embedding import PositionsConfig
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.norm import NormConfig
+from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from eqx_decoders.model.config_json import decoder_from_json, decoder_to_json
 from eqx_decoders.model.mtp_config import MTPConfig
 
@@ -77,6 +78,7 @@ class DecoderConfig(CheckedFields):
         check(not self.tied or read == stored, f"DecoderConfig.tied=True needs {rule}. {remedy}, or tied=False.")
         check_sharing(self.blocks)
         _check_mtp_block(None if self.mtp is None else self.mtp.block)
+        _ = self.shared_transformer
         check_per_layer(self.blocks, self.per_layer_embedding)
         check_media(self.media, self.blocks, self.embed_dim)
 
@@ -94,6 +96,15 @@ class DecoderConfig(CheckedFields):
     def head_features(self) -> int:
         """Features that the output head reads."""
         return (self.head_transform and self.head_transform.features) or self.embed_dim
+
+    @property
+    def shared_transformer(self) -> SharedTransformerConfig | None:
+        """Transformer block whose weights layers share; None where there is none."""
+        mixers = (block.mixer for block in self.blocks)
+        kinds = {mixer.transformer for mixer in mixers if isinstance(mixer, AidedMixerConfig)}
+        rule = "must be the same in all layers, whose weights are shared"
+        check(len(kinds) <= 1, f"AidedMixerConfig.transformer {rule}, not one of {len(kinds)} configurations.")
+        return next(iter(kinds), None)
 
     @property
     def has_grid_positions(self) -> bool:
@@ -123,5 +134,6 @@ class DecoderConfig(CheckedFields):
 def _check_mtp_block(block: BlockConfig | None) -> None:
     """Raise ConfigError where the block of multi-token prediction needs what only the model's layers have."""
     alone = block is None or not (block.borrowed_name or takers((block,)) or block.pre_layers)
+    alone = alone and not isinstance(block and block.mixer, AidedMixerConfig)
     rule = "can't use what another layer shares, take an embedding of its own, or have branches before its mixer"
     check(alone, f"DecoderConfig.mtp.block {rule}.")

@@ -57,6 +57,10 @@ def _products(model: Decoder) -> dict[str, int]:
             products[name] = (
                 size * (1 + config.mtp.num_depths) if "vocab" in inside and config.mtp is not None else size
             )
+    shared = config.shared_transformer
+    if shared is not None:  # each layer that uses it multiplies by one of its blocks
+        uses = sum(getattr(block.mixer, "transformer", None) == shared for block in config.blocks)
+        products |= {n: size * uses // shared.count for n, size in products.items() if n.startswith("shared.")}
     return products
 
 
@@ -101,7 +105,7 @@ def _place(name: str) -> int:
     return (
         1 + int(index)
         if part == "segments"
-        else {"embedding": 0, "positions": 0, "per_layer_embedding": 0}.get(part, _HEAD)
+        else {"embedding": 0, "positions": 0, "per_layer_embedding": 0, "shared": 1}.get(part, _HEAD)
     )
 
 

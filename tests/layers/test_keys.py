@@ -28,6 +28,7 @@ from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
+from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, output_gate=True)
@@ -38,6 +39,10 @@ TEACHER = dict(teacher_heads=3, teacher_kv_heads=1, teacher_head_dim=2)
 ENGRAM = EngramConfig(embed_dim=4, vocab_size=4, layers=(0,), layer=0, num_heads=1, head_dim=2, vocab_bases=(3,))
 FURTHER = ExtraLayerConfig(layer=MLPConfig(mlp_dim=3))
 TWO = tuple(NamedMixer(name=name, mixer=GatedConvolutionConfig(channels=3)) for name in "ab")
+MAMBA = Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3)
+BESIDE = SharedTransformerConfig(
+    attention=dataclasses.replace(ATTENTION, output_gate=False), mlp=MLPConfig(mlp_dim=3, fused=True)
+)
 # a layer, and how many weights it draws
 LAYERS = {
     "attention": (ATTENTION, 5),
@@ -57,6 +62,7 @@ LAYERS = {
     "mLSTM": (MLSTMConfig(num_heads=2, key_dim=2, value_dim=3), 7),
     "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
     "lightning attention": (LightningAttentionConfig(num_heads=2, head_dim=3), 5),
+    "aided mixer": (AidedMixerConfig(mixer=MAMBA, transformer=BESIDE, mlp_rank=2, attention_rank=2), 11 + 1 + 4),
     "parallel mixers": (ParallelMixersConfig(mixers=TWO), 6),
     "mlp": (MLPConfig(mlp_dim=3), 3),
     "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),

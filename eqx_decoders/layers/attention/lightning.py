@@ -104,7 +104,8 @@ class LightningAttention(eqx.Module):
             for name, weight in (("query_proj", self.query), ("key_proj", self.key), ("value_proj", self.value))
         )
         query, key = query.astype(jnp.float32), zero_padding(key.astype(jnp.float32), ctx.positions)
-        rates = jnp.broadcast_to(self.rates.astype(jnp.float32), (*x.shape[:2], self.config.num_heads))
+        rates = jnp.maximum(self.rates.astype(jnp.float32), 0.0)  # states never grow
+        rates = jnp.broadcast_to(rates, (*x.shape[:2], self.config.num_heads))
         log_decay = zero_padding(-rates, ctx.positions)[..., None]
         starts, state = document_starts(ctx.positions, ctx.segment_ids), cached_part(past, "state")
         inputs = query, key, value, log_decay, None, state, starts

@@ -80,7 +80,7 @@ MORE = (
         "gpt_bigcode",
     ),
     *("mamba2", "cohere2_pattern", "olmoe_clip", "hunyuan_alpha", "hunyuan_moe", "lfm2_moe", "ministral3"),
-    *("olmo_hybrid", "falcon_h1", "minimax"),
+    *("olmo_hybrid", "falcon_h1", "minimax", "zamba2"),
     *("granite_moe_shared", "modernbert_decoder"),
     *("falcon_rw", "mpt"),
 )

@@ -31,7 +31,7 @@ def by_hand(layer, x, positions, segments):
         for t in np.flatnonzero(positions[b] >= 0):
             if segments[b, t] != document:
                 document, state = segments[b, t], 0.0
-            fade = np.exp(-wide(layer.rates))[:, None, None]
+            fade = np.exp(-np.maximum(wide(layer.rates), 0.0))[:, None, None]
             state = fade * state + key[b, t][:, :, None] * value[b, t][:, None]
             answer = np.einsum("hk,hkv->hv", query[b, t], state)
             answer = answer / np.sqrt(np.mean(answer**2) + 0.1) * wide(layer.norm.scale).reshape(answer.shape)

@@ -1,0 +1,243 @@
+"""Zamba 2 (Zyphra 2024): Mamba-2, and transformer blocks whose weights layers share, beside their recurrences."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.families._mamba import MambaSizes, mamba_settings, mamba_weights
+from eqx_decoders.families.common import ENDS, LAYER, fused_mlp, norm_weights, renamed, self_attention
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, Word
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def zamba2(
+    shape: MambaSizes,
+    *,
+    mamba: Mamba2Config,
+    transformer: SharedTransformerConfig,
+    hybrid: tuple[bool, ...],
+    rank: int,
+    attention_adapters: bool = False,
+) -> DecoderConfig:
+    """Return a decoder with a recurrence in each layer, where `hybrid` is True beside the next of the shared blocks."""
+    norm, blocks, uses = RMSNormConfig(eps=shape.eps), [], 0
+    for is_hybrid in hybrid:
+        if is_hybrid:
+            mixer = AidedMixerConfig(
+                mixer=mamba, transformer=transformer, norm=norm, number=uses % transformer.count, mlp_rank=rank,
+                attention_rank=rank if attention_adapters else None,
+            )  # fmt: skip
+            uses += 1
+            blocks.append(BlockConfig(mixer=mixer, mlp=None))
+        else:
+            blocks.append(BlockConfig(mixer=mamba, mlp=None, pre_mixer_norm=norm))
+    return DecoderConfig(
+        vocab_size=shape.vocab_size, embed_dim=shape.embed_dim, blocks=tuple(blocks), final_norm=norm, tied=shape.tied,
+        init_std=shape.init_std,
+    )  # fmt: skip
+
+
+def shared(
+    shape: MambaSizes,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    mlp_dim: int,
+    count: int,
+    rope: Rope | None,
+    activation: str = "gelu",
+) -> SharedTransformerConfig:
+    """Return the shared blocks: heads of both inputs, whose scores are scaled as those of heads of half the size."""
+    head_dim = 2 * shape.embed_dim // num_heads
+    attention = AttentionConfig(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope, query_scale=(head_dim / 2) ** -0.5
+    )
+    mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, fused=True)
+    return SharedTransformerConfig(attention=attention, mlp=mlp, norm=RMSNormConfig(eps=shape.eps), count=count)
+
+
+# --- config.json ---
+
+
+def _first(config: DecoderConfig) -> AidedMixerConfig:
+    mixer = next((block.mixer for block in config.blocks if isinstance(block.mixer, AidedMixerConfig)), None)
+    check(mixer is not None, "DecoderConfig.blocks: no layer shares a transformer block.", ConversionError)
+    assert mixer is not None
+    return mixer
+
+
+_TYPES = ("linear_attention", "hybrid")
+_PUBLISHED = (0,) + (0, 0, 0, 0, 0, 1) * 7 + (0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0)
+
+
+def _read_hybrid(fields: Fields, values: Values) -> tuple[bool, ...]:
+    types = fields.words("layers_block_type", (*_TYPES, "mamba"), values["shape"].num_layers)
+    if types is None and values["shape"].num_layers != len(_PUBLISHED):
+        raise fields.error(f"layers_block_type is missing, and num_hidden_layers is not {len(_PUBLISHED)}: add it.")
+    hybrid = tuple(kind == "hybrid" for kind in types) if types is not None else tuple(map(bool, _PUBLISHED))
+    if sum(hybrid) < values["transformer"].count:
+        raise fields.error("num_mem_blocks is larger than the number of hybrid layers: check layers_block_type.")
+    return hybrid
+
+
+def _write_hybrid(config: DecoderConfig) -> dict[str, Any]:
+    aided = [isinstance(block.mixer, AidedMixerConfig) for block in config.blocks]
+    ids = [index for index, is_aided in enumerate(aided) if is_aided]
+    return {"layers_block_type": [_TYPES[is_aided] for is_aided in aided], "hybrid_layer_ids": ids}
+
+
+def _read_rope(fields: Fields, values: Values) -> Rope | None:
+    rope = read_rope(fields)
+    return rope if fields.flag("use_mem_rope", False) else None
+
+
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    rope = _first(config).transformer.attention.rope
+    return {"use_mem_rope": rope is not None, **(write_rope(config) if rope is not None else {})}
+
+
+def _of(path: str) -> Any:
+    return lambda config: functools.reduce(getattr, path.split("."), _first(config))
+
+
+def _four_times(values: Values) -> int:
+    return 4 * values["shape"].embed_dim
+
+
+_KEYS = {
+    "mamba_n_heads": "n_mamba_heads", "mamba_d_head": "mamba_headdim", "mamba_n_groups": "mamba_ngroups",
+    "mamba_conv_bias": "", "mamba_proj_bias": "add_bias_linear",
+}  # fmt: skip
+_SHAPE = (
+    Integer("vocab_size", "vocab_size", 32_000),
+    Integer("hidden_size", "embed_dim", 2560),
+    Layers("num_hidden_layers", "blocks", 54, name="num_layers"),
+    Number("rms_norm_eps", "final_norm.eps", 1e-5),
+    Flag("tie_word_embeddings", "tied", True),
+    Number("initializer_range", "init_std", 0.02),
+)
+_TRANSFORMER = (
+    Integer("num_attention_heads", _of("transformer.attention.num_heads"), 32, name="num_heads"),
+    Integer(
+        "num_key_value_heads", _of("transformer.attention.num_kv_heads"), lambda values: values["num_heads"],
+        name="num_kv_heads",
+    ),
+    Integer("intermediate_size", _of("transformer.mlp.mlp_dim"), _four_times, name="mlp_dim"),
+    Integer("num_mem_blocks", _of("transformer.count"), 1, name="count"),
+    Word("hidden_act", _of("transformer.mlp.activation"), "gelu", known=ACTIVATIONS, name="activation"),
+    Rule("rope", _read_rope, _write_rope),
+)  # fmt: skip
+_EPS = Rule("eps", lambda fields, values: 1e-5)  # within recurrences, whatever `rms_norm_eps` is
+_IGNORED = {
+    "they follow from others": "attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels num_query_groups",
+    "how it was begun": "time_step_floor time_step_max",
+    "there is one, whatever it says": "use_conv_bias",
+    "how it is run": "chunk_size num_logits_to_keep use_mamba_kernels use_mem_eff_path",
+}
+
+
+# --- tensors ---
+
+
+def _inside(rows: Iterable[Weight], old: str, new: str) -> tuple[Weight, ...]:
+    def path(inside: str) -> str:
+        return new + inside.removeprefix(old) if inside.startswith(old) else inside
+
+    return tuple(dataclasses.replace(row, path=path(row.path), needs=path(row.needs)) for row in rows)
+
+
+_SHARED = LAYER + "shared_transformer."
+_ADDED = "model.layers.{owner}.shared_transformer."
+_HEADS = "(heads head_dim)"
+_PAIRS = {"q": ("query", "heads"), "k": ("key", "kv_heads"), "v": ("value", "kv_heads")}
+
+
+def _pairs() -> tuple[Weight, ...]:
+    mlp = _ADDED + "feed_forward.gate_up_proj_adapter_list.{use}."
+    rows = [
+        Weight(mlp + "0.weight", "mixer.mlp_pair.down", "rank embed -> embed rank"),
+        Weight(mlp + "1.weight", "mixer.mlp_pair.up", "(inputs mlp) rank -> rank inputs mlp"),
+    ]
+    for letter, (name, heads) in _PAIRS.items():
+        one = f"{_ADDED}self_attn.linear_{letter}_adapter_list.{{use}}."
+        up = f"({heads} head_dim) rank -> rank {heads} head_dim"
+        rows.append(Weight(one + "0.weight", f"mixer.{name}_pair.down", "rank embed -> embed rank"))
+        rows.append(Weight(one + "1.weight", f"mixer.{name}_pair.up", up))
+    return tuple(rows)
+
+
+FAMILY = Family(
+    model_type="zamba2",
+    architecture="Zamba2ForCausalLM",
+    settings=(
+        Group("shape", MambaSizes, _SHAPE),
+        mamba_settings(key_dim=64, keys=_KEYS, further=(_EPS,), step=Number("time_step_min", "mamba.dt_min", 0.001)),
+        Group("transformer", shared, _TRANSFORMER, uses=("shape",)),
+        Only("add_bias_linear", False),
+        Only("use_long_context", False, written=True),
+        Integer("adapter_rank", _of("mlp_rank"), 128, name="rank"),
+        Flag(
+            "use_shared_attention_adapter",
+            lambda config: _first(config).attention_rank is not None,
+            False,
+            name="attention_adapters",
+        ),
+        Rule("hybrid", _read_hybrid, _write_hybrid),
+    ),
+    build=zamba2,
+    weights=(
+        *renamed(ENDS, {"model.norm": "model.final_layernorm"}),
+        *norm_weights(LAYER, pre_mixer_norm="input_layernorm"),
+        *mamba_weights(LAYER + "mamba."),
+        *norm_weights(LAYER + "mamba_decoder.", **{"mixer.norm": "input_layernorm"}),
+        *_inside(mamba_weights(LAYER + "mamba_decoder.mamba."), "mixer.", "mixer.mixer."),
+        Weight(LAYER + "linear.weight", "mixer.linear", "mlp embed -> embed mlp"),
+        *norm_weights(_SHARED, input_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
+        *_inside(self_attention(_SHARED), "mixer.", "attention."),
+        Weight(_SHARED + "self_attn.o_proj.weight", "attention.out", f"latent {_HEADS} -> heads head_dim latent"),
+        *fused_mlp(_SHARED + "feed_forward."),
+        *_pairs(),
+    ),
+    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+)
+
+
+def _model(
+    embed_dim: int,
+    hybrid: Iterable[int],
+    *,
+    num_layers: int,
+    count: int,
+    key_dim: int = 64,
+    groups: int = 1,
+    rope: Rope | None = None,
+    attention_adapters: bool = False,
+) -> DecoderConfig:
+    shape = MambaSizes(vocab_size=32_000, embed_dim=embed_dim, num_layers=num_layers, tied=True, init_std=0.02)
+    mamba = Mamba2Config(num_heads=embed_dim // 32, value_dim=64, num_groups=groups, key_dim=key_dim, dt_min=0.001)
+    block = shared(shape, num_heads=32, num_kv_heads=32, mlp_dim=4 * embed_dim, count=count, rope=rope)
+    ids = set(hybrid)
+    flags = tuple(index in ids for index in range(num_layers))
+    return zamba2(shape, mamba=mamba, transformer=block, hybrid=flags, rank=128, attention_adapters=attention_adapters)
+
+
+MODELS = {
+    "zamba2-1.2b": lambda: _model(
+        2048, range(5, 38, 6), num_layers=38, count=1, key_dim=128, rope=Rope(), attention_adapters=True
+    ),
+    "zamba2-2.7b": lambda: _model(2560, (*range(6, 43, 6), 47, 51), num_layers=54, count=2),
+    "zamba2-7b": lambda: _model(3584, (6, *range(11, 78, 6)), num_layers=81, count=2, groups=2, rope=Rope()),
+}
