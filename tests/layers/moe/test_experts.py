@@ -55,22 +55,22 @@ CASES = {
         ),
         (2, 4),
     ),
-    "longcat, with a bias": (
-        dataclasses.replace(
-            PLAIN,
-            num_zero_experts=4,
-            num_experts_per_token=3,
-            out_bias=True,
-            router=RouterConfig(order="score_first", selection_bias=True, scaling_factor=1.5),
-        ),
-        (2, 5),
-    ),
     "gemma4": (
         dataclasses.replace(
             PLAIN,
             router=RouterConfig(order="score_first", per_expert_scale=True, input_norm=RMSNormConfig(eps=0.1)),
             shared=MLPConfig(mlp_dim=3),
             norms=RMSNormConfig(eps=0.1),
+        ),
+        (2, 5),
+    ),
+    "longcat, with a bias": (
+        dataclasses.replace(
+            PLAIN,
+            num_zero_experts=4,
+            num_experts_per_token=3,
+            out_bias=True,
+            router=RouterConfig(order="score_first", scaling_factor=1.5),
         ),
         (2, 5),
     ),
