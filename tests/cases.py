@@ -95,7 +95,7 @@ MIXERS = {
     "split": dict(qkv_bias=True, out_bias=True),
     "fused": dict(fused_qkv=True, qkv_bias=True, sinks=True),
     "shared": dict(shared_kv=True, output_gate=True, query_scale=0.2),
-    "tempered": dict(temperature=QueryTemperature(scale=0.5, length=4), soft_cap=2.0),
+    "tempered": dict(temperature=QueryTemperature(scale=0.5, length=4), soft_cap=2.0, value_dim=5, value_scale=0.5),
     "clipped": dict(qkv_clip=0.5, inner_norm=RMSNormConfig()),
     "selecting": dict(selection=BlockSelection(size=3, top_k=2)),
     "block indexer": dict(selection=BlockIndexerConfig(size=3, top_k=3, local_blocks=2, num_heads=2, head_dim=16)),
@@ -254,6 +254,7 @@ CACHED = FACTORS["cache"][1:]
 
 # Pairs that no decoder has, and why.
 EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
+    ("mixer", ("tempered",), "residual", ("chained",)),  # whose output has features of its own
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
     ("mixer", ("selecting", "block indexer", "indexed", "head mixture"), "dtype", ("bfloat16",)),  # other choices
@@ -395,7 +396,7 @@ def _sharing(block: ed.BlockConfig) -> tuple[ed.BlockConfig, ...]:
         indexers = (dataclasses.replace(block.mixer.indexer, **{name: "it"}) for name in ("shares_as", "shared_from"))
         mixers = (dataclasses.replace(block.mixer, indexer=indexer) for indexer in indexers)
         return tuple(dataclasses.replace(block, mixer=mixer) for mixer in mixers) * 2
-    narrow = dataclasses.replace(block.mixer, fused_qkv=False, shared_kv=False, kv_shared_from="first")
+    narrow = dataclasses.replace(block.mixer, fused_qkv=False, shared_kv=False, value_scale=1.0, kv_shared_from="first")
     return dataclasses.replace(block, shares_kv_as="first"), *(dataclasses.replace(block, mixer=narrow),) * 2
 
 

@@ -294,8 +294,9 @@ def attention_by_hand(layer, x, positions, segments):
     key = ready_by_hand(layer, c.key_scale * key, layer.key_norm, layer.key_norm_scale, positions)
     if layer.value_norm is not None:
         value = np.apply_along_axis(lambda vector: norm_by_hand(layer.value_norm, vector), -1, value)
-    value = np.clip(value, -c.qkv_clip, c.qkv_clip) if c.qkv_clip else value
-    mixed, slopes = np.zeros_like(query), slopes_by_hand(c.num_heads, c.alibi.max_exponent) if c.alibi else None
+    value = c.value_scale * (np.clip(value, -c.qkv_clip, c.qkv_clip) if c.qkv_clip else value)
+    mixed = np.zeros((*query.shape[:3], value.shape[3]))
+    slopes = slopes_by_hand(c.num_heads, c.alibi.max_exponent) if c.alibi else None
     for b, t, h in np.ndindex(query.shape[:3]):
         kv = h // (c.num_heads // c.num_kv_heads)
         top, bottom = 0.0, 0.0 if layer.sink is None else math.exp(float(layer.sink[h]))

@@ -202,7 +202,7 @@ OPTIONS: dict[type, tuple] = {
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
-        | dict(qkv_clip=0.1, inner_norm=RMS, key_scale=2.0, alibi=Alibi())
+        | dict(qkv_clip=0.1, inner_norm=RMS, key_scale=2.0, alibi=Alibi(), value_dim=6, value_scale=2.0)
         | dict(value_norm=RMS, kv_shared_from="giver", selection=BlockSelection(size=1, top_k=2)),
     ),
     Alibi: (Alibi(), lambda c: mixer(alibi=c), dict(max_exponent=2.0, scale=0.5, rounded=True)),
@@ -435,6 +435,7 @@ OPTIONS: dict[type, tuple] = {
 # Other fields that a field needs before it means anything, and their values on both sides.
 GROUPED = dict(order="score_first", num_groups=4)
 NEEDS: dict[tuple[type, str], dict] = {
+    (AttentionConfig, "value_scale"): dict(out_bias=True),
     (YarnRope, "mscale"): dict(mscale=1.0, mscale_all_dim=1.0),
     (YarnRope, "mscale_all_dim"): dict(mscale=1.0, mscale_all_dim=1.0),
     (ExpertsConfig, "shared_gate"): dict(shared=MLP),

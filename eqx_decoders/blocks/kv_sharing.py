@@ -43,6 +43,6 @@ def _common(block: BlockConfig) -> tuple:
     """Return the properties that layers must have in common to share what they compute."""
     mixer: Any = block.mixer
     if isinstance(mixer, AttentionConfig):
-        return mixer.num_kv_heads, mixer.head_dim, mixer.mask
+        return mixer.num_kv_heads, mixer.head_dim, mixer.value_dim, mixer.mask
     indexer = getattr(mixer, "indexer", None)
     return () if indexer is None else (indexer.alone, mixer.mask)

@@ -176,9 +176,10 @@ class RopesByLayer(Setting):
     theta: float
     local_theta: float
     local_key: str | None
+    fraction: float | None = None
 
     def read(self, fields: Fields, values: Values) -> None:
-        ropes = read_ropes(fields, theta=self.theta, local_theta=self.local_theta, local_key=self.local_key)
+        ropes = read_ropes(fields, **dataclasses.asdict(self))
         values["rope"], values["local_rope"] = ropes["full_attention"], ropes["sliding_attention"]
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
@@ -230,12 +231,17 @@ def _plain_mrope(table: Fields, sections: tuple[int, ...]) -> None:
             table.content[key] = "default"
 
 
-def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: str | None) -> dict[str, Rope]:
+def read_ropes(
+    fields: Fields, *, theta: float, local_theta: float, local_key: str | None, fraction: float | None = None
+) -> dict[str, Rope]:
     """Read the rotary embeddings of `full_attention` and `sliding_attention` layers.
 
     New files nest them by the type of the layer. In old ones `rope_theta` and `rope_scaling` are those of the full
-    layers, and `local_key` names the others' theta (None: always `local_theta`).
+    layers, and `local_key` names the others' theta (None: always `local_theta`). Partial rotation is refused unless its
+    default, `fraction`, is given.
     """
+    outside = None if fraction is None else fields.number("partial_rotary_factor", None)
+    common: dict[str, Any] = dict(nested=True, fraction=outside, default_fraction=fraction)
     length = fields.integer("max_position_embeddings", None)
     parameters, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     full, sliding = (
@@ -244,8 +250,8 @@ def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: s
     if parameters is not None:
         parameters.finish()
     local = None if local_key is None else fields.number(local_key, None)
-    outer = _Outer(theta=fields.number("rope_theta", None), default=theta, length=length, nested=True)
-    local_outer = _Outer(theta=local, default=local_theta, length=length, nested=True)
+    outer = _Outer(theta=fields.number("rope_theta", None), default=theta, length=length, **common)
+    local_outer = _Outer(theta=local, default=local_theta, length=length, **common)
     return {
         "full_attention": _agreeing(fields, [full, scaling], outer),
         "sliding_attention": _agreeing(fields, [sliding], local_outer),

@@ -30,6 +30,7 @@ AXES: dict[str, str] = {
     "scale_slots": "places of a page's scales, in whole lanes",
     "row_pages": "pages of a row of a cache",
     "stored_dim": "features of a head as pages hold them, in whole lanes",
+    "stored_value_dim": "features of a head's values as pages hold them",
     "places": "places of an expert",
     "embed": "features of the residual stream",
     "vocab": "token ids",

@@ -111,6 +111,8 @@ class AttentionConfig(CheckedFields):
     - `fused_qkv`: one product for queries, keys and values.
     - `shared_kv`: values are the raw key projection; there is no value projection.
     - `value_norm`: normalization of each head's values; None for none.
+    - `value_dim`: features of a head's values; None for `head_dim` (MiMo-V2).
+    - `value_scale`: multiplies values.
     - `kv_shared_from`: reuses the keys and values of an earlier layer, the latest whose `BlockConfig.shares_kv_as` is
         this word (Gemma 4); the layer has no projections for them and no cache. None: it computes them.
     - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
@@ -141,6 +143,8 @@ class AttentionConfig(CheckedFields):
     inner_norm: NormConfig | None = None
     out_dim: PositiveInt | None = None
     value_norm: NormConfig | None = None
+    value_dim: PositiveInt | None = None
+    value_scale: PositiveFloat = 1.0
     selection: BlockSelection | BlockIndexerConfig | None = None
     kv_shared_from: str | None = None
 
@@ -150,10 +154,13 @@ class AttentionConfig(CheckedFields):
         check(self.num_heads % self.num_kv_heads == 0, f"AttentionConfig.num_heads={self.num_heads} {rule}.")
         rule = "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse"
         check(not (self.fused_qkv and self.shared_kv), f"{rule}.")
-        for field in ("fused_qkv", "shared_kv", "value_norm", "key_scale"):
+        for field in ("fused_qkv", "shared_kv", "value_norm", "key_scale", "value_scale"):
             rule = f"kv_shared_from={self.kv_shared_from!r} excludes {field}={getattr(self, field)}"
             alone = self.kv_shared_from is None or getattr(self, field) == getattr(AttentionConfig, field)
             check(alone, f"AttentionConfig.{rule}: keys and values are another's.")
+        for field in ("fused_qkv", "shared_kv", "out_dim"):
+            rule = f"value_dim={self.value_dim} excludes {field}={getattr(self, field)}"
+            check(self.value_dim is None or not getattr(self, field), f"AttentionConfig.{rule}.")
         plain = isinstance(self.mask, Causal) and not self.spans
         rule = "AttentionConfig.selection needs mask=Causal() and spans=False: blocks are chosen of what came before"
         check(self.selection is None or plain, f"{rule}.")
@@ -184,7 +191,8 @@ class AttentionConfig(CheckedFields):
         """
         if self.kv_shared_from is not None:
             return None
-        shape = kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        heads, value_dim = self.num_kv_heads, self.value_dim
+        shape = kv_shape(self.mask, max_length, kv_heads=heads, head_dim=self.head_dim, value_dim=value_dim)
         if self.block_indexer is None:
             return shape
         index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.block_indexer.head_dim, values=False)
@@ -196,41 +204,43 @@ class AttentionConfig(CheckedFields):
         if self.selection is not None:
             scores = self.selection.token_products(keys)
             keys = min(keys, self.selection.size * self.selection.top_k)
-        return self.num_heads * keys * 2 * self.head_dim + scores
+        return self.num_heads * keys * (self.head_dim + (self.value_dim or self.head_dim)) + scores
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
         heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+        values_dim = self.value_dim or head_dim
 
-        def into(key, count, wanted=True):
-            return fan_in(key, (embed_dim, count, head_dim), jnp.float32, embed_dim, "normal") if wanted else None
+        def into(key, count, wanted=True, dim=head_dim):
+            return fan_in(key, (embed_dim, count, dim), jnp.float32, embed_dim, "normal") if wanted else None
 
-        def zeros(count, wanted=True):
-            return jnp.zeros((count, head_dim)) if self.qkv_bias and wanted else None
+        def zeros(count, wanted=True, dim=head_dim):
+            return jnp.zeros((count, dim)) if self.qkv_bias and wanted else None
 
         split, has_kv = not self.fused_qkv, self.kv_shared_from is None
         has_key, has_value = split and has_kv, split and has_kv and not self.shared_kv
         norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
         scales = norm is not None and norm.over == "each_head"
         out_dim = self.out_dim or embed_dim
-        return (Attention if self.out_dim is None else NarrowAttention)(
+        narrow = Attention if self.out_dim is None else NarrowAttention
+        return (narrow if self.value_dim is None else UnequalAttention)(
             query=into(keys[0], heads, split),
             key=into(keys[1], kv_heads, has_key),
-            value=into(keys[2], kv_heads, has_value),
+            value=into(keys[2], kv_heads, has_value, values_dim),
             qkv=into(keys[0], heads + 2 * kv_heads, self.fused_qkv),
-            gate=into(keys[3], heads, self.output_gate),
-            out=fan_in(keys[4], (heads, head_dim, out_dim), jnp.float32, heads * head_dim, "normal"),
+            gate=into(keys[3], heads, self.output_gate, values_dim),
+            out=fan_in(keys[4], (heads, values_dim, out_dim), jnp.float32, heads * values_dim, "normal"),
             query_bias=zeros(heads, split),
             key_bias=zeros(kv_heads, has_key),
-            value_bias=zeros(kv_heads, has_value),
+            value_bias=zeros(kv_heads, has_value, values_dim),
             qkv_bias=zeros(heads + 2 * kv_heads, self.fused_qkv),
             out_bias=jnp.zeros((out_dim,)) if self.out_bias else None,
             query_norm=norm.built.build(heads * head_dim if group else head_dim) if norm else None,
             key_norm=norm.built.build(kv_heads * head_dim if group else head_dim) if norm and has_kv else None,
             query_norm_scale=jnp.ones((heads, head_dim)) if scales else None,
             key_norm_scale=jnp.ones((kv_heads, head_dim)) if scales and has_kv else None,
-            value_norm=self.value_norm.build(head_dim) if self.value_norm else None,
-            inner_norm=self.inner_norm.build(heads * head_dim) if self.inner_norm else None,
+            value_norm=self.value_norm.build(values_dim) if self.value_norm else None,
+            inner_norm=self.inner_norm.build(heads * values_dim) if self.inner_norm else None,
             sink=jnp.zeros((heads,)) if self.sinks else None,
             indexer=self.block_indexer.build(embed_dim, key=jax.random.fold_in(key, 5)) if self.block_indexer else None,
             config=self,
@@ -346,6 +356,7 @@ class Attention(eqx.Module):
         key = self._norm_and_rope(scale(key, config.key_scale), self.key_norm, self.key_norm_scale, ctx)
         key = save(ctx.constrain(key, "batch length kv_heads head_dim"), "key_proj")
         value = self._clip(value if self.value_norm is None else self.value_norm(value))
+        value = scale(value, config.value_scale)
         value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
         return query, NewKV(key=key, value=value)
 
@@ -410,6 +421,15 @@ class Attention(eqx.Module):
 def _over_heads(norm: Norm, x: Array) -> Array:
     """Normalize the features of all heads together."""
     return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+
+
+class UnequalAttention(Attention):
+    """Attention whose values have another number of features than queries and keys."""
+
+    value: Float[Array, "embed kv_heads value_dim"] | None
+    value_bias: Float[Array, "kv_heads value_dim"] | None
+    gate: Float[Array, "embed heads value_dim"] | None
+    out: Float[Array, "heads value_dim embed"]
 
 
 class NarrowAttention(Attention):

@@ -45,7 +45,7 @@ class LearnedInitConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer"):
+        for field in ("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer", "value_dim"):
             rule = "the kernels of query, key and value are computed one by one. Leave it out"
             value = getattr(self.attention, field)
             check(not value, f"LearnedInitConfig.attention has {field}={value!r}: {rule}.")

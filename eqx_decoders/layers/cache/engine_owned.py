@@ -52,7 +52,7 @@ class ExternalWrite(NamedTuple):
 
     cache: Any
     key: Float[Array, "1 tokens kv_heads head_dim"]
-    value: Float[Array, "1 tokens kv_heads head_dim"] | None
+    value: Float[Array, "1 tokens kv_heads value_dim"] | None
 
 
 class ExternalKVCache(LayerCache, Past):
@@ -95,6 +95,8 @@ class ExternalKVCache(LayerCache, Past):
         check(isinstance(mask, Causal | SlidingWindow), f"layer {self.first} has mask={mask}, {_UNKNOWN}.")
         window, written = mask.size if isinstance(mask, SlidingWindow) else None, isinstance(entries, ExternalWrite)
         call = ExternalCall(layer=self.first, window=window, soft_cap=options.soft_cap, writes=not written)
+        widths = {x.shape[-1] for x in (entries.key, entries.value) if x is not None}
+        check(len(widths) == 1, f"layer {self.first} has values of another width than keys, {_UNKNOWN}.")
         values = None if entries.value is None else entries.value[0]
         before = entries.cache if isinstance(entries, ExternalWrite) else self.caches[0]
         cache, out = self.attention(before, queries.query[0], entries.key[0], values, self.metadata, sink, call)

@@ -32,7 +32,7 @@ class NewKV(eqx.Module):
     """
 
     key: Num[Array, "*layers batch length kv_heads head_dim"]
-    value: Num[Array, "*layers batch length kv_heads head_dim"] | None
+    value: Num[Array, "*layers batch length kv_heads value_dim"] | None
     key_scale: Float[Array, "*layers batch length scale_heads"] | None = None
     value_scale: Float[Array, "*layers batch length scale_heads"] | None = None
 
@@ -127,7 +127,7 @@ class CachedKV(Past):
     """Cached keys and values of one layer, its slice of a cache, with scales if there are any."""
 
     key: Num[Array, "batch kv_heads slots head_dim"]
-    value: Num[Array, "batch kv_heads slots head_dim"] | None
+    value: Num[Array, "batch kv_heads slots value_dim"] | None
     positions: Int[Array, "batch slots"]
     key_scale: Float[Array, "batch scale_heads slots"] | None = None
     value_scale: Float[Array, "batch scale_heads slots"] | None = None
@@ -186,7 +186,7 @@ class KVCache(LayerCache):
     """
 
     key: Num[Array, "layers batch kv_heads slots head_dim"]
-    value: Num[Array, "layers batch kv_heads slots head_dim"] | None
+    value: Num[Array, "layers batch kv_heads slots value_dim"] | None
     positions: Int[Array, "batch slots"]
     ring: bool = eqx.field(static=True)
     by_slot: bool = eqx.field(static=True, default=False)
@@ -400,7 +400,8 @@ class KVShape:
     """Shape of one attention layer's cache, in slots, heads and features.
 
     `by_token`: whether tokens have keys and values of their own, which pages and other engines can hold; `values`:
-    whether it has values; `by_slot`: whether single slots are read (then it has none).
+    whether it has values; `value_dim`: their features, None for those of keys; `by_slot`: whether single slots are read
+    (then it has none).
     """
 
     by_token: ClassVar[bool] = True
@@ -409,17 +410,25 @@ class KVShape:
     head_dim: int
     ring: bool
     values: bool = True
+    value_dim: int | None = None
     by_slot: bool = False
+
+    def check_format(self, kind: CacheFormat) -> None:
+        """Raise ConfigError for scales of parts of a head where keys and values have different numbers of these."""
+        alike = self.value_dim in (None, self.head_dim)
+        rule = f"needs values that are as wide as keys, not {self.value_dim} and {self.head_dim} features"
+        check(alike or kind.scale_block is None, f"CacheFormat.scale_block={kind.scale_block} {rule}.")
 
     def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> KVCache:
         """Return an empty cache for `layers` equal layers."""
         kind = CacheFormat.of(dtype)
+        self.check_format(kind)
         shape = (layers, batch_size, self.kv_heads, self.slots, self.head_dim)
         scales = (layers, batch_size, kind.scale_heads(self.kv_heads, self.head_dim), self.slots)
         key, scale = jnp.zeros(shape, kind.dtype), None if kind.bound is None else jnp.zeros(scales, SCALE)
         return KVCache(
             key=key,
-            value=jnp.zeros_like(key) if self.values else None,
+            value=jnp.zeros((*shape[:-1], self.value_dim or self.head_dim), kind.dtype) if self.values else None,
             positions=jnp.full((batch_size, self.slots), -1, jnp.int32),
             ring=self.ring,
             by_slot=self.by_slot,
@@ -428,11 +437,11 @@ class KVShape:
         )
 
 
-def kv_shape(mask: Mask, max_length: int, *, kv_heads: int, head_dim: int, values: bool = True) -> KVShape:
+def kv_shape(mask: Mask, max_length: int, *, kv_heads: int, head_dim: int, **options: Any) -> KVShape:
     """Return the shape of a cache: a ring of `size` slots for a window or chunk, else a slot for each position."""
     check(
         not isinstance(mask, Bidirectional),
         "A bidirectional attention layer has no cache: its past would change with every token.",
     )
     slots = min(lookback(mask) or max_length, max_length)
-    return KVShape(slots=slots, kv_heads=kv_heads, head_dim=head_dim, ring=slots < max_length, values=values)
+    return KVShape(slots=slots, kv_heads=kv_heads, head_dim=head_dim, ring=slots < max_length, **options)

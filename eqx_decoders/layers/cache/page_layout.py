@@ -33,26 +33,32 @@ class LaneLayout:
 
     - `head_dim`: features of a key.
     - `joined`: whether the value stands behind the key, as both fit into one lane: then no lane is half empty.
+    - `value_dim`: features of a value; None for those of a key.
     """
 
     head_dim: int
     joined: bool
+    value_dim: int | None = None
 
     @property
     def width(self) -> int:
-        """Number of stored features; from half a lane on whole lanes."""
-        width = self.head_dim * (1 + self.joined)
-        return width if width < LANE // 2 else -(-width // LANE) * LANE
+        """Number of stored features of a key; from half a lane on whole lanes."""
+        return _in_lanes(self.head_dim + self.joined * (self.value_dim or self.head_dim))
+
+    @property
+    def value_width(self) -> int:
+        """Number of stored features of a value by itself."""
+        return _in_lanes(self.value_dim or self.head_dim)
 
     def join(self, stored: StoredKV) -> StoredKV:
         """Arrange keys and values as in pages."""
         if self.joined:
             stored = stored._replace(key=jnp.concatenate([stored.key, stored.value], axis=-1), value=None)
 
-        def filled(x: Any) -> Any:
-            return None if x is None else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, self.width - x.shape[-1]),))
+        def filled(x: Any, width: int) -> Any:
+            return None if x is None else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
 
-        return stored._replace(key=filled(stored.key), value=filled(stored.value))
+        return stored._replace(key=filled(stored.key, self.width), value=filled(stored.value, self.value_width))
 
     def split(self, stored: StoredKV) -> StoredKV:
         """Undo `join`."""
@@ -63,7 +69,11 @@ class LaneLayout:
     def values(self, stored: Array) -> Array:
         """Return the values among the features in which they are stored, or among sums of these."""
         begin = self.head_dim if self.joined else 0
-        return stored[..., begin : begin + self.head_dim]
+        return stored[..., begin : begin + (self.value_dim or self.head_dim)]
+
+
+def _in_lanes(width: int) -> int:
+    return width if width < LANE // 2 else -(-width // LANE) * LANE
 
 
 class Pages(eqx.Module):
@@ -81,7 +91,7 @@ class Pages(eqx.Module):
     """
 
     key: Num[Array, "layers pages kv_heads page_slots stored_dim"]
-    value: Num[Array, "layers pages kv_heads page_slots stored_dim"] | None
+    value: Num[Array, "layers pages kv_heads page_slots stored_value_dim"] | None
     key_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
     value_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
     table: Int[Array, "batch row_pages"]
@@ -97,7 +107,8 @@ class Pages(eqx.Module):
         """Return whether Pallas kernels can widen these numbers and scale them by head, for so many query heads."""
         wide = self.key.dtype.itemsize > 1 or self.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
         by_head = self.key_scale is None or self.key_scale.shape[2] <= self.key.shape[2]  # not by blocks of a head
-        return wide and by_head and heads % self.key.shape[2] == 0
+        alike = self.lanes.value_dim in (None, self.lanes.head_dim)
+        return wide and by_head and alike and heads % self.key.shape[2] == 0
 
     @property
     def positions(self) -> Int[Array, "batch slots"]:

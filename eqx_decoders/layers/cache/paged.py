@@ -304,7 +304,9 @@ def build_pages(
     window = shape.slots if shape.ring else 0
     num_pages = pages.window_pages if window and pages.window_pages is not None else pages.num_pages
     count = batch_size * row_pages if num_pages is None else num_pages
-    lanes = LaneLayout(shape.head_dim, joined=shape.values and 2 * shape.head_dim <= LANE)
+    shape.check_format(kind)
+    joined = shape.values and shape.head_dim + (shape.value_dim or shape.head_dim) <= LANE
+    lanes = LaneLayout(shape.head_dim, joined, shape.value_dim)
     key = jnp.zeros((layers, count, shape.kv_heads, size, lanes.width), kind.dtype)
     page_slots = -(-size // LANE) * LANE if lanes.width >= LANE else size  # a TPU keeps others in an order of its own
     scale = (
@@ -315,7 +317,7 @@ def build_pages(
     own_tables = jnp.arange(count, dtype=jnp.int32).reshape(batch_size, row_pages) if num_pages is None else None
     return PagedKVCache(
         key=key,
-        value=jnp.zeros_like(key) if shape.values and not lanes.joined else None,
+        value=jnp.zeros((*key.shape[:-1], lanes.value_width), key.dtype) if shape.values and not joined else None,
         key_scale=scale,
         value_scale=None if scale is None or not shape.values else jnp.zeros_like(scale),
         table=jnp.full((batch_size, row_pages), -1, jnp.int32) if own_tables is None else own_tables,

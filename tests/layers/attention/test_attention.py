@@ -38,6 +38,7 @@ ATTENTIONS = [
     dict(qk_norm=QKNorm(norm=RMS, over="each_head", when="after_rope"), qkv_clip=0.5, output_gate=True),
     dict(num_kv_heads=1, head_dim=6, out_dim=5, out_bias=True, sinks=True),
     dict(alibi=Alibi(scale=0.5), num_heads=6, num_kv_heads=3, rope=None, sinks=True),
+    dict(value_dim=3, value_scale=0.5, qkv_bias=True, output_gate=True, value_norm=RMS, inner_norm=RMS),
     dict(alibi=Alibi(max_exponent=3.0), mask=Bidirectional(), soft_cap=0.7),
     dict(shared_kv=True, qk_norm=QKNorm(norm=RMS), value_norm=RMSNormConfig(eps=0.1, scale=False), query_scale=1.0),
 ]  # fmt: skip
@@ -61,7 +62,9 @@ def test_attention_is_the_loop(options):
     want = attention_by_hand(layer, wide(x), POSITIONS, SEGMENTS)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot"))
     assert_close(out, want, units=128)
-    assert entries.key.shape == entries.value.shape == (2, 7, layer.config.num_kv_heads, layer.config.head_dim)
+    c = layer.config
+    assert entries.key.shape == (2, 7, c.num_kv_heads, c.head_dim)
+    assert entries.value.shape == (2, 7, c.num_kv_heads, c.value_dim or c.head_dim)
 
 
 def test_borrowed_keys_and_values_are_those_of_the_other_layer():

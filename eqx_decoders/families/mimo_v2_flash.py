@@ -1,0 +1,128 @@
+"""MiMo-V2-Flash (Xiaomi 2025): five windows to one full layer, narrow scaled values, DeepSeek-V3's experts."""
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, v3_router, v3_router_settings
+from eqx_decoders.families.common import (
+    GATED_MLP,
+    LAYER,
+    DecoderSizes,
+    attentions,
+    decoder_sizes,
+    llama_weights,
+    read_masks,
+    write_masks,
+)  # fmt: skip
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import RopesByLayer
+from eqx_decoders.families.settings_table import AUTO_MAP, Group, Integer, Number, Only, Renamed, Rule, Unused, Values
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+_ROPE, _LOCAL_ROPE = Rope(theta=5e6, fraction=0.334), Rope(theta=10_000.0, fraction=0.334)
+
+
+def mimo_v2_flash(
+    shape: DecoderSizes, *, masks: tuple[Mask, ...], dense_layers: Collection[int], router: RouterConfig,
+    num_experts: int, num_experts_per_token: int, expert_dim: int, values: Mapping[str, Any],
+    rope: Rope = _ROPE, local_rope: Rope = _LOCAL_ROPE,
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder of MiMo-V2 blocks: layers with windows have twice as many key heads, sinks and a RoPE of theirs.
+
+    `shape`'s MLP is that of the `dense_layers`, counted from 0; `values` are options of attention's values.
+    """
+    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
+    experts = shape.experts(mlp_dim=expert_dim, router=router, **counts)
+    values = {**values, "out_bias": False}
+
+    def mixer(mask: Mask):
+        if isinstance(mask, SlidingWindow):
+            more = dict(num_kv_heads=2 * shape.num_kv_heads, sinks=True)
+            return shape.attention(mask=mask, rope=local_rope, **more, **values)
+        return shape.attention(mask=mask, rope=rope, **values)
+
+    return moe.need_experts(
+        shape.decoder(
+            shape.block(mixer(mask), None if index in dense_layers else experts) for index, mask in enumerate(masks)
+        )
+    )
+
+
+def _num_kv_heads(config: DecoderConfig) -> int:
+    """Return the number of key heads of full layers."""
+    mixer = attentions(config)[0]
+    return mixer.num_kv_heads // (2 if isinstance(mixer.mask, SlidingWindow) else 1)
+
+
+def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
+    """Read the masks; `sliding_window_size` counts the tokens before the query."""
+    window, before = fields.integer("sliding_window", 129), fields.integer("sliding_window_size", None)
+    layers = range(values["shape"].num_layers)
+    local = [index > 0 and (index + 1) % 6 != 0 for index in layers]
+    return read_masks(fields, window if before is None else before + 1, local)
+
+
+_IGNORED = {
+    "transformers takes the sizes of the other layers": "swa_head_dim swa_v_head_dim swa_num_attention_heads "
+    "swa_num_key_value_heads",
+    "layer_types and mlp_layer_types say it": "hybrid_layer_pattern hybrid_block_size moe_layer_freq",
+    "how it was run": "attention_chunk_size",
+}
+_ATTENTION = LAYER + "self_attn."
+FAMILY = Family(
+    model_type="mimo_v2_flash",
+    architecture="MiMoV2FlashForCausalLM",
+    settings=(
+        AUTO_MAP,
+        Unused("n_shared_experts", "there are none"),
+        Renamed({"layernorm_epsilon": "rms_norm_eps"}),
+        decoder_sizes(num_kv_heads=4, head_dim=192, eps=1e-5, paths={"num_key_value_heads": _num_kv_heads}),
+        Group(
+            "values",
+            dict,
+            (
+                Integer("v_head_dim", "attention.value_dim", 128),
+                Number("attention_value_scale", "attention.value_scale", 0.707, null=1.0),
+            ),
+        ),
+        Rule("masks", _read_masks, functools.partial(write_masks, default=129)),
+        RopesByLayer(theta=5e6, local_theta=10_000.0, local_key="swa_rope_theta", fraction=0.334),
+        *(Only(f"add_{kind}_attention_sink_bias", kind == "swa") for kind in ("swa", "full")),
+        *v3_router_settings(scale=1.0),
+        *moe.expert_counts("n_routed_experts", num=256, chosen=8),
+        Integer("moe_intermediate_size", "experts.mlp_dim", 2048, name="expert_dim"),
+        moe.dense_layers(1, listed=True),
+    ),
+    build=mimo_v2_flash,
+    weights=(
+        *llama_weights(mlp=GATED_MLP + V3_EXPERTS),
+        Weight(_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads value_dim) embed -> embed kv_heads value_dim"),
+        Weight(_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads value_dim) -> kv_heads value_dim"),
+        Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
+        Weight(_ATTENTION + "attention_sink_bias", "mixer.sink", "heads -> heads"),
+    ),
+    fused=moe.fused_experts(MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_tensors=r"model\.mtp\..*|.*rotary_emb\.inv_freq",  # layers of multi-token prediction: transformers' too
+)
+
+_309B = DecoderSizes(
+    vocab_size=152_576, embed_dim=4096, num_layers=48, num_heads=64, num_kv_heads=4, head_dim=192, mlp_dim=16_384,
+    eps=1e-5,
+)  # fmt: skip
+_MASKS = tuple(Causal() if index == 0 or (index + 1) % 6 == 0 else SlidingWindow(129) for index in range(48))
+
+MODELS = {
+    "mimo-v2-flash-309b-a15b": lambda: mimo_v2_flash(
+        _309B, masks=_MASKS, dense_layers=range(1), router=v3_router(scaling_factor=1.0), num_experts=256,
+        num_experts_per_token=8, expert_dim=2048, values=dict(value_dim=128, value_scale=0.707),
+    ),
+}  # fmt: skip
