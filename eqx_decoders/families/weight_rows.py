@@ -35,8 +35,8 @@ class Weight:
 
     **Arguments:**
 
-    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}` and `{kv_head}` stand for numbers, and `{depth}` for that of a
-        layer of multi-token prediction where these are counted by themselves.
+    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}` and `{kv_head}` stand for numbers, and
+        `{depth}` for that of a layer of multi-token prediction where these are counted by themselves.
     - `path`: the weight's path, within a block if `name` has a layer, else within the decoder. In a block of an encoder
         it begins with the encoder's name: `vision.mixer.query`.
     - `pattern`: from the tensor's dimensions to the weight's, for `einops.rearrange`. For a part of a tensor it is
