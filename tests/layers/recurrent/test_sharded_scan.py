@@ -131,8 +131,7 @@ def outputs(layer, rows, execution):
     return out, eqx.filter(grads, eqx.is_array)
 
 
-# with scans of their own, or with one beside
-OTHERS = ("gated unit", "time mix", "mLSTM")
+MIXERS = ("delta net", "mamba2", "mamba", "kimi delta", "gated unit", "time mix", "mLSTM")
 
 
 # on context=2, data=2, tensor=2 XLA for CPU (jax 0.10) crashes in the decay by channel of one chunk of 32 tokens
@@ -140,7 +139,7 @@ OTHERS = ("gated unit", "time mix", "mLSTM")
 @pytest.mark.parametrize(
     "sizes", [FOUR, pytest.param(EIGHT, marks=slow), pytest.param(dict(context=2, data=4), marks=slow)], ids=str
 )
-@pytest.mark.parametrize("name", [*OTHERS, "delta net", "mamba2", "mamba", "kimi delta", "lightning", "mamba2 and attention"])
+@pytest.mark.parametrize("name", [*MIXERS, "lightning", "mamba2 and attention"])
 def test_layers(name, sizes):
     """Packed rows with padding: outputs, and gradients of weights and inputs."""
     layer, rows = layer_and_rows(name)
@@ -149,7 +148,7 @@ def test_layers(name, sizes):
 
 
 @slow
-@pytest.mark.parametrize("name", [*OTHERS, "delta net", "mamba2", "mamba", "kimi delta"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_tokens_stay_where_they_are(name):
     """Of a step on context=4 nothing in f32 is gathered that has the row's length."""
     layer, (x, positions, segments) = layer_and_rows(name, length=256)
