@@ -14,6 +14,7 @@ from eqx_decoders.data.sources.documents import FILES, parse_reference
 from eqx_decoders.data.store.open_store import is_made
 from eqx_decoders.data.store.token_store import TRAIN, TokenStore
 from eqx_decoders.data.store.tokenization import Recipe
+from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
@@ -70,8 +71,9 @@ def _tokenizer_and_template(
     if spec != "bpe":
         folder = source if settings.tokenizer is None else Path(spec)
         file = settings.dataset.chat_template
-        there = folder.is_dir() or file is not None
-        template = load_chat_template(folder if folder.is_dir() else folder.parent, file=file) if there else None
+        has_template = folder.is_dir() or is_gguf(folder)
+        there = has_template or file is not None
+        template = load_chat_template(folder if has_template else folder.parent, file=file) if there else None
         return load_tokenizer(spec), template
     with tempfile.TemporaryDirectory() as scratch:
         size = min(settings.bpe_vocab_size or 4096, *placeholders(config), config.vocab_size)
