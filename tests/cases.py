@@ -26,6 +26,8 @@ from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
+from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
+from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
@@ -199,6 +201,7 @@ _BIASED_MAMBA = Mamba2Config(
 _BESIDE = SharedTransformerConfig(
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8), mlp=MLPConfig(mlp_dim=24, fused=True)
 )
+COMPRESSED = dict(num_heads=4, head_dim=12, rope_dim=6, q_rank=8, out_groups=2, out_rank=8, window=5)
 RECURRENT = {
     "delta net": GatedDeltaNetConfig(
         num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3, negative_eigenvalues=True
@@ -210,6 +213,13 @@ RECURRENT = {
     "mLSTM": MLSTMConfig(num_heads=4, key_dim=6, value_dim=5, gate_cap=3.0),
     "time mix": TimeMixConfig(embed_dim=EMBED, channels=24),
     "gated unit": RGLRUConfig(num_heads=4, value_dim=8, taps=3),
+    # no recurrences, but their masks and rotary embeddings are their own as well
+    "compressed": CompressedAttentionConfig(**COMPRESSED, compression=CompressionConfig(size=3)),
+    "chosen": CompressedAttentionConfig(
+        **COMPRESSED,
+        compression=CompressionConfig(size=2, overlaps=True),
+        indexer=CompressedIndexerConfig(num_heads=12, head_dim=8, top_k=3),
+    ),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
     "aided": AidedMixerConfig(mixer=_BIASED_MAMBA, transformer=_BESIDE, mlp_rank=8, attention_rank=8),
     "mamba2 and attention": ParallelMixersConfig(
@@ -257,7 +267,8 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("mixer", ("tempered",), "residual", ("chained",)),  # whose output has features of its own
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
-    ("mixer", ("selecting", "block indexer", "indexed", "head mixture"), "dtype", ("bfloat16",)),  # other choices
+    # rounded scores choose others
+    ("mixer", ("selecting", "block indexer", "indexed", "chosen", "head mixture"), "dtype", ("bfloat16",)),
     ("further", ("engram",), "dtype", ("bfloat16",)),  # the slope of its root of a score has no bound
     ("mixer", ("selecting", "block indexer", "indexed"), "mask", tuple(MASKS)[1:]),  # they select from the whole past
     ("mixer", ("latent",), "mask", SPANS),  # it has none

@@ -29,6 +29,8 @@ from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
+from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
+from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
@@ -80,6 +82,10 @@ WIDE_EPS = RMSNormConfig(eps=0.5)
 BESIDE = SharedTransformerConfig(attention=MIXER, mlp=MLPConfig(mlp_dim=12, fused=True), count=2)
 LATENT = LatentAttentionConfig(rope=Rope(theta=100.0), **RANKS)
 INDEXER = IndexerConfig(num_heads=3, head_dim=4, top_k=2)
+COMPRESSED = CompressedAttentionConfig(
+    num_heads=4, head_dim=4, rope_dim=4, q_rank=6, out_groups=2, out_rank=3, window=2, rope=Rope(theta=3.0),
+    compression=CompressionConfig(size=2),
+)  # fmt: skip
 MLP = MLPConfig(mlp_dim=12)
 EXPERTS = ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=6)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
@@ -238,6 +244,22 @@ OPTIONS: dict[type, tuple] = {
         ),
         dict(num_heads=5, head_dim=6, top_k=3, norm=LayerNormConfig(bias=False), loss_weight=0.5, warmup=True)
         | dict(pairing="interleaved", shares_as="name", shared_from="it"),
+    ),
+    CompressedAttentionConfig: (
+        COMPRESSED,
+        lambda c: block(mixer=c),
+        dict(num_heads=6, head_dim=6, rope_dim=2, q_rank=5, out_groups=4, out_rank=2, window=1, rope=Rope(theta=5.0))
+        | dict(compression=None, norm=RMSNormConfig(eps=0.5), indexer=CompressedIndexerConfig(head_dim=4, top_k=1)),
+    ),
+    CompressionConfig: (
+        CompressionConfig(size=2),
+        lambda c: block(mixer=dataclasses.replace(COMPRESSED, compression=c)),
+        dict(size=3, overlaps=True, norm=RMSNormConfig(eps=0.5)),
+    ),
+    CompressedIndexerConfig: (
+        CompressedIndexerConfig(num_heads=3, head_dim=4, top_k=1),
+        lambda c: block(mixer=dataclasses.replace(COMPRESSED, indexer=c)),
+        dict(num_heads=5, head_dim=6, top_k=3),
     ),
     LearnedInitConfig: (
         LEARNED,

@@ -14,6 +14,7 @@ from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check_word
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
+from eqx_decoders.layers.attention.compressed_attention import CompressedAttention, CompressedAttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixture, HeadMixtureConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
@@ -45,6 +46,7 @@ MixerConfig = (
     AttentionConfig
     | HeadMixtureConfig
     | LatentAttentionConfig
+    | CompressedAttentionConfig
     | LearnedInitConfig
     | GatedDeltaNetConfig
     | Mamba1Config
@@ -63,6 +65,7 @@ Mixer = (
     Attention
     | HeadMixture
     | LatentAttention
+    | CompressedAttention
     | LearnedInit
     | GatedDeltaNet
     | Mamba1
@@ -188,7 +191,7 @@ class BlockConfig(CheckedFields):
     @property
     def _lenders(self) -> dict[str, str]:
         """Names by which later layers use what its layers lend, each with the place of it among the entries."""
-        indexer = getattr(self.mixer, "indexer", None)
+        indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
         names = {
             self.shares_kv_as: "",
             None if indexer is None else indexer.shares_as: "mixer.lent",
@@ -199,8 +202,8 @@ class BlockConfig(CheckedFields):
     @property
     def borrowed_name(self) -> str | None:
         """Name of what its mixer uses of an earlier layer; None for nothing."""
-        of_indexer = getattr(getattr(self.mixer, "indexer", None), "shared_from", None)
-        return getattr(self.mixer, "kv_shared_from", None) or of_indexer
+        indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
+        return getattr(self.mixer, "kv_shared_from", None) if indexer is None else indexer.shared_from
 
     def lent(self, past: Any, entries: dict[str, Any]) -> dict[str, Any]:
         """Return what later layers may use, by name.

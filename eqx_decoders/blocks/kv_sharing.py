@@ -5,6 +5,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConfigError, check, check_word
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 
 
 def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
@@ -44,5 +45,5 @@ def _common(block: BlockConfig) -> tuple:
     mixer: Any = block.mixer
     if isinstance(mixer, AttentionConfig):
         return mixer.num_kv_heads, mixer.head_dim, mixer.value_dim, mixer.mask
-    indexer = getattr(mixer, "indexer", None)
+    indexer = mixer.indexer if isinstance(mixer, LatentAttentionConfig) else None
     return () if indexer is None else (indexer.alone, mixer.mask)

@@ -28,6 +28,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
     "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
     "outer": ("tensor", "tensor_sequence"),
+    "out_groups": ("tensor", "tensor_sequence"),
     "inner": ("fsdp", "fsdp_transpose", "context", "expert"),
     "stream_embed": ("fsdp", "fsdp_transpose", "context", "expert"),
     "row_dim": ("fsdp", "fsdp_transpose", "context", "expert"),

@@ -174,7 +174,7 @@ class Indexer(eqx.Module):
             query, weight, query_positions, segments, teaching = of_queries
             key, key_positions, key_segments, taught = of_keys
             seen = visible(mask, query_positions, key_positions, segments, key_segments)
-            scores = jnp.where(seen, _scores(query, weight, key), -jnp.inf)
+            scores = jnp.where(seen, index_scores(query, weight, key), -jnp.inf)
             chosen = top_k_mask(scores, config.top_k) & seen if selects else seen
             loss = None
             if teaching is not None:
@@ -207,10 +207,10 @@ class Indexer(eqx.Module):
         length, slots, top_k = ctx.positions.shape[1], past_positions.shape[1], self.config.top_k
         if slots + length <= top_k or self.config.warmup:
             return KeyChoice()
-        earlier = _scores(index.query, index.weight, past_key[:, 0].astype(index.query.dtype))
+        earlier = index_scores(index.query, index.weight, past_key[:, 0].astype(index.query.dtype))
         if past_scale is not None:  # it is positive: relu(s x) = s relu(x)
             earlier *= past_scale.astype(jnp.float32)
-        present = _scores(index.query, index.weight, index.key[:, :, 0])
+        present = index_scores(index.query, index.weight, index.key[:, :, 0])
         parts = [(earlier, past_positions), (present, ctx.positions)]
         scores = jnp.concatenate(
             [jnp.where(visible(mask, ctx.positions, key_positions), part, -jnp.inf) for part, key_positions in parts],
@@ -224,7 +224,7 @@ class Indexer(eqx.Module):
         return KeyChoice(present=chosen[..., slots:], past=chosen[..., :slots])
 
 
-def _scores(
+def index_scores(
     query: Array, weight: Array, key: Float[Array, "batch keys head_dim"]
 ) -> Float32[Array, "batch length keys"]:
     """Compute scores in f32. The sum over heads is no product: a TPU would round its factors to 16 bits."""

@@ -290,7 +290,7 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
         assert choice == KeyChoice()
         return
     keys = jnp.concatenate([index.key[:, :count, 0], now.key[:, :, 0]], axis=1)
-    scores = module._scores(now.query, now.weight, keys)
+    scores = module.index_scores(now.query, now.weight, keys)
     seen = places[:, None] <= places[:, count:, None]
     want = chosen_by_hand(np.where(seen, wide(scores), -np.inf), top_k)
     assert (choice.slots is not None) == (form == "gathers")

@@ -1,0 +1,69 @@
+"""Cache of compressed keys: one for each complete window of a document's tokens."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from eqx_decoders.layers.cache.base import LayerCache
+from eqx_decoders.layers.cache.format import CacheFormat
+from eqx_decoders.layers.cache.kv_cache import CachedKV, KVCache, KVShape, NewKV, Past
+
+
+class NewWindows(eqx.Module):
+    """Keys of the windows that end in a call; `last` is the number of each one's last token, beyond all for none."""
+
+    key: Float[Array, "*layers batch places 1 head_dim"]
+    last: Int[Array, "*layers batch places"]
+
+
+class CompressedKeys(LayerCache):
+    """Compressed keys of equal layers: that of window w is in slot w, whose position is w.
+
+    A window is written with its last token: where that is rejected, it is not.
+    """
+
+    kv: KVCache
+    size: int = eqx.field(static=True)
+
+    def slices(self) -> Any:
+        return self.kv.slices()
+
+    def past(self, slices: Any) -> Past:
+        return self.kv.past(slices)
+
+    def commit(self, entries: NewWindows, positions: Int[Array, "batch length"]) -> "CompressedKeys":
+        ends = jnp.take_along_axis(positions, entries.last[0], axis=1, mode="fill", fill_value=-1)
+        windows = jnp.where(ends >= 0, ends // self.size, -1)
+        return dataclasses.replace(self, kv=self.kv.commit(NewKV(entries.key, None), windows))
+
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> Any:
+        return self.kv.past_of_rows(slices, rows)
+
+    def slices_of_rows(self) -> Any:
+        return self.kv.slices_of_rows()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompressedShape:
+    """Shape of one layer's compressed keys: windows of `size` tokens, and the features of a key."""
+
+    by_token: ClassVar[bool] = False
+    windows: int
+    size: int
+    head_dim: int
+
+    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> CompressedKeys:
+        """Return an empty cache for `layers` equal layers."""
+        shape = KVShape(slots=self.windows, kv_heads=1, head_dim=self.head_dim, ring=False, values=False)
+        return CompressedKeys(kv=shape.build(layers, batch_size, dtype), size=self.size)
+
+
+def at_ends(past: Past, size: int, dtype: DTypeLike) -> CachedKV:
+    """Return cached windows of `size` tokens with the position of their last token as theirs."""
+    whole = past.whole().without_blocks(dtype)
+    ends = jnp.where(whole.positions >= 0, whole.positions * size + size - 1, -1)
+    return CachedKV(whole.key, None, ends, whole.key_scale)
