@@ -25,9 +25,9 @@ from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
-from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
+from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
@@ -159,6 +159,7 @@ RESIDUALS = {
     "post-norm": PostNorm(),
     "hyper-connections": HyperConnections(streams=3, iterations=3),
     "alternating updates": AltUp(streams=3, inner=Laurel(rank=4)),
+    "hyper-connections, weighted": HyperConnections(streams=3, iterations=3, weighted_sum=True),
 }
 MESHES = {
     "one device": None,
@@ -278,6 +279,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("residual", ("chained",), "mixer", ("head mixture", *RECURRENT)),  # whose output has the features of the stream
     ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
     ("mixer", ("head mixture",), "qk_norm", ("all heads", "each head")),  # no head is always there
+    ("residual", ("hyper-connections, weighted",), "mtp", (1, 2)),  # whose depths sum streams as they are
     ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
     (

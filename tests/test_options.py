@@ -28,9 +28,9 @@ from eqx_decoders.errors import CheckedFields, _declared
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
-from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
+from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
@@ -378,7 +378,7 @@ OPTIONS: dict[type, tuple] = {
     HyperConnections: (
         HyperConnections(streams=2),
         lambda c: block(residual=c),
-        dict(streams=3, mixing="permutations", iterations=1, norm=RMSNormConfig(eps=0.5), eps=0.5),
+        dict(streams=3, mixing="permutations", iterations=1, norm=RMSNormConfig(eps=0.5), eps=0.5, weighted_sum=True),
     ),
     Laurel: (Laurel(rank=3), lambda c: block(residual=c), dict(rank=2, norm=RMSNormConfig(eps=0.5))),
     AltUp: (

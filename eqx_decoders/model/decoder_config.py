@@ -72,6 +72,8 @@ class DecoderConfig(CheckedFields):
         streams = {block.residual.streams for block in self.blocks}
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
+        rule = "DecoderConfig.mtp excludes HyperConnections.weighted_sum=True: its depths sum streams as they are"
+        check(self.mtp is None or not getattr(self.residual, "weighted_sum", False), f"{rule}.")
         read, stored = self.head_features, self.table_features
         rule = f"a head of {read} features, and the embedding table has {stored}"
         remedy = "Set head_transform.features to embedding_rank"

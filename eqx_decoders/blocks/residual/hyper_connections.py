@@ -30,7 +30,8 @@ class HyperConnections(Residual):
     Where `h = kernel^T norm(x_1 … x_n)` are numbers of the token, `read = sigmoid(scale h + bias) + eps`,
     `write = 2 sigmoid(scale h + bias)`, and `mix` is a doubly stochastic matrix computed from `scale h + bias`, with a
     scale and a bias for each of the three. The streams begin as copies of the embedding and are added up behind the
-    last layer. A branch that reads and writes all streams by itself (an Engram) is added to them.
+    last layer, perhaps with weights like `read`. A branch that reads and writes all streams by itself (an Engram) is
+    added to them.
 
     **Arguments:**
 
@@ -41,6 +42,8 @@ class HyperConnections(Residual):
     - `iterations`: number of divisions of rows and columns.
     - `norm`: of all streams of a token together.
     - `eps`: added to `read` and in each division.
+    - `weighted_sum`: whether the streams are added up with weights of the token, `sigmoid(scale h + bias) + eps`
+        (DeepSeek-V4), or as they are.
     """
 
     streams: PositiveInt = 4  # pyright: ignore[reportIncompatibleVariableOverride] - other wirings have one, always
@@ -48,6 +51,7 @@ class HyperConnections(Residual):
     iterations: PositiveInt = 20
     norm: NormConfig = RMSNormConfig()
     eps: PositiveFloat = 1e-6
+    weighted_sum: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,6 +74,14 @@ class HyperConnections(Residual):
     def reduce(self, x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length embed"]:
         """Sum the streams."""
         return jnp.sum(x, axis=2, dtype=jnp.float32).astype(x.dtype)
+
+    def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> "StreamSum | None":
+        """Build the weighted sum of the streams, if there is one; None uses `reduce`."""
+        if not self.weighted_sum:
+            return None
+        size, n = self.streams * embed_dim, self.streams
+        kernel = fan_in(key, (size, n), jnp.float32, size, "normal")
+        return StreamSum(self.norm.build(size), kernel, jnp.full((1,), 0.01), jnp.zeros((n,)), config=self)
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "HyperConnected":
         """Return the connections of a block with so many layers that read and write `embed_dim` features."""
@@ -117,6 +129,27 @@ class Connection(eqx.Module):
         )
         mixing = _permutations(mix, n) if config.mixing == "permutations" else _sinkhorn(mix, config)
         return Coefficients(read=jax.nn.sigmoid(read) + config.eps, write=2 * jax.nn.sigmoid(write), mix=mixing)
+
+
+class StreamSum(eqx.Module):
+    """Sum of the residual streams with weights of the token."""
+
+    norm: Norm
+    kernel: Float[Array, "stream_embed streams"]
+    scale: Float[Array, "one"]
+    bias: Float[Array, "streams"]
+    config: HyperConnections = eqx.field(static=True)
+
+    def expand(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length streams embed"]:
+        """Return the input of the first block: copies."""
+        return self.config.expand(x)
+
+    def reduce(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        """Return the input of the final norm."""
+        u = self.norm(x.astype(jnp.float32).reshape(*x.shape[:2], -1))
+        h = ctx.einsum("batch length stream_embed, stream_embed streams -> batch length streams", u, self.kernel)
+        h = h * self.scale.astype(h.dtype)[None, None] + self.bias.astype(h.dtype)[None, None]
+        return _read(x, jnp.moveaxis(jax.nn.sigmoid(h) + self.config.eps, -1, 0))
 
 
 class HyperConnected(ReadWriteResidual):

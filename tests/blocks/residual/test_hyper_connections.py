@@ -37,6 +37,18 @@ def run(residual, x, branches=BRANCHES):
     return residual(x, [BranchFunction(branch) for branch in branches], lambda y: y, CTX)
 
 
+def test_streams_are_summed_with_weights_of_the_token():
+    config = dataclasses.replace(SINKHORN, weighted_sum=True, eps=0.01)
+    generator = np.random.default_rng(0)
+    layer = config.build_maps(EMBED, key=jax.random.key(0))
+    layer = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.2, 0.7, leaf.shape), leaf.dtype), layer)
+    flat = wide(X).reshape(2, 5, -1)
+    u = flat / np.sqrt(np.mean(flat**2, axis=-1, keepdims=True) + config.norm.eps) * wide(layer.norm.scale)
+    weights = sigmoid(u @ wide(layer.kernel) * wide(layer.scale) + wide(layer.bias)) + 0.01
+    assert_close(layer.reduce(jnp.asarray(X), CTX), np.einsum("bln,blne->ble", weights, wide(X)), units=32)
+    assert SINKHORN.build_maps(EMBED, key=jax.random.key(0)) is None
+
+
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
