@@ -16,6 +16,7 @@ from eqx_decoders.families import (
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    deepseek_v4,
     dots1,
     ernie4_5,
     ernie4_5_moe,
@@ -123,7 +124,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 # In the order in which they are tried for a model that does not say what it came from.
 _PUBLISHED = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
-    *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
+    *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v4, deepseek_v2),
     *(apertus, phimoe, dbrx, jetmoe, longcat_flash),
     *(olmo2, flex_olmo, glm, glm4, glm4_moe, glm4_moe_lite, glm_moe_dsa),
     *(qwen2_moe, dots1, hy_v3, solar_open, youtu),

@@ -66,6 +66,7 @@ class Family:
         files that spell them otherwise, or describe more than this model.
     - `transposed`: rows that replace some of `weights` where experts are stored as matrices `[in, out]`.
     - `blocks_per_layer`: number of blocks that a checkpoint counts as one `{layer}`; `{part}` numbers them there.
+    - `integer_tensors`: regular expression of tensors that hold integers.
     - `default_settings`: ignored keys that transformers needs, and that a new model lacks.
     """
 
@@ -89,6 +90,7 @@ class Family:
     auto_class: str = "AutoModelForCausalLM"
     own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     transposed: tuple[Weight, ...] = ()
+    integer_tensors: str = "(?!)"
     default_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     blocks_per_layer: int = 1
 

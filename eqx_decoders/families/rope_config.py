@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from eqx_decoders.errors import ConversionError
@@ -256,6 +257,39 @@ def read_ropes(
         "full_attention": _agreeing(fields, [full, scaling], outer),
         "sliding_attention": _agreeing(fields, [sliding], local_outer),
     }
+
+
+def read_named_ropes(fields: Fields, thetas: Mapping[str, tuple[str, float]], *, fraction: float) -> dict[str, Rope]:
+    """Read rotary embeddings that `rope_parameters` has by name; `thetas` are the outer key and the default of each.
+
+    In old files the first is plain, and `rope_scaling` is that of the others, without a factor of cosine and sine.
+    """
+    length = fields.integer("max_position_embeddings", None)
+    tables = [table for table in map(fields.table, ("rope_parameters", "rope_scaling")) if table is not None]
+    nested = bool(tables) and set(thetas) <= set(tables[0].content)
+    ropes: dict[str, Rope] = {}
+    for name, (key, default) in thetas.items():
+        theta = fields.number(key, None)
+        outer = _Outer(theta=theta, default=default, length=length, nested=True, default_fraction=fraction)
+        if nested:
+            ropes[name] = _agreeing(fields, [tables[0].table(name)], outer)
+        elif not ropes:
+            ropes[name] = Rope(**outer.common(None, None))
+        else:
+            for table in tables:
+                table.rename("type", "rope_type")
+                table.content.pop("rope_theta", None)
+                if table.content.get("rope_type") == "yarn":
+                    table.supply("attention_factor", 1.0)
+            ropes[name] = _agreeing(fields, list(tables), outer)
+    if nested:
+        tables[0].finish()
+    return ropes
+
+
+def write_named_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:
+    """Return `rope_parameters` with these rotary embeddings by name."""
+    return {"rope_parameters": {name: _table(rope, partial=True) for name, rope in ropes.items()}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.blocks.block import BlockConfig
@@ -37,8 +38,12 @@ def abstract(
     run = Execution(layout=layout, precision=precision, **execution)
     tree = eqx.filter_eval_shape(lambda key: Decoder.build(config, key=key, execution=run), jax.random.key(0))
     arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def stored(dtype: Any) -> Any:
+        return dtype if jnp.issubdtype(dtype, jnp.integer) else precision.params  # tables of numbers stay what they are
+
     placed = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, precision.params, sharding=sharding),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, stored(leaf.dtype), sharding=sharding),
         arrays,
         layout.shardings(arrays),
     )

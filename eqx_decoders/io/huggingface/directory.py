@@ -21,6 +21,8 @@ INDEX_BYTES = 30_000_000
 MOST_TENSORS = 300_000
 MAPPED_BYTES = 64_000_000
 MOST_LISTED = 500  # wrong tensors in an error message
+INTEGERS = ("I64", "I32")
+NONE = "(?!)"  # a pattern that nothing matches
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EIGHT_BITS = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}  # the package has no NumPy types for them
 
@@ -188,9 +190,14 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(path, name, *kinds[name], begins[name]) for name in kinds}
 
 
-def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ConversionError for tensors of integers and of eight bits: they are no weights, or quantized ones."""
+def check_dtypes(tensors: Mapping[str, StoredTensor], integers: str = NONE) -> None:
+    """Raise ConversionError for tensors of integers and of eight bits: they are no weights, or quantized ones.
+
+    integers: regular expression of tensors that may hold integers.
+    """
     for name, stored in tensors.items():
+        if stored.dtype in INTEGERS and re.fullmatch(integers, name):
+            continue
         rule = "and quantization_config says nothing of it. Load a checkpoint in float32, bfloat16 or float16"
         known = stored.dtype in FLOATS
         check(known, f"{stored.file}: {name} has the dtype {stored.dtype}, {rule}.", ConversionError)

@@ -201,6 +201,8 @@ def _tensor(
 ) -> np.ndarray | None:
     """Make a tensor of a checkpoint from the weights that share it; return None in all processes but the first."""
     mapping, leaf, _ = parts[0]
+    if jnp.issubdtype(leaf.dtype, jnp.integer) and dtype is not None:
+        dtype = np.dtype(np.int64)  # as torch has them
     tensor = np.empty(mapping.shape, leaf.dtype if dtype is None else dtype) if jax.process_index() == 0 else None
     for _, (mapping, leaf, layer) in sorted(parts.items()):
         section = tensor if tensor is None or mapping.section is None else mapping.section.of(tensor)

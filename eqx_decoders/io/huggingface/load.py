@@ -125,11 +125,11 @@ def _target(
     config, origin, family = _read_config(directory, text_only)
     tensors = _without_ignored(_stored(directory, text_only), family, config)
     family = family.stored_as(tensors)
-    check_dtypes(tensors)
+    check_dtypes(tensors, family.integer_tensors)
     if config.tied and family.head in tensors:
         config = _untie(config, tensors, family)
     if dtype is None:
-        dtype = functools.reduce(jnp.promote_types, {FLOATS[stored.dtype] for stored in tensors.values()})
+        dtype = functools.reduce(jnp.promote_types, {FLOATS[x.dtype] for x in tensors.values() if x.dtype in FLOATS})
     precision = execution.pop("precision", None) or Precision(params=dtype, compute=dtype)
     target = abstract(config, layout=layout or Layout(), precision=precision, **execution)
     target = dataclasses.replace(target, origin=origin)

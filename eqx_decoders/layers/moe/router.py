@@ -51,6 +51,8 @@ class RouterConfig(CheckedFields):
     - `group_score`: a group is as good as its best expert, `"max"`, and experts of other groups have score 0; or as
         its best two together, `"top2_sum"`, and other groups are out of question.
     - `scaling_factor`: multiplies the weights.
+    - `hashed_tokens`: experts are not chosen by scores, but are those of the token's id in a table of so many ids, which
+        nothing moves (hash layers, Roller et al. 2021; DeepSeek-V4). Scores are the weights. None: the best k.
     - `per_expert_scale`: weights are multiplied by a learned number of their expert.
     - `input_norm`: the router reads `norm(x) / sqrt(embed)`; None: x.
     - `input_scaling`: weights multiply the inputs of the experts; outputs are added up as they are.
@@ -70,6 +72,7 @@ class RouterConfig(CheckedFields):
     groups_per_token: PositiveInt = 1
     group_score: Literal["max", "top2_sum"] = "max"
     scaling_factor: PositiveFloat = 1.0
+    hashed_tokens: PositiveInt | None = None
     per_expert_scale: bool = False
     input_norm: NormConfig | None = None
     input_scaling: bool = False
@@ -94,6 +97,9 @@ class RouterConfig(CheckedFields):
             f"RouterConfig.renormalize={self.renormalize} changes nothing where order='select_first': a softmax over "
             "the chosen sums to 1. Leave it out.",
         )
+        chosen = self.selection_bias or self.random or self.num_groups > 1 or self.sparse_mixer is not None
+        rule = "excludes selection_bias, random, sparse_mixer and groups: nothing is chosen"
+        check(self.hashed_tokens is None or not chosen, f"RouterConfig.hashed_tokens={self.hashed_tokens} {rule}.")
         shares = first and self.score == "softmax"
         rule = "needs score='softmax' and order='select_first': it chooses by logits"
         check(self.sparse_mixer is None or shares, f"RouterConfig.sparse_mixer={self.sparse_mixer} {rule}.")
@@ -122,6 +128,7 @@ class RouterConfig(CheckedFields):
             kernel=fan_in(key, (embed_dim, num_experts), jnp.float32, embed_dim),
             bias=zeros if self.bias else None,
             selection_bias=zeros if self.selection_bias else None,
+            table=_spread_tokens(self.hashed_tokens, num_experts, num_experts_per_token) if self.hashed_tokens else None,
             per_expert_scale=jnp.ones((num_experts,)) if self.per_expert_scale else None,
             input_norm=None if self.input_norm is None else self.input_norm.build(embed_dim),
             num_experts_per_token=num_experts_per_token,
@@ -181,6 +188,7 @@ class Router(eqx.Module):
     kernel: Float[Array, "embed experts"]
     bias: Float[Array, "experts"] | None
     selection_bias: Float[Array, "experts"] | None = eqx.field(metadata=FROZEN)
+    table: Int32[Array, "vocab slots"] | None = eqx.field(metadata=FROZEN)
     per_expert_scale: Float[Array, "experts"] | None
     input_norm: Norm | None
     num_experts_per_token: int = eqx.field(static=True)
@@ -195,7 +203,7 @@ class Router(eqx.Module):
         """
         logits = self._logits(x, ctx)
         scores = _score(logits, self.config.score)
-        indices, allowed = self._choose(logits, scores, key)
+        indices, allowed = self._choose(logits, scores, key) if self.table is None else self._look_up(scores, ctx)
         weights = self._combine_weights(logits, jnp.where(allowed, scores, 0.0), indices)
         real = ctx.positions >= 0
         stats = self._stats(logits.astype(jnp.float32), scores.astype(jnp.float32), indices, real)
@@ -225,6 +233,15 @@ class Router(eqx.Module):
         allowed = self._best_groups(choice)
         choice = jnp.where(allowed, choice, 0.0 if config.group_score == "max" else -jnp.inf)
         return _top_k(choice, self.num_experts_per_token)[1], allowed
+
+    def _look_up(
+        self, scores: Array, ctx: Context
+    ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
+        """Return the experts of each token's id, and that all are allowed."""
+        rule = "RouterConfig.hashed_tokens finds experts by token ids: not with model(embeds=…)"
+        check(ctx.tokens is not None and self.table is not None, f"{rule}.")
+        assert ctx.tokens is not None and self.table is not None
+        return jnp.take(self.table, ctx.tokens, axis=0, mode="clip"), jnp.ones(scores.shape, bool)
 
     def _best_groups(self, choice: Array) -> Bool[Array, "batch length experts"]:
         """Return which experts are in the groups that a token may use."""
@@ -284,7 +301,12 @@ class Router(eqx.Module):
     def _is_plain(self) -> bool:
         """True if the choice is the best k scores."""
         config = self.config
-        return not (config.selection_bias or config.random or config.groups_per_token < config.num_groups)
+        return not (config.hashed_tokens or config.selection_bias or config.random or config.groups_per_token < config.num_groups)
+
+
+def _spread_tokens(tokens: int, experts: int, chosen: int) -> Int32[Array, "vocab slots"]:
+    """Return as many different experts for each id, all of them equally often."""
+    return jnp.arange(tokens * chosen, dtype=jnp.int32).reshape(tokens, chosen) % experts
 
 
 def _score(logits: Array, score: str) -> Array:
