@@ -159,7 +159,6 @@ RESIDUALS = {
     "post-norm": PostNorm(),
     "hyper-connections": HyperConnections(streams=3, iterations=3),
     "alternating updates": AltUp(streams=3, inner=Laurel(rank=4)),
-    "hyper-connections, weighted": HyperConnections(streams=3, iterations=3, weighted_sum=True),
 }
 MESHES = {
     "one device": None,
@@ -215,7 +214,6 @@ RECURRENT = {
     "time mix": TimeMixConfig(embed_dim=EMBED, channels=24),
     "gated unit": RGLRUConfig(num_heads=4, value_dim=8, taps=3),
     # no recurrences, but their masks and rotary embeddings are their own as well
-    "compressed": CompressedAttentionConfig(**COMPRESSED, compression=CompressionConfig(size=3)),
     "chosen": CompressedAttentionConfig(
         **COMPRESSED,
         compression=CompressionConfig(size=2, overlaps=True),
@@ -279,7 +277,6 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("residual", ("chained",), "mixer", ("head mixture", *RECURRENT)),  # whose output has the features of the stream
     ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
     ("mixer", ("head mixture",), "qk_norm", ("all heads", "each head")),  # no head is always there
-    ("residual", ("hyper-connections, weighted",), "mtp", (1, 2)),  # whose depths sum streams as they are
     ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
     (

@@ -40,7 +40,7 @@ FRESH = 24
 def test_every_legal_pair_of_options_is_in_a_case():
     want, have = legal_pairs(), set().union(*map(pairs, COVERING))
     assert have == want
-    assert len(want) > 3_500 and len(COVERING) < 260
+    assert len(want) > 3_500 and len(COVERING) < 300
 
 
 def test_every_form_meets_every_option():
@@ -54,7 +54,7 @@ def test_the_quick_cases_have_many_options():
     everything, few, quick = (
         {item for c in cases for item in c.items()} for cases in (COVERING, REPRESENTATIVE, QUICK)
     )
-    assert few == everything and len(quick) > 0.35 * len(everything)
+    assert few == everything and len(quick) > 0.3 * len(everything)
 
 
 @pytest.mark.parametrize(

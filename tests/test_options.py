@@ -360,7 +360,7 @@ OPTIONS: dict[type, tuple] = {
         RouterConfig(),
         lambda c: block(mlp=dataclasses.replace(EXPERTS, router=c)),
         dict(score="sigmoid", order="score_first", renormalize=True, bias=True, selection_bias=True, num_groups=4)
-        | dict(groups_per_token=2, group_score="top2_sum", scaling_factor=2.0, per_expert_scale=True)
+        | dict(hashed_tokens=16, groups_per_token=2, group_score="top2_sum", scaling_factor=2.0, per_expert_scale=True)
         | dict(input_scaling=True, random=True, balance_loss=0.5, balance_form="megatron", z_loss=0.5)
         | dict(bias_update_rate=0.1, input_norm=RMS, sparse_mixer=0.3),
     ),
@@ -467,6 +467,7 @@ NEEDS: dict[tuple[type, str], dict] = {
     (ed.DecoderConfig, "per_layer_embedding"): dict(per_layer_embedding=PER_LAYER, blocks=per_layer(PER_LAYER).blocks),
     (RouterConfig, "renormalize"): dict(order="score_first"),
     (RouterConfig, "selection_bias"): dict(order="score_first"),
+    (RouterConfig, "hashed_tokens"): dict(order="score_first"),
     (RouterConfig, "num_groups"): dict(order="score_first"),
     (RouterConfig, "groups_per_token"): GROUPED,
     (RouterConfig, "group_score"): GROUPED | dict(groups_per_token=2),
@@ -712,6 +713,7 @@ DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
+    "CompressedShape",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
     "ChannelShape", "EncoderSizes", "ConformerSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",

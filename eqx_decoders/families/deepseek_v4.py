@@ -9,7 +9,18 @@ from eqx_decoders.families.common import DecoderSizes, decoder_sizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_named_ropes, write_named_ropes
-from eqx_decoders.families.settings_table import AUTO_MAP, Group, Integer, Number, Only, Rule, Unused, Values, Word, write_all
+from eqx_decoders.families.settings_table import (
+    AUTO_MAP,
+    Group,
+    Integer,
+    Number,
+    Only,
+    Rule,
+    Unused,
+    Values,
+    Word,
+    write_all,
+)
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
@@ -24,39 +35,50 @@ SLIDING, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "he
 _HASHED = ("hash_moe", "moe")
 
 
-def deepseek_v4(
-    shape: DecoderSizes, *, kinds: tuple[str, ...], sizes: dict[str, int], ropes: dict[str, Rope], rope_dim: int,
-    q_rank: int, out_groups: int, out_rank: int, window: int, indexer: CompressedIndexerConfig, streams: int,
-    iterations: int, eps: float, hashed: tuple[bool, ...], score: Any, scaling_factor: float, limit: float,
-    **counts: Any,
-) -> DecoderConfig:  # fmt: skip
-    """Return a decoder whose layers compress as `kinds` say, windows of `sizes` tokens each."""
-    plain = CompressedAttentionConfig(
+def _mixer(
+    shape: DecoderSizes, rope_dim: int, q_rank: int, out_groups: int, out_rank: int, window: int
+) -> CompressedAttentionConfig:
+    """Return attention without compressed keys."""
+    return CompressedAttentionConfig(
         num_heads=shape.num_heads, head_dim=shape.head_dim, rope_dim=rope_dim, q_rank=q_rank, out_groups=out_groups,
-        out_rank=out_rank, window=window, rope=ropes["main"], norm=shape.norm,
+        out_rank=out_rank, window=window, norm=shape.norm,
     )  # fmt: skip
+
+
+def _residual(shape: DecoderSizes, streams: int, iterations: int, eps: float) -> HyperConnections:
+    norm = RMSNormConfig(eps=shape.eps, scale=False)
+    return HyperConnections(streams=streams, iterations=iterations, eps=eps, norm=norm, weighted_sum=True)
+
+
+def _router(score: Any, scaling_factor: float) -> RouterConfig:
+    return RouterConfig(score=score, order="score_first", renormalize=True, scaling_factor=scaling_factor)
+
+
+def deepseek_v4(
+    shape: DecoderSizes, *, mixer: CompressedAttentionConfig, kinds: tuple[str, ...], sizes: dict[str, int],
+    ropes: dict[str, Rope], indexer: CompressedIndexerConfig, residual: HyperConnections, hashed: tuple[bool, ...],
+    router: RouterConfig, **experts: Any,
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder whose layers compress as `kinds` say, windows of `sizes` tokens each.
+
+    In `hashed` layers token ids find the experts; `experts` are their numbers and `limit`.
+    """
     chosen, heavy = (
         CompressionConfig(size=sizes[kind], overlaps=kind == CHOSEN, norm=shape.norm) for kind in (CHOSEN, HEAVY)
     )
     mixers = {
-        SLIDING: plain,
-        CHOSEN: dataclasses.replace(plain, compression=chosen, indexer=indexer, rope=ropes["compress"]),
-        HEAVY: dataclasses.replace(plain, compression=heavy, rope=ropes["compress"]),
+        SLIDING: dataclasses.replace(mixer, rope=ropes["main"]),
+        CHOSEN: dataclasses.replace(mixer, compression=chosen, indexer=indexer, rope=ropes["compress"]),
+        HEAVY: dataclasses.replace(mixer, compression=heavy, rope=ropes["compress"]),
     }
-    routers = [
-        RouterConfig(
-            score=score, order="score_first", renormalize=True, scaling_factor=scaling_factor,
-            selection_bias=not by_token, hashed_tokens=shape.vocab_size if by_token else None,
-        )
-        for by_token in (False, True)
-    ]  # fmt: skip
-    shared = MLPConfig(mlp_dim=shape.mlp_dim, activation=shape.activation, limit=limit)
-    experts = [shape.experts(router=router, shared=shared, limit=limit, **counts) for router in routers]
-    norm = RMSNormConfig(eps=shape.eps, scale=False)
-    residual = HyperConnections(streams=streams, iterations=iterations, eps=eps, norm=norm, weighted_sum=True)
+    shared = MLPConfig(mlp_dim=shape.mlp_dim, activation=shape.activation, limit=experts["limit"])
+    best, by_token = (
+        shape.experts(router=dataclasses.replace(router, **how), shared=shared, **experts)
+        for how in (dict(selection_bias=True), dict(hashed_tokens=shape.vocab_size))
+    )
     blocks = (
-        shape.block(mixers[kind], experts[by_token], residual=residual)
-        for kind, by_token in zip(kinds, hashed, strict=True)
+        shape.block(mixers[kind], by_token if first else best, residual=residual)
+        for kind, first in zip(kinds, hashed, strict=True)
     )
     return shape.decoder(blocks)
 
@@ -131,7 +153,7 @@ def _write_rope_dim(config: DecoderConfig) -> dict[str, Any]:
 
 def _read_ropes(fields: Fields, values: Values) -> dict[str, Rope]:
     thetas = {"main": ("rope_theta", 1e4), "compress": ("compress_rope_theta", 1.6e5)}
-    fraction = values["rope_dim"] / values["shape"].head_dim
+    fraction = values["_rope_dim"] / values["shape"].head_dim
     ropes = read_named_ropes(fields, thetas, fraction=fraction)
     return {name: dataclasses.replace(rope, pairing="interleaved", fraction=1.0) for name, rope in ropes.items()}
 
@@ -185,24 +207,30 @@ FAMILY = Family(
         Only("n_shared_experts", 1, written=True),
         Only("norm_topk_prob", True, written=True),
         Only("topk_method", "noaux_tc"),
-        Only("attention_bias", False),
-        Rule("rope_dim", _read_rope_dim, _write_rope_dim),
+        Only("attention_bias", False, written=True),
+        Rule("_rope_dim", _read_rope_dim, _write_rope_dim),
         Rule("ropes", _read_ropes, _write_ropes),
         Rule("kinds", _read_kinds, _write_kinds),
         Rule("sizes", _read_sizes, _write_sizes),
         Rule("hashed", _read_hashed, _write_hashed),
-        Integer("q_lora_rank", "compressed.q_rank", 1024),
-        Integer("o_groups", "compressed.out_groups", 8),
-        Integer("o_lora_rank", "compressed.out_rank", 1024),
-        Integer("sliding_window", "compressed.window", 128),
+        Group("mixer", _mixer, (
+            Integer("q_lora_rank", "compressed.q_rank", 1024),
+            Integer("o_groups", "compressed.out_groups", 8),
+            Integer("o_lora_rank", "compressed.out_rank", 1024),
+            Integer("sliding_window", "compressed.window", 128),
+        ), uses=("shape", "_rope_dim")),
         Rule("", _INDEXER.read, _write_indexer),
-        Integer("hc_mult", "residual.streams", 4),
-        Integer("hc_sinkhorn_iters", "residual.iterations", 20),
-        Number("hc_eps", "residual.eps", 1e-6),
+        Group("residual", _residual, (
+            Integer("hc_mult", "residual.streams", 4),
+            Integer("hc_sinkhorn_iters", "residual.iterations", 20),
+            Number("hc_eps", "residual.eps", 1e-6),
+        ), uses=("shape",)),
         *moe.expert_counts("n_routed_experts", num=256, chosen=6),
-        Number("routed_scaling_factor", "experts.router.scaling_factor", 1.5),
-        Word("scoring_func", "experts.router.score", "sqrtsoftplus",
-             known={"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}),
+        Group("router", _router, (
+            Number("routed_scaling_factor", "experts.router.scaling_factor", 1.5),
+            Word("scoring_func", "experts.router.score", "sqrtsoftplus",
+                 known={"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}),
+        )),
         Number("swiglu_limit", "experts.limit", 10.0),
         Unused("expert_dtype", "it says how tensors were stored"),
     ),
@@ -211,9 +239,9 @@ FAMILY = Family(
         Weight("embed.weight", "embedding.table", "vocab embed -> vocab embed"),
         Weight("norm.weight", "final_norm.scale", "norm -> norm"),
         Weight("head.weight", "head.kernel", "vocab embed -> embed vocab"),
-        Weight("hc_head_fn", "stream_sum.kernel", "streams stream_embed -> stream_embed streams"),
-        Weight("hc_head_base", "stream_sum.bias", "streams -> streams"),
-        Weight("hc_head_scale", "stream_sum.scale", "one -> one"),
+        Weight("hc_head_fn", "streams.kernel", "streams stream_embed -> stream_embed streams"),
+        Weight("hc_head_base", "streams.bias", "streams -> streams"),
+        Weight("hc_head_scale", "streams.scale", "one -> one"),
         *_connection("attn", 0),
         *_connection("ffn", 1),
         Weight(_LAYER + "attn_norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
@@ -255,11 +283,11 @@ def _flash() -> DecoderConfig:
     )
     yarn = YarnRope(theta=1.6e5, factor=16.0, original_length=65_536, attention_factor=1.0, pairing="interleaved")
     return deepseek_v4(
-        shape, kinds=(SLIDING, SLIDING, *(CHOSEN, HEAVY) * 20, CHOSEN), sizes={CHOSEN: 4, HEAVY: 128},
-        ropes={"main": Rope(pairing="interleaved"), "compress": yarn}, rope_dim=64, q_rank=1024, out_groups=8,
-        out_rank=1024, window=128, indexer=CompressedIndexerConfig(), streams=4, iterations=20, eps=1e-6,
-        hashed=(True,) * 3 + (False,) * 40, score="sqrt_softplus", scaling_factor=1.5, limit=10.0, num_experts=256,
-        num_experts_per_token=6,
+        shape, mixer=_mixer(shape, rope_dim=64, q_rank=1024, out_groups=8, out_rank=1024, window=128),
+        kinds=(SLIDING, SLIDING, *(CHOSEN, HEAVY) * 20, CHOSEN), sizes={CHOSEN: 4, HEAVY: 128},
+        ropes={"main": Rope(pairing="interleaved"), "compress": yarn}, indexer=CompressedIndexerConfig(),
+        residual=_residual(shape, streams=4, iterations=20, eps=1e-6), hashed=(True,) * 3 + (False,) * 40,
+        router=_router("sqrt_softplus", 1.5), limit=10.0, num_experts=256, num_experts_per_token=6,
     )  # fmt: skip
 
 

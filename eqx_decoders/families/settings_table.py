@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig
+from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig

@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.blocks.layer_inputs import takers
 from eqx_decoders.blocks.pipelined_stack import check_pipeline, run_stack
-from eqx_decoders.blocks.residual.altup import StreamMaps
-from eqx_decoders.blocks.residual.hyper_connections import StreamSum
+from eqx_decoders.blocks.residual.registry import StreamMapping
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.blocks.stats import BlockStats, join_layer_stats
@@ -92,7 +91,7 @@ class Decoder(eqx.Module):
     embedding_norm: Norm | None
     positions: LearnedPositionTable | Sinusoids | None
     per_layer_embedding: PerLayerEmbedding | None
-    streams: StreamMaps | StreamSum | None
+    streams: StreamMapping | None
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head_transform: HeadTransform | None

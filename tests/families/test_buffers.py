@@ -25,6 +25,7 @@ PUBLISHED = {
     "gemma4_audio": LAYER_SCALAR | CLIPS,
     "minimax": {"mixer.rates"},  # `slope_rate`
     **dict.fromkeys(("minimax_m2", "minimax_m3"), CORRECTION_BIAS),
+    "deepseek_v4": CORRECTION_BIAS | {"router.table"},
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,
     **dict.fromkeys(

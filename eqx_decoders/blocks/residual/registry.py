@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from eqx_decoders.blocks.residual.altup import AltUp
-from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.altup import AltUp, StreamMaps
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections, StreamSum
 from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 
@@ -22,3 +22,6 @@ if TYPE_CHECKING:
     ResidualOrName = ResidualConfig
 else:
     ResidualOrName = ResidualConfig | Literal["sequential", "parallel", "plain", "chained"]
+
+# modules that map an embedding to the residual streams, and these to the input of the final norm
+StreamMapping = StreamMaps | StreamSum

@@ -31,7 +31,7 @@ from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.compressed_keys import at_ends
+from eqx_decoders.layers.cache.compressed_keys import CompressedShape, NewWindows, at_ends
 from eqx_decoders.layers.cache.kv_cache import CachedKV, NewKV, Queries, kv_shape
 from eqx_decoders.layers.mask import AttentionPositions, Causal, SlidingWindow, seen_keys, visible
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNorm, RMSNormConfig
@@ -108,9 +108,9 @@ class CompressedAttentionConfig(CheckedFields):
             "window": kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.head_dim, values=False)
         }
         if self.compression is not None:
-            shapes["compressed"] = self.compression.cache_shape(max_length, self.head_dim)
+            shapes["compressed"] = _cache_shape(self.compression, max_length, self.head_dim)
             if self.indexer is not None:
-                shapes["index"] = self.compression.cache_shape(max_length, self.indexer.head_dim)
+                shapes["index"] = _cache_shape(self.compression, max_length, self.indexer.head_dim)
         return shapes
 
     def token_products(self, length: int) -> int:
@@ -156,6 +156,12 @@ class CompressedAttentionConfig(CheckedFields):
             indexer=indexer,
             config=self,
         )
+
+
+def _cache_shape(compression: CompressionConfig, max_length: int, head_dim: int) -> dict[str, Any]:
+    windows = max(1, max_length // compression.size)
+    keys = CompressedShape(windows=windows, size=compression.size, head_dim=head_dim)
+    return {"tail": compression.tail_shape(head_dim), "keys": keys}
 
 
 class CompressedIndexer(eqx.Module):
@@ -267,7 +273,7 @@ class CompressedAttention(eqx.Module):
             part = None if past is None else past[name]
             tail = None if part is None else part["tail"]
             own = compressor(x, tail, windows, config.rope, config.rope_dim, ctx)
-            entries[name] = own.entries
+            entries[name] = {"tail": own.tail, "keys": NewWindows(own.key, windows.last)}
             return own, None if part is None else at_ends(part["keys"], compression.size, x.dtype)
 
         own, cached = compressed("compressed", self.compressor)

@@ -8,7 +8,7 @@ window before join the softmax, by a second series of features.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.context_parallel import context_parts
-from eqx_decoders.layers.cache.compressed_keys import CompressedShape, NewWindows
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, last_inputs
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -49,12 +48,9 @@ class CompressionConfig(CheckedFields):
         """Tokens that a key is made of."""
         return self.size * (2 if self.overlaps else 1)
 
-    def cache_shape(self, max_length: int, head_dim: int) -> dict[str, Any]:
-        """Return the shapes of the cache: keys, and what projections of the last tokens later ones need."""
-        series = 2 if self.overlaps else 1
-        tail = ConvShape(taps=self.span - 1, channels=2 * series * head_dim)
-        keys = CompressedShape(windows=max(1, max_length // self.size), size=self.size, head_dim=head_dim)
-        return {"tail": tail, "keys": keys}
+    def tail_shape(self, head_dim: int) -> ConvShape:
+        """Return the shape of the cache of the last tokens' projections, which later windows need."""
+        return ConvShape(taps=self.span - 1, channels=2 * (2 if self.overlaps else 1) * head_dim)
 
     def build(self, embed_dim: int, head_dim: int, *, key: PRNGKeyArray) -> "Compressor":
         shape = (embed_dim, 2 if self.overlaps else 1, head_dim)
@@ -83,12 +79,12 @@ class Windows(NamedTuple):
 
 
 class Compressed(NamedTuple):
-    """Keys of windows, where their last tokens are, and what is new for a cache."""
+    """Keys of windows, the places of their last tokens, and the projections that are new for a cache."""
 
     key: Float[Array, "batch places 1 head_dim"]
     ends: Int[Array, "batch places"]
     segments: Int[Array, "batch places"] | None
-    entries: dict[str, Any]
+    tail: ConvInputs | NewConvInputs
 
 
 def find_windows(config: CompressionConfig, ctx: Context, cached: bool) -> Windows:
@@ -153,8 +149,7 @@ class Compressor(eqx.Module):
         first = jnp.where(windows.ends >= 0, windows.ends - self.config.size + 1, -1)
         key = rotate_last(self.norm(key)[:, :, None], first, rope, rope_dim)
         key = ctx.constrain(key, "batch slots heads head_dim")
-        entries = {"tail": self._new_tail(tail, flat, ctx), "keys": NewWindows(key, windows.last)}
-        return Compressed(key, windows.ends, windows.segments, entries)
+        return Compressed(key, windows.ends, windows.segments, self._new_tail(tail, flat, ctx))
 
     def _mixed(
         self, key: Array, gate: Array, follows: Bool[Array, "batch places"]

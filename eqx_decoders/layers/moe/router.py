@@ -51,7 +51,7 @@ class RouterConfig(CheckedFields):
     - `group_score`: a group is as good as its best expert, `"max"`, and experts of other groups have score 0; or as
         its best two together, `"top2_sum"`, and other groups are out of question.
     - `scaling_factor`: multiplies the weights.
-    - `hashed_tokens`: experts are not chosen by scores, but are those of the token's id in a table of so many ids, which
+    - `hashed_tokens`: experts are not chosen by scores, but are those of the token's id in a table of so many ids that
         nothing moves (hash layers, Roller et al. 2021; DeepSeek-V4). Scores are the weights. None: the best k.
     - `per_expert_scale`: weights are multiplied by a learned number of their expert.
     - `input_norm`: the router reads `norm(x) / sqrt(embed)`; None: x.
@@ -128,7 +128,9 @@ class RouterConfig(CheckedFields):
             kernel=fan_in(key, (embed_dim, num_experts), jnp.float32, embed_dim),
             bias=zeros if self.bias else None,
             selection_bias=zeros if self.selection_bias else None,
-            table=_spread_tokens(self.hashed_tokens, num_experts, num_experts_per_token) if self.hashed_tokens else None,
+            table=_spread_tokens(self.hashed_tokens, num_experts, num_experts_per_token)
+            if self.hashed_tokens
+            else None,
             per_expert_scale=jnp.ones((num_experts,)) if self.per_expert_scale else None,
             input_norm=None if self.input_norm is None else self.input_norm.build(embed_dim),
             num_experts_per_token=num_experts_per_token,
@@ -301,7 +303,12 @@ class Router(eqx.Module):
     def _is_plain(self) -> bool:
         """True if the choice is the best k scores."""
         config = self.config
-        return not (config.hashed_tokens or config.selection_bias or config.random or config.groups_per_token < config.num_groups)
+        return not (
+            config.hashed_tokens
+            or config.selection_bias
+            or config.random
+            or config.groups_per_token < config.num_groups
+        )
 
 
 def _spread_tokens(tokens: int, experts: int, chosen: int) -> Int32[Array, "vocab slots"]:

@@ -81,7 +81,7 @@ MORE = (
     ),
     *("mamba2", "cohere2_pattern", "olmoe_clip", "hunyuan_alpha", "hunyuan_moe", "lfm2_moe", "ministral3"),
     *("olmo_hybrid", "falcon_h1", "minimax", "zamba2"),
-    *("granite_moe_shared", "modernbert_decoder"),
+    *("granite_moe_shared", "minimax_m3", "modernbert_decoder"),
     *("falcon_rw", "mpt", "mimo_v2_flash"),
 )
 

@@ -68,6 +68,27 @@ def test_sparse_mixer_of_equal_logits():
     assert np.all(np.isfinite(gradient))
 
 
+def test_experts_of_token_ids():
+    """Weights are the scores of the experts in the table, which no gradient moves and every expert is in."""
+    config = RouterConfig(score="sqrt_softplus", order="score_first", renormalize=True, hashed_tokens=16)
+    router, x = config.build(EMBED, EXPERTS, CHOSEN, key=jax.random.key(0)), tokens_of()
+    table = np.random.default_rng(0).integers(0, EXPERTS, (16, CHOSEN)).astype(np.int32)
+    assert np.bincount(np.asarray(router.table).reshape(-1)).tolist() == [6] * EXPERTS and frozen(router) == {"table"}
+    router = dataclasses.replace(router, table=jnp.asarray(table))
+    tokens = np.random.default_rng(1).integers(0, 16, POSITIONS.shape).astype(np.int32)
+    ctx = ed.Context(positions=jnp.asarray(POSITIONS), tokens=jnp.asarray(tokens))
+    indices, weights, _ = eqx.filter_jit(router)(jnp.asarray(x), ctx)
+    real = POSITIONS >= 0
+    np.testing.assert_array_equal(indices, np.where(real[..., None], table[tokens], EXPERTS))
+    scores = np.sqrt(np.log1p(np.exp(x.astype(np.float64) @ np.asarray(router.kernel, np.float64))))
+    want = np.take_along_axis(scores, table[tokens], axis=-1)
+    np.testing.assert_allclose(weights, want / want.sum(-1, keepdims=True) * real[..., None], rtol=1e-5)
+    with pytest.raises(ed.ConfigError, match="finds experts by token ids"):
+        router(jnp.asarray(x), dataclasses.replace(ctx, tokens=None))
+    with pytest.raises(ed.ConfigError, match="hashed_tokens=16 excludes selection_bias"):
+        dataclasses.replace(config, selection_bias=True)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_routing_is_that_of_a_loop(name):
     """Choice, order of the choice, weights and statistics; padding goes nowhere and is not counted."""
