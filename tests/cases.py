@@ -52,7 +52,6 @@ from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, NTKRope, Rope, YarnRope
-from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
@@ -198,9 +197,6 @@ _BIASED_MAMBA = Mamba2Config(
     num_heads=4, value_dim=5, num_groups=2, key_dim=6, norm="before_gate", in_bias=True, out_bias=True,
     in_scales=(2.0, 0.5, 2.0, 0.5, 3.0),
 )  # fmt: skip
-_BESIDE = SharedTransformerConfig(
-    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8), mlp=MLPConfig(mlp_dim=24, fused=True)
-)
 COMPRESSED = dict(num_heads=4, head_dim=12, rope_dim=6, q_rank=8, out_groups=2, out_rank=8, window=5)
 RECURRENT = {
     "delta net": GatedDeltaNetConfig(
@@ -220,7 +216,6 @@ RECURRENT = {
         indexer=CompressedIndexerConfig(num_heads=12, head_dim=8, top_k=3),
     ),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
-    "aided": AidedMixerConfig(mixer=_BIASED_MAMBA, transformer=_BESIDE, mlp_rank=8, attention_rank=8),
     "mamba2 and attention": ParallelMixersConfig(
         mixers=(
             NamedMixer(name="mamba", mixer=_BIASED_MAMBA, input_scale=2.0, output_scale=0.5),
@@ -287,8 +282,6 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
-    ("mixer", ("aided",), "mesh", OWN_DROPOUT),  # they cut by rows what layers are given, and weights are among it
-    ("mixer", ("aided",), "mtp", (1, 2)),  # its block is alone
     ("dropout", (0.25,), "mesh", OWN_DROPOUT),  # parts of a batch draw masks of their own
 ]
 

@@ -74,6 +74,20 @@ def test_weights_are_there_once_and_all_of_them_learn():
     assert one == two  # of one block or two: a token passes as many
 
 
+def test_scanned_and_cached_it_is_the_same():
+    """A row at once, layer by layer or not, and in pieces, the last of single tokens."""
+    model = ed.init(decoder(), key=jax.random.key(1))
+    model = eqx.tree_at(lambda m: m.segments, model, jax.tree.map(lambda leaf: leaf + 0.05, model.segments))
+    tokens = jnp.arange(14).reshape(2, 7) % 8
+    want = model.replace(scan=False, remat=None)(tokens).logits
+    assert_close(model(tokens).logits, np.asarray(want), units=2048)
+    cache, pieces = ed.init_cache(model.config, 2, 7, dtype="float32"), []
+    for begin, end in ((0, 4), (4, 5), (5, 7)):
+        out = model(tokens[:, begin:end], cache=cache)
+        cache, pieces = out.cache, [*pieces, out.logits]
+    assert_close(jnp.concatenate(pieces, 1), np.asarray(want), units=2048)
+
+
 def test_what_it_can_not_do_is_refused():
     other = dataclasses.replace(CONFIG, transformer=dataclasses.replace(SHARED, count=3))
     blocks = (*decoder().blocks, ed.BlockConfig(mixer=other, mlp=None))
