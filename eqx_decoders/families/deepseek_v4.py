@@ -135,8 +135,8 @@ def _read_hashed(fields: Fields, values: Values) -> tuple[bool, ...]:
 
 
 def _write_hashed(config: DecoderConfig) -> dict[str, Any]:
-    routers = [block.mlp.router for block in config.blocks]
-    return {"mlp_layer_types": [_HASHED[router.hashed_tokens is None] for router in routers]}
+    mlps: list[Any] = [block.mlp for block in config.blocks]
+    return {"mlp_layer_types": [_HASHED[mlp.router.hashed_tokens is None] for mlp in mlps]}
 
 
 def _read_rope_dim(fields: Fields, values: Values) -> int:
