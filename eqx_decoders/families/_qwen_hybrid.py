@@ -57,7 +57,7 @@ def qwen_experts(shape: DecoderSizes, *, renormalize: bool = True, **options: An
     return shape.experts(shared_gate=True, router=router, **options)
 
 
-def delta_net(shape: DecoderSizes, **sizes: int) -> GatedDeltaNetConfig:
+def delta_net(shape: DecoderSizes, **sizes: Any) -> GatedDeltaNetConfig:
     """Return the gated delta net of a Qwen, of the published sizes where `sizes` have no others."""
     published = dict(num_key_heads=16, num_heads=32, key_dim=128, value_dim=128)
     return GatedDeltaNetConfig(norm=RMSNormConfig(eps=shape.eps), **{**published, **sizes})
