@@ -200,7 +200,7 @@ class BlockConfig(CheckedFields):
         return {name: place for name, place in names.items() if name is not None}
 
     @property
-    def borrowed_name(self) -> str | None:
+    def shared_name(self) -> str | None:
         """Name of what its mixer uses of an earlier layer; None for nothing."""
         indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
         return getattr(self.mixer, "kv_shared_from", None) if indexer is None else indexer.shared_from

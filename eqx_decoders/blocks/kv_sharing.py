@@ -12,7 +12,7 @@ def check_sharing(blocks: tuple[BlockConfig, ...]) -> None:
     """Raise ConfigError for layers that use what no earlier layer of the same kind, sizes and mask shares."""
     known: dict[str, tuple] = {}
     for index, block in enumerate(blocks):
-        where, borrowed = f"DecoderConfig.blocks[{index}]", block.borrowed_name
+        where, borrowed = f"DecoderConfig.blocks[{index}]", block.shared_name
         if borrowed is not None:
             field = "kv_shared_from" if isinstance(block.mixer, AttentionConfig) else "indexer.shared_from"
             name = check_word(f"{where}.mixer.{field}", borrowed, known)

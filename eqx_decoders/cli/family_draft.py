@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eqx_decoders.errors import CheckedFields, ConfigError, ConversionError, EqxDecodersError, check
-from eqx_decoders.families import is_known, published_families
+from eqx_decoders.families import is_known, library_families
 from eqx_decoders.families.config_reader import abbreviate
 from eqx_decoders.families.draft.draft_report import report
 from eqx_decoders.families.draft.questions import notes_of
@@ -50,11 +50,11 @@ class Draft(CheckedFields):
         if is_known(kind):
             return self._known(directory, kind, all(shape is not None for shape in shapes.values()))
         check(not file.exists(), f"output={str(file)!r} exists: name a new file with --output.")
-        families = {name: family for name, (family, _) in published_families().items() if family.text is None}
+        families = {name: family for name, (family, _) in library_families().items() if family.text is None}
         ranking = rank(families.values(), content, shapes)
         nearest, shares = ranking.nearest, [each.shares for each in ranking.likeness]
         notes = notes_of(nearest, ranking.words)
-        draft = draft_source(nearest, notes, _source(published_families()[nearest.family.model_type][1]))
+        draft = draft_source(nearest, notes, _source(library_families()[nearest.family.model_type][1]))
         write_atomically(file, draft.encode())
         print(f"{directory.path}: {abbreviate(kind)} is no family here yet")
         print(report(shares, ranking.suspects, nearest, notes, draft))

@@ -191,7 +191,7 @@ def register_family(family: Family, models: Mapping[str, Callable[[], DecoderCon
     _OWN.update((family.model_type, *family.aliases, *models))
 
 
-def published_families() -> dict[str, tuple[Family, str]]:
+def library_families() -> dict[str, tuple[Family, str]]:
     """Return the library's families by `model_type`, each with the name of its module."""
     modules = {module.FAMILY.model_type: module.__name__ for module in _PUBLISHED}
     return {kind: (family, modules[kind]) for kind, family in FAMILIES.items() if kind in modules}

@@ -116,13 +116,13 @@ def mamba_settings(
     value_dim: int | None = None,
     inner_dim: int | None = None,
     keys: Mapping[str, str] = {},
-    further: tuple[Setting, ...] = (),
+    more: tuple[Setting, ...] = (),
     step: Number | None = None,
 ) -> Group:
     """Return the rows of the value `mamba`, after those of a `shape` with `embed_dim` and `eps`.
 
     The arguments are transformers' defaults: `inner_dim` is that of `mamba_d_ssm`, features of all heads together, in
-    whose place most families have `mamba_expand`. `keys` maps Granite's and Bamba's keys to the family's; `further` are
+    whose place most families have `mamba_expand`. `keys` maps Granite's and Bamba's keys to the family's; `more` are
     rows of other options.
     """
 
@@ -156,7 +156,7 @@ def mamba_settings(
         Integer(key("mamba_d_conv"), "mamba.taps", 4),
         Flag(key("mamba_conv_bias"), "mamba.taps_bias", True),
         limits,
-        *further,
+        *more,
     )
     return Group("mamba", make, rows, uses=("shape",), layer="mamba")
 

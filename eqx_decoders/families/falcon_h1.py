@@ -121,7 +121,7 @@ FAMILY = Family(
     architecture="FalconH1ForCausalLM",
     settings=(
         decoder_sizes(num_kv_heads=8, eps=1e-5),
-        mamba_settings(inner_dim=1024, further=_MAMBA_OPTIONS),
+        mamba_settings(inner_dim=1024, more=_MAMBA_OPTIONS),
         Group("mlp", _mlp, _MLP_OPTIONS, uses=("shape",)),
         rope_settings(),
         Number("key_multiplier", "attention.key_scale", 1.0),

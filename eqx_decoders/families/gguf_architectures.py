@@ -208,7 +208,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         norm=(LAYER_NORM, "layer_norm_epsilon"),
         head_dim=False,
         rope=None,
-        turned=("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
+        transposed=("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"),
     ),
     Architecture(
         name="olmo",
@@ -319,7 +319,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         family="gpt_oss",
         fixed={**_SILU, "attention_bias": True, "swiglu_limit": 7.0},
         keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        turned=("ffn_down_exps.weight", "ffn_gate_exps.weight"),
+        transposed=("ffn_down_exps.weight", "ffn_gate_exps.weight"),
         names={
             "blk.{layer}.attn_sinks.weight": "model.layers.{layer}.self_attn.sinks",
             "blk.{layer}.ffn_down_exps.weight": f"{_OSS}.down_proj",

@@ -84,7 +84,7 @@ class Architecture:
     - `in_pairs`: whether queries and keys are stored with the two numbers of a rotation side by side, unlike the
         family's.
     - `plus_one`: whether factors of norms are stored plus one.
-    - `turned`: ends of names of the tensors that the family stores as `[in, out]`.
+    - `transposed`: ends of names of the tensors that the family stores as `[in, out]`.
     - `names`: llama.cpp's names of tensors, and the family's, where the package gguf does not know them.
     - `joined`: names of the family's tensors that hold two of llama.cpp's, one row of each in turn. Such a family is
         read alone.
@@ -104,7 +104,7 @@ class Architecture:
     theta: float = 10_000.0
     in_pairs: bool = False
     plus_one: bool = False
-    turned: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     joined: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     added: Mapping[str, int] = dataclasses.field(default_factory=dict)

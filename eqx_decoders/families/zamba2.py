@@ -184,7 +184,7 @@ FAMILY = Family(
     architecture="Zamba2ForCausalLM",
     settings=(
         Group("shape", MambaSizes, _SHAPE),
-        mamba_settings(key_dim=64, keys=_KEYS, further=(_EPS,), step=Number("time_step_min", "mamba.dt_min", 0.001)),
+        mamba_settings(key_dim=64, keys=_KEYS, more=(_EPS,), step=Number("time_step_min", "mamba.dt_min", 0.001)),
         Group("transformer", shared, _TRANSFORMER, uses=("shape",)),
         Only("add_bias_linear", False),
         Only("use_long_context", False, written=True),

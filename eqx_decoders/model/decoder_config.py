@@ -135,7 +135,7 @@ class DecoderConfig(CheckedFields):
 
 def _check_mtp_block(block: BlockConfig | None) -> None:
     """Raise ConfigError where the block of multi-token prediction needs what only the model's layers have."""
-    alone = block is None or not (block.borrowed_name or takers((block,)) or block.pre_layers)
+    alone = block is None or not (block.shared_name or takers((block,)) or block.pre_layers)
     alone = alone and not isinstance(block and block.mixer, AidedMixerConfig)
     rule = "can't use what another layer shares, take an embedding of its own, or have branches before its mixer"
     check(alone, f"DecoderConfig.mtp.block {rule}.")

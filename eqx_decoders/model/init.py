@@ -97,15 +97,15 @@ def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1
     return dataclasses.replace(config, mtp=_mtp_like(config, num_depths, loss_weight))
 
 
-def _borrows(block: BlockConfig) -> bool:
+def _needs_others(block: BlockConfig) -> bool:
     """Return whether a block needs what only the model's layers have."""
-    return block.borrowed_name is not None or isinstance(block.mixer, AidedMixerConfig)
+    return block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig)
 
 
 def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
     # the last block with a mixer that uses nothing of another layer
-    own_kv = [each for each in config.blocks if each.mixer is not None and not _borrows(each)]
+    own_kv = [each for each in config.blocks if each.mixer is not None and not _needs_others(each)]
     nothing = dict(shares_kv_as=None, shortcut_from=None)
     block = dataclasses.replace((own_kv or config.blocks)[-1], pre_layers=(), post_layers=(), **nothing)
     if block.mlp is None:  # blocks of one layer each: join both kinds

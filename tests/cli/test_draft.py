@@ -21,8 +21,8 @@ def without_seed_oss(monkeypatch):
     for name in ("FAMILIES", "_NAMES", "_MODELS", "_OWN"):
         monkeypatch.setattr(families, name, type(getattr(families, name))(getattr(families, name)))
     del families.FAMILIES["seed_oss"], families._NAMES["seed_oss"]
-    few = {name: families.published_families()[name] for name in ("llama",)}
-    monkeypatch.setattr(family_draft, "published_families", lambda: few)
+    few = {name: families.library_families()[name] for name in ("llama",)}
+    monkeypatch.setattr(family_draft, "library_families", lambda: few)
     monkeypatch.setattr(verify, "has_transformers", lambda: False)
 
 

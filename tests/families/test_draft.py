@@ -44,7 +44,7 @@ def draft_of(directory: Path, among: tuple[str, ...] = FEW) -> tuple[str, str, s
     content = json.loads((directory / "config.json").read_text())
     families.FAMILIES.pop(content["model_type"], None)
     families._NAMES.pop(content["model_type"], None)
-    known = families.published_families()
+    known = families.library_families()
     text = [family for name, (family, _) in known.items() if family.text is None and name in (among or known)]
     ranking = rank(text, content, tensor_shapes(Directory(directory)))
     comparison, notes = ranking.nearest, notes_of(ranking.nearest, ranking.words)

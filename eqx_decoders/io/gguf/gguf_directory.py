@@ -65,7 +65,7 @@ class GGUFDirectory(Directory):
                     names = f"{one.format(layer=layer)} and {other.format(layer=layer)}"
                     raise ConversionError(f"{self.path}: {names} must both be there, of one type and shape.")
                 seen = views.decoded(views.in_turn(views.raw(first), views.raw(second), 1))
-                seen = views.turned(seen) if one.endswith(self.architecture.turned) else seen
+                seen = views.exchanged(seen) if one.endswith(self.architecture.transposed) else seen
                 found[name.format(layer=layer)] = dataclasses.replace(seen, name=name.format(layer=layer))
         return found
 
@@ -94,8 +94,8 @@ class GGUFDirectory(Directory):
         seen = views.decoded(stored)
         if row.plus_one and name.endswith("norm.weight"):
             seen = views.minus_one(seen)
-        if name.endswith(row.turned) and len(seen.shape) in (2, 3):
-            seen = views.turned(seen)
+        if name.endswith(row.transposed) and len(seen.shape) in (2, 3):
+            seen = views.exchanged(seen)
         axis = next((axis for end, axis in row.added.items() if name.endswith(end)), None)
         if axis is not None and len(seen.shape) == axis + 1:
             seen = views.with_axis(seen, axis)

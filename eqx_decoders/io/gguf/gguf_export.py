@@ -226,7 +226,7 @@ def _change(name: str, row: Architecture, config: Mapping[str, Any]) -> Callable
         return lambda x: x.reshape(count, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
     if row.plus_one and name.endswith("norm.weight"):
         return lambda x: x.astype(np.float32) + np.float32(1)
-    if name.endswith(row.turned):
+    if name.endswith(row.transposed):
         return np.transpose
     return (lambda x: x) if axis is None else lambda x: x.squeeze(axis)
 

@@ -369,7 +369,7 @@ def in_turn(first: StoredTensor, second: StoredTensor, axis: int) -> StoredTenso
     return InTurn(first.file, first.name, shape, first.dtype, first.offset, first, second, axis)
 
 
-def turned(tensor: StoredTensor) -> StoredTensor:
+def exchanged(tensor: StoredTensor) -> StoredTensor:
     """Return the view of a tensor with its last two dimensions exchanged, which stays in few bits."""
     view = swapped(tensor)
     if not isinstance(tensor, BlocksTensor):

@@ -70,7 +70,7 @@ def save_hf(
         tensors = _tensors(model, kind, stored)
         for copy, name in kind.copied(model.config).items():
             tensors |= {copy: tensors[name]} if name in tensors else {}
-        _write_tensors(partial, tensors | _kept(model, kind, tensors), shard_bytes)
+        _write_tensors(partial, tensors | _source_tensors(model, kind, tensors), shard_bytes)
         if partial is None:
             return
         write_json(partial / "config.json", config, sort_keys=True)
@@ -129,7 +129,9 @@ def _tensors(model: Decoder, kind: Family, dtype: np.dtype) -> dict[str, tuple[C
     return tensors | stored_parts(nodes, mappings, parts)
 
 
-def _kept(model: Decoder, kind: Family, tensors: Mapping[str, Any]) -> dict[str, tuple[Callable[[], Any], int]]:
+def _source_tensors(
+    model: Decoder, kind: Family, tensors: Mapping[str, Any]
+) -> dict[str, tuple[Callable[[], Any], int]]:
     """Return the family's `kept_tensors` of the model's source, in modules that `tensors` have, as `_tensors` does.
 
     It is the group `module` of the expression, or what has the tensor.
@@ -147,9 +149,9 @@ def _kept(model: Decoder, kind: Family, tensors: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _module_of(kept: str, name: str) -> str | None:
+def _module_of(pattern: str, name: str) -> str | None:
     """Return the module of a tensor that is to be kept; None for another."""
-    found = re.fullmatch(kept, name)
+    found = re.fullmatch(pattern, name)
     return None if found is None else found.groupdict().get("module", name.rpartition(".")[0])
 
 

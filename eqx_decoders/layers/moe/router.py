@@ -259,7 +259,7 @@ class Router(eqx.Module):
     def _combine_weights(self, logits: Array, scores: Array, indices: Array) -> Float[Array, "batch length slots"]:
         config = self.config
         if config.sparse_mixer is not None:
-            weights = _shares_in_turn(logits, indices, 2.0 * config.sparse_mixer)
+            weights = _sequential_shares(logits, indices, 2.0 * config.sparse_mixer)
         elif config.order == "select_first":
             weights = _score(_take(logits, indices), config.score)
         else:
@@ -325,14 +325,14 @@ def _score(logits: Array, score: str) -> Array:
     return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), jnp.finfo(logits.dtype).tiny))
 
 
-def _shares_in_turn(logits: Array, indices: Array, apart: float) -> Float[Array, "batch length slots"]:
-    """Return each choice's share of a softmax over the experts that are left and not `apart` from it (SparseMixer)."""
+def _sequential_shares(logits: Array, indices: Array, tolerance: float) -> Float[Array, "batch length slots"]:
+    """Return each choice's share of a softmax over experts that are left and no further from it than `tolerance`."""
     left, shares = jnp.ones(logits.shape, bool), []
     for chosen in jnp.moveaxis(_one_hot(indices, logits.shape[-1]), -2, 0):
         own = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1, keepdims=True)
-        # where both are 0 there is no number, and nothing is apart
-        is_apart = (own - logits) / jnp.maximum(jnp.abs(logits), own) > apart
-        share = jax.nn.softmax(jnp.where(left & ~is_apart, logits, -jnp.inf), axis=-1)
+        # where both are 0 there is no number, and nothing is far
+        is_far = (own - logits) / jnp.maximum(jnp.abs(logits), own) > tolerance
+        share = jax.nn.softmax(jnp.where(left & ~is_far, logits, -jnp.inf), axis=-1)
         shares.append(jnp.sum(jnp.where(chosen, share, 0.0), axis=-1))
         left &= ~chosen
     return jnp.stack(shares, axis=-1)
