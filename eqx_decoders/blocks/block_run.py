@@ -35,6 +35,8 @@ class BlockLayer(NamedTuple):
         return BranchFunction(functools.partial(run, self), self.reads_streams, self.stream_norm, self.name)
 
 
+# ends the names, among a block's entries, of what its layers lend to later layers, which no cache takes
+LENT = ".lent"
 BlockResult = tuple[Array, dict[str, Any], BlockStats]
 
 
@@ -81,7 +83,8 @@ class BlockRun:
     def output(self, layer: BlockLayer, result: BranchResult) -> Array:
         """Return the layer's output for the stream, after its norm; record the rest of its results."""
         self.entries[layer.name] = result.entries
-        self.entries[f"{layer.name}.lent"] = result.lent  # what it lends to later layers, and no cache takes
+        if result.lent is not None:
+            self.entries[layer.name + LENT] = result.lent
         self.stats.update(result.stats)
         out = result.out if layer.post_norm is None else layer.post_norm(result.out)
         return out if layer.scale == 1.0 else out * layer.scale

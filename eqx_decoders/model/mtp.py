@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.block import Block
+from eqx_decoders.blocks.block_run import LENT
 from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.stack import at_layer
 from eqx_decoders.blocks.stats import BlockStats
@@ -47,7 +48,7 @@ class MTPDepth(eqx.Module):
         residual = self.block.config.residual
         run = checkpointed(Block.__call__, ctx, prevent_cse=True)
         x, entries, stats = run(self.block, residual.expand(x), ctx, past, key)
-        return residual.reduce(x), entries, stats
+        return residual.reduce(x), {name: entry for name, entry in entries.items() if not name.endswith(LENT)}, stats
 
 
 class MTP(eqx.Module):

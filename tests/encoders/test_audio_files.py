@@ -72,6 +72,7 @@ def expected(text: TextModel, before: Sequence[int], **arrays: np.ndarray) -> li
     return [one for one in found if one not in SPECIAL and one not in text.stop_ids]
 
 
+@pytest.mark.slow
 def test_answers_to_a_video(tmp_path):
     """All frames of it, lossless: of the arrays that its pixels give."""
     folder, answers = directory(tmp_path / "model", "qwen2_5_vl", "Qwen2_5_VLProcessor"), []

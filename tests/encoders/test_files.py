@@ -47,6 +47,7 @@ def test_a_prompt_has_as_many_placeholders_as_its_images(text, folder):
         text.prepare("What?", Files(images=(str(folder / "2.jpg"),)))
 
 
+@pytest.mark.slow
 def test_answers_depend_on_the_image(folder):
     """By the program, as users run it."""
     words = ("generate", "--model", folder / "model", "--temperature", "0", "--max-new-tokens", "8")

@@ -119,6 +119,7 @@ def test_decoding_goes_on_at_the_right_position(model, media):
         close(out.logits[:, 0], expected[:, 11 + step])
 
 
+@pytest.mark.slow
 def test_generation_sees_the_images(model, media, whole):
     """The first new token is that of the whole; others depend on the image, and prompts may differ in length."""
     made = np.asarray(ed.generate(model, TOKENS, media=media, max_new_tokens=4, sampler=ed.Greedy()))

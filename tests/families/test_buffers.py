@@ -24,7 +24,8 @@ PUBLISHED = {
     **dict.fromkeys(("gemma4_dense", "gemma4_moe", "gemma4_small"), LAYER_SCALAR),
     "gemma4_audio": LAYER_SCALAR | CLIPS,
     "minimax": {"mixer.rates"},  # `slope_rate`
-    **dict.fromkeys(("minimax_m2", "minimax_m3"), CORRECTION_BIAS),
+    "apertus": {"xielu.beta", "xielu.eps"},
+    **dict.fromkeys(("minimax_m2", "minimax_m3", "longcat_flash", "mimo_v2_flash"), CORRECTION_BIAS),
     "deepseek_v4": CORRECTION_BIAS | {"router.table"},
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,

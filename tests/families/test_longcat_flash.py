@@ -59,6 +59,7 @@ def test_what_experts_send_is_used_once():
         dataclasses.replace(FIRST.mlp, shared=None)
 
 
+@pytest.mark.slow
 def test_any_order_of_blocks_runs_as_a_scan():
     """Where a segment begins with a block that adds, and where others stand between."""
     plain = dataclasses.replace(SECOND, shortcut_from=None)

@@ -43,7 +43,13 @@ def test_greedy_equals_recomputation_for_ragged_prompts(model):
         assert got[row].tolist() == naive(model, prompt[row, : lengths[row]].tolist(), 9)
 
 
-@pytest.mark.parametrize("sampler", [ed.Greedy(), ed.Sample(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01)])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        pytest.param(ed.Greedy(), marks=pytest.mark.slow),
+        ed.Sample(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01),
+    ],
+)
 def test_stream_gives_the_tokens_of_generate(model, sampler):
     prompt, key = some_tokens(2, 5), jax.random.key(1)
     options = dict(max_new_tokens=7, sampler=sampler, key=key, stop_ids=(3, 9), pad_id=31)
@@ -239,6 +245,7 @@ def test_a_stream_holds_no_more_than_its_tokens(model):
     assert sum(piece.nbytes if piece.base is None else piece.base.nbytes for piece in pieces) == 2 * 7 * 4
 
 
+@pytest.mark.slow
 def test_drafts_of_a_smaller_model_are_those_of_generate(model):
     """Also of rows that are far ahead when the slowest of them ends."""
     smaller, prompt = filled(rich_decoder(1), seed=3), some_tokens(3, 5)

@@ -79,6 +79,7 @@ def test_a_full_disk_is_told_once(tmp_path, monkeypatch):
     assert cache.get("a") is None
 
 
+@pytest.mark.slow
 def test_steps_of_a_program_that_was_read_are_the_same_bit_for_bit(cache):
     """The training step compiled, and the one that a later process reads, with their states."""
     folder, said = keep_programs(), []

@@ -59,6 +59,7 @@ def decoder(count: int = 2) -> ed.DecoderConfig:
     return ed.DecoderConfig(vocab_size=8, embed_dim=6, blocks=tuple(blocks), final_norm=None)
 
 
+@pytest.mark.slow
 def test_weights_are_there_once_and_all_of_them_learn():
     """Each block has gradients of all layers that use it, and each layer those of its additions."""
     model = ed.init(decoder(), key=jax.random.key(0))

@@ -154,8 +154,10 @@ def loss_of(model, batch):
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(), dict(tied=True, head_bias=True, logit_soft_cap=3.0, normed_stream=True)],
-    ids=["own head", "tied"],
+    [
+        pytest.param(dict(), id="own head", marks=pytest.mark.slow),
+        pytest.param(dict(tied=True, head_bias=True, logit_soft_cap=3.0, normed_stream=True), id="tied"),
+    ],
 )
 def test_loss_and_gradient_are_those_of_the_plain_formula(changes):
     model, batch = filled(small(2, loss_weight=0.3, **changes)), batch_of()
@@ -339,6 +341,7 @@ def test_guesses_with_caches_are_those_of_the_whole_text(name):
         assert np.asarray(tokens[row]).tolist() == text[length : length + NEW]
 
 
+@pytest.mark.slow
 def test_draws_with_guesses_are_those_without():
     """The same key gives the same tokens, whatever is guessed; a steep draw makes some of the guesses right."""
     config, seed = SPECULATIVE["window"]

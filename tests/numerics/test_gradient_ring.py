@@ -114,6 +114,7 @@ def test_no_ring_joins_copies_of_the_weights():
     assert ring_of(IN, layout) is None
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_same_by_rings(monkeypatch):
     """A loss and its gradients through scan, remat and head, with all matrices of attention and MLP in rings."""
     config = ed.get_config("tiny")

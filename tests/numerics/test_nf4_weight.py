@@ -132,6 +132,7 @@ def test_a_model_is_that_of_its_arrays(model):
     assert {f"{path}.{part}" for path in quantized_weights(model) for part in ("values", "scales")} <= frozen(model)
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_nothing(model):
     layout, ids = ed.Layout.create(fsdp=2, tensor=2, data=2), some_tokens(8, 8)
     assert_close(logits(model.place(layout), ids), logits(model, ids), units=1024)
@@ -143,6 +144,7 @@ def test_a_mesh_changes_nothing(model):
     assert axes(made)["segments.0.unit.0.mixer.out.scales"] == ("layers", "groups", "embed")
 
 
+@pytest.mark.slow
 def test_low_rank_pairs_are_trained_over_it(model):
     """QLoRA: gradients are those over the arrays, on a mesh too; a step moves pairs alone; merging gives arrays."""
     tuned = add_lora(model, LORA, key=jax.random.key(0))

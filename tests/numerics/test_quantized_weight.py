@@ -211,7 +211,7 @@ def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     assert_close(got, x @ node.dequantized(), units=8)
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("mode", ["int8", "int4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_grouped_products_are_those_of_the_arrays(mode):
     """Of sorted rows with experts, in all forms, with gradients of the rows; also below a low-rank pair."""
     counts, rows = jnp.asarray((9, 0, 4, 3)), 24
@@ -372,6 +372,7 @@ def test_nothing_is_rounded_twice(models):
 # --- low-rank pairs on top ---
 
 
+@pytest.mark.slow
 def test_pairs_are_trained_and_bases_are_not(models):
     """QLoRA: gradients are those beside the arrays, a step moves pairs alone, and merging gives plain weights."""
     base = ed.quantize(models["llama_rope"], {"*.mlp.*": "int4", "*": "int8"}, group_size=4)

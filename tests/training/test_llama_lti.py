@@ -57,7 +57,10 @@ def taught(teacher, general: bool):
     return with_teacher(filled(CONFIGS[general]), teacher)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["factored", "general"])
+GENERAL = [pytest.param(False, id="factored"), pytest.param(True, id="general", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=GENERAL)
 def model(request, teacher):
     return taught(teacher, request.param)
 
@@ -108,7 +111,9 @@ def test_materialised_is_a_plain_llama_with_the_same_logits(model):
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("mesh", [MESH, dict(stage=2, tensor_sequence=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(MESH, marks=pytest.mark.slow), dict(stage=2, tensor_sequence=2, fsdp=2)], ids=str
+)
 def test_materialised_is_born_on_the_models_mesh(model, mesh):
     layout = ed.Layout.create(**mesh)
     placed = materialize(model.place(layout))
@@ -118,7 +123,7 @@ def test_materialised_is_born_on_the_models_mesh(model, mesh):
     assert_close(mixers(placed)[0].query, mixers(materialize(model))[0].query)
 
 
-@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("general", GENERAL)
 def test_identity_maps_are_the_teacher(general):
     """With the rest of the teacher the whole model is the teacher."""
     config = llama_lti(STUDENT, teacher_heads=4, teacher_kv_heads=2, teacher_head_dim=8, general=general)
@@ -145,7 +150,7 @@ def weighted(model, tokens, segments):
 gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 
-@pytest.mark.parametrize("general", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("general", GENERAL)
 def test_gradients_reach_the_maps_alone_and_are_those_of_one_device(teacher, general):
     model = taught(teacher, general)
     tokens, segments = packed(8)

@@ -67,7 +67,12 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = ("gate_up", "transposed", "batched")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
+)
 def test_the_product_is_that_of_the_merged_weight(kind):
     """Values, and gradients with respect to x and both factors, plain and flattened, in f32 and bf16."""
     pattern, *sizes = KINDS[kind]

@@ -216,9 +216,9 @@ class LatentAttention(eqx.Module):
         entries = entries if index is None else {"latents": entries, "index": NewKV(index.key, None)}
         mixed = save(ctx.constrain(mixed, "batch length heads value_dim"), "attention_out")
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", mixed, self.out)
-        return BranchResult(
-            save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries, stats, choice
-        )
+        out = save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
+        lends = config.indexer is not None and config.indexer.shares_as is not None
+        return BranchResult(out, entries, stats, choice if lends else None)
 
     def _shared_choice(self, ctx: Context) -> KeyChoice:
         """Return what the indexer of an earlier layer chose, where that is used; else all."""

@@ -136,7 +136,7 @@ case("sizes huge", config(hidden_size=2**31 - 1, vocab_size=2**31 - 1, head_dim=
 case("no model_type", config(model_type=...), "model_type")
 case("model_type a list", config(model_type=["mistral"]), "model_type")
 case("model_type misspelled", config(model_type="mistrall"), "mistrall", "mistral")
-case("model_type unknown", config(model_type="bloom"), "bloom", "Known")
+case("model_type unknown", config(model_type="blt"), "blt", "Known")
 case("another head", config(architectures=["LlamaForSequenceClassification"]), "architectures", fixture="llama_bf16")
 
 for name, value in {

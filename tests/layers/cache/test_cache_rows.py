@@ -27,7 +27,7 @@ def with_pages(cache):
 KINDS = (*MIXERS, "states", "pages")
 CASES = [
     *((kind, [3, 0]) for kind in KINDS),
-    *(pytest.param(kind, [2], marks=[] if kind in ("keys", "states") else pytest.mark.slow) for kind in KINDS),
+    *(pytest.param(kind, [2], marks=[] if kind == "states" else pytest.mark.slow) for kind in KINDS),
 ]
 
 

@@ -112,7 +112,9 @@ def test_many_devices_read_and_write_what_one_does(kind, block, sizes):
     assert max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in pairs) < 0.02
 
 
-@pytest.mark.parametrize("pages", [None, PageConfig(page_size=8)], ids=["slots", "pages"])
+@pytest.mark.parametrize(
+    "pages", [pytest.param(None, id="slots", marks=SLOW), pytest.param(PageConfig(page_size=8), id="pages")]
+)
 def test_engines_write_what_generate_writes(pages):
     engine = engine_for("llama_rope", cache_dtype=BLOCKS, pages=pages)
     prompt = tuple(range(5, 5 + SMALL["prefill_chunk"]))

@@ -168,6 +168,7 @@ def rings(monkeypatch):
     return products
 
 
+@pytest.mark.slow
 def test_gradients_added_up_in_rings_are_those_of_one_device(rings):
     layout, (x, positions) = ed.Layout.create(fsdp=4, tensor=2), tokens(8, 6)
     check_equal(program(ed.Execution(layout=layout)), layer(RICH), x, positions, layout)

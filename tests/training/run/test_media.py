@@ -181,6 +181,7 @@ def stepped(model, batch, **step):
     return trainer.step(state, batch)
 
 
+@pytest.mark.slow
 def test_microbatches_step_alike(model):
     """Also the encoder's weights; without a group for each row microbatches are refused."""
     _, plain = stepped(model, example(1))

@@ -101,6 +101,7 @@ def test_documents_with_videos_are_packed(folder):
     assert len(order["video"]) >= 2
 
 
+@pytest.mark.slow
 def test_microbatches_have_the_loss_of_the_whole(folder):
     records = [record for record in records_with_videos() if "videos" in record][:2]
     found = []

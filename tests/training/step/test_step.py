@@ -39,6 +39,7 @@ CONFIG = dataclasses.replace(  # the cheapest to compile that has attention, an 
 NOTHING = BlockConfig(mixer=None, mlp=None)
 BARE = dataclasses.replace(CONFIG, blocks=(NOTHING,))  # embedding, norm and head
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
+SLOW = pytest.mark.slow
 # With eps = 1 AdamW's first step is nearly the gradient's, so that a wrong scale of the gradient shows.
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=4, eps=1.0, max_grad_norm=0.5)
 ANY = dataclasses.replace(PLAIN, eps=OptimizerConfig().eps)  # for all optimizers: AdamW alone reads eps
@@ -336,8 +337,8 @@ def test_the_optimizer_is_born_with_the_shardings_of_its_weights():
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in moments.values()) < whole / 4
 
 
-@pytest.mark.parametrize("mesh", [None, dict(fsdp=4, tensor=2)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", [pytest.param(None, marks=SLOW), dict(fsdp=4, tensor=2)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "lion" else ()) for name in OPTIMIZERS])
 def test_abstract_is_init_without_the_memory(name, mesh):
     """128 features, so that Adafactor factors: rows and columns of second moments, not shaped like their weights."""
     config = dataclasses.replace(rich_decoder(1), embed_dim=128, vocab_size=256)
@@ -354,8 +355,8 @@ def test_abstract_is_init_without_the_memory(name, mesh):
         assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim), path
 
 
-@pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("params", [pytest.param(jnp.float32, marks=SLOW), jnp.bfloat16])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "lion" else ()) for name in OPTIMIZERS])
 def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
     """For weights in half precision, too, and with microbatches; nothing is compiled."""
     model = ed.abstract(CONFIG, precision=ed.Precision(params=params, compute=jnp.bfloat16))
@@ -409,7 +410,7 @@ def in_dtype(config, params) -> ed.Decoder:
     return model.replace(precision=ed.Precision(params=params))
 
 
-@pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("params", [pytest.param(jnp.float32, marks=SLOW), jnp.bfloat16])
 def test_running_means_are_the_formula_over_a_loop(params):
     """Of the trained weights alone, sharded like them, in float32; a step that is not finite leaves them alone."""
     layout, model = ed.Layout.create(fsdp=4, tensor=2), in_dtype(BARE, params)

@@ -140,7 +140,7 @@ def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
     np.testing.assert_array_equal(out[0], 1.0)
 
 
-@pytest.mark.parametrize("order", ["plain", "zigzag"])
+@pytest.mark.parametrize("order", [pytest.param("plain", marks=pytest.mark.slow), "zigzag"])
 def test_largest_scores_are_found_in_the_order_that_is_said(monkeypatch, order):
     aligned = []
 
