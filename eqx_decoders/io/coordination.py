@@ -64,6 +64,24 @@ def from_first(name: str, value: Any, *, seconds: int | float = WAIT) -> Any:
     return all_gather_json(name, value if jax.process_index() == 0 else None, seconds=seconds)[0]
 
 
+def in_first(name: str, make: Callable[[], T]) -> T | None:
+    """Call `make()` in the first process alone, and return its result there; None in the others, which wait for it.
+
+    Its error is raised in all of them: in the others as an EqxDecodersError of the same text.
+    """
+    result, failure = None, None
+    if jax.process_index() == 0:
+        try:
+            result = make()
+        except Exception as error:  # whatever it is: the others would wait in vain
+            failure = error
+    said = from_first(name, None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    check(said is None, f"the first process ({name}): {said}", EqxDecodersError)
+    return result
+
+
 def first_then_all(name: str, make: Callable[[], T], path: Path) -> T:
     """Call `make()` in the first process alone and, as soon as the file `path` that it writes exists, in the others.
 

@@ -18,7 +18,7 @@ from eqx_decoders.families.gguf_table import Architecture, Found, Metadata
 from eqx_decoders.families.hf_table import Family, differences, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import expanded
-from eqx_decoders.io.coordination import all_gather_json, from_first
+from eqx_decoders.io.coordination import in_first
 from eqx_decoders.io.gguf.gguf_directory import tensor_names
 from eqx_decoders.io.gguf.gguf_header import exact, gguf_package
 from eqx_decoders.io.gguf.gguf_vocabulary import tokenizer_metadata
@@ -76,31 +76,33 @@ def save_gguf(
     check(not quantized_weights(model), "save_gguf: call dequantize first.", ConversionError)
     kind, config, _ = export_plan(model, family=family, settings=settings)
     row, metadata, tensors = _plan(model, kind, config, dtype)
-    source = (None if model.origin is None else model.origin.directory) if tokenizer is None else tokenizer
+    origin = None if model.origin is None or model.origin.directory is None else Path(model.origin.directory)
+    own = origin if origin is not None and origin.exists() else None
+    source = own if tokenizer is None else Path(expanded(tokenizer))
     file = Path(expanded(path)).absolute()
-    refusal = from_first("save_gguf", _refusal(file) if jax.process_index() == 0 else None)
-    check(refusal is None, f"{file} {refusal}.", ConversionError)
-    words = tokenizer_metadata(source, config, model.config.vocab_size) if jax.process_index() == 0 else {}
     partial = file.with_name(f".{file.name}.partial")
-    writer = None
+
+    def begin() -> Any:
+        check(not file.exists(), f"{file} exists already: give a new file.", ConversionError)
+        check(file.parent.is_dir(), f"{file} cannot be made: its directory does not exist.", ConversionError)
+        words = tokenizer_metadata(source, config, model.config.vocab_size)
+        writer = package.GGUFWriter(partial, row.name)
+        _write_header(writer, row, metadata, words, tensors, dtype, file.stem)
+        return writer
+
+    def finish() -> None:
+        writer.close()
+        partial.replace(file)
+
     try:
-        if jax.process_index() == 0:
-            writer = package.GGUFWriter(partial, row.name)
-            _write_header(writer, row, metadata, words, tensors, dtype, file.stem)
+        writer: Any = in_first("save_gguf", begin)
         for name, tensor in tensors.items():
-            _write_tensor(writer, name, tensor, package)
-        if writer is not None:
-            writer.close()
-            partial.replace(file)
+            numbers = tensor.make()  # all processes together
+            in_first("save_gguf", functools.partial(_write_tensor, writer, name, numbers, tensor.kind))
+        in_first("save_gguf", finish)
     finally:
-        partial.unlink(missing_ok=True)
-    all_gather_json("exported")
-
-
-def _refusal(file: Path) -> str | None:
-    if file.exists():
-        return "exists already: give a new file"
-    return None if file.parent.is_dir() else "cannot be made: its directory does not exist"
+        if jax.process_index() == 0:
+            partial.unlink(missing_ok=True)
 
 
 def _plan(
@@ -270,15 +272,14 @@ def _types(value: Any) -> tuple[Any, Any]:
     return kinds[type(value)], None
 
 
-def _write_tensor(writer: Any, name: str, tensor: _Tensor, package: Any) -> None:
-    """Make a tensor, which all processes do together, and write it."""
-    numbers = tensor.make()
-    if writer is None or numbers is None:
-        return
+def _write_tensor(writer: Any, name: str, numbers: np.ndarray | None, kind: str) -> None:
+    """Write a tensor in the type `kind`. Raises ConversionError for numbers that it does not hold."""
+    assert numbers is not None, "only the first process writes"
+    package = gguf_package()
     numbers = np.ascontiguousarray(numbers, np.float32)
     with np.errstate(over="ignore"):
-        stored = package.quants.quantize(numbers, package.GGMLQuantizationType[tensor.kind])
-    if tensor.kind in ("F16", "Q8_0"):
-        high = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0)) / (1 if tensor.kind == "F16" else 127)
+        stored = package.quants.quantize(numbers, package.GGMLQuantizationType[kind])
+    if kind in ("F16", "Q8_0"):
+        high = float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0)) / (1 if kind == "F16" else 127)
         check(high < 65_520, f"save_gguf: {name} has numbers that float16 does not hold: take bf16.", ConversionError)
     writer.write_tensor_data(stored)

@@ -27,8 +27,9 @@ IDS = {
     "padding_token_id": "pad_token",
 }
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Ends of turns, of which files without `eot_token_id` have one.
-_TURNS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
+# Names of tokens that end a turn, or a message to a tool, whether or not a file has their ids.
+TURNS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
+MESSAGES = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|flush|>")
 
 
 class PreTokenizer(NamedTuple):
@@ -132,10 +133,12 @@ def token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
 def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the ids that end a text: of its end, of a turn's and of a message's."""
     found = {index for name in _ENDS if (index := _index(metadata, name)) is not None}
-    if KEYS + "eot_token_id" not in metadata:
-        tokens, kinds = _strings(metadata, "tokens"), metadata.get(KEYS + "token_type")
-        places = (tokens.index(turn) for turn in _TURNS if turn in tokens)
-        found |= {at for at in places if isinstance(kinds, list) and len(kinds) > at and kinds[at] == CONTROL}
+    kinds = metadata.get(KEYS + "token_type")
+    ids = {token: index for index, token in enumerate(_strings(metadata, "tokens"))}
+    places = (ids[name] for name in (*TURNS, *MESSAGES) if name in ids)
+    found |= {at for at in places if isinstance(kinds, list) and len(kinds) > at and kinds[at] == CONTROL}
+    if ids.keys() & {"<|call|>", "<|calls|>"} and ids.keys() & {"<|return|>", "<|flush|>"}:
+        found -= {ids.get("<|end|>")}  # ends a message of a turn that goes on, as in llama.cpp
     return sorted(found)
 
 

@@ -15,16 +15,20 @@ from eqx_decoders.io.gguf.gguf_tokenizer import (
     CONTROL,
     IDS,
     KEYS,
+    MESSAGES,
     NORMAL,
     PRE_TOKENIZERS,
     TEMPLATE,
+    TURNS,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
     make_tokenizer,
+    stop_ids,
 )
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
+from eqx_decoders.io.text.tokenizer_formats import find_tokenizer_file
 
 
 _REMEDY = "Give another one as tokenizer, or a directory without any"
@@ -45,9 +49,10 @@ def tokenizer_metadata(source: str | Path | None, config: Mapping[str, Any], voc
     """
     if source is not None and is_gguf(source) and Path(source).is_file():
         return {name: value for name, value in read_gguf(source).metadata.items() if name.startswith("tokenizer.")}
-    folder = None if source is None else Path(source)
-    if folder is None or (not (folder / "tokenizer.json").exists() and not (folder / "tokenizer.model").exists()):
-        return {KEYS + "model": "none"} | _ids(config, None)
+    if source is None or not _has_tokenizer(Path(source)):
+        none = {KEYS + "model": "none"}
+        return none | _ids(config, None, none)
+    folder = Path(source)
     tokenizer = load_tokenizer(folder)
     if not isinstance(tokenizer, JsonTokenizer):
         raise ConversionError(f"{folder}: llama.cpp has no tokenizer of bytes. {_REMEDY}.")
@@ -56,16 +61,22 @@ def tokenizer_metadata(source: str | Path | None, config: Mapping[str, Any], voc
     metadata = _pieces(content, vocab_size)
     is_spm = bool(content["model"].get("byte_fallback"))
     metadata |= _sentencepiece(content, metadata) if is_spm else _byte_level(content, tokenizer, metadata)
-    metadata |= _ids(config, tokenizer)
+    metadata |= _ids(config, tokenizer, metadata)
     plain, begun = tokenizer.encode("a"), tokenizer.encode_prompt("a")
     begins = len(begun) > len(plain) and begun[0] == metadata.get(KEYS + "bos_token_id")
     metadata[KEYS + "add_bos_token"] = bool(begins)
-    template = load_chat_template(folder)
+    template = load_chat_template(folder if folder.is_dir() else folder.parent)
     metadata |= {} if template is None else {TEMPLATE: template.source}
     again, _ = make_tokenizer(metadata)
     same = again.encode(_SAMPLE, add_special_tokens=False).ids == tokenizer.encode(_SAMPLE, special=True).tolist()
     check(same, f"{folder}: llama.cpp's tokenizers would give other ids. {_REMEDY}.", ConversionError)
     return metadata
+
+
+def _has_tokenizer(path: Path) -> bool:
+    """Return whether a path is a file, or a directory with a tokenizer. Raises ConversionError where it is neither."""
+    check(path.exists(), f"tokenizer={str(path)!r} does not exist. {_REMEDY}.", ConversionError)
+    return not path.is_dir() or (path / "tokenizer.json").exists() or find_tokenizer_file(path) is not None
 
 
 def _pieces(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -127,16 +138,34 @@ def _sentencepiece(content: Mapping[str, Any], metadata: Mapping[str, Any]) -> d
     }
 
 
-def _ids(config: Mapping[str, Any], tokenizer: JsonTokenizer | None) -> dict[str, Any]:
-    """Return the ids of special tokens: those of `config.json`, else the tokenizer's."""
+def _ids(config: Mapping[str, Any], tokenizer: JsonTokenizer | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens: those of `config.json`, else the tokenizer's.
+
+    Raises ConversionError for an end of texts that no one would read from the file again.
+    """
     named = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     found: dict[str, Any] = {}
     for name, word in IDS.items():
         index = config.get(f"{word}_id")
-        ends = index if isinstance(index, list) else []
-        index = ends[0] if ends else index
-        index = named.get(name) if index is None or isinstance(index, list) else index
+        index = next(iter(index), None) if isinstance(index, list) else index
+        index = named.get(name) if index is None else index
         found |= {} if index is None else {KEYS + name: index}
-        if name == "eos_token_id" and len(ends) > 1:
-            found[KEYS + "eot_token_id"] = ends[1]
+    ends = config.get("eos_token_id")
+    if isinstance(ends, list):
+        found |= _other_ends(ends[1:], tokenizer)
+        lost = sorted(set(ends) - set(stop_ids(dict(metadata) | found)))
+        rule = f"a GGUF file has three ends of texts at most, and would lose {lost}. Give others as settings"
+        check(not lost, f"save_gguf: eos_token_id={ends}: {rule}.", ConversionError)
     return found
+
+
+def _other_ends(ends: list[int], tokenizer: JsonTokenizer | None) -> dict[str, int]:
+    """Return the end of a turn and that of a message among ends of texts: by names of tokens, others in their order."""
+    left, found = {index: None if tokenizer is None else tokenizer.name_of(index) for index in ends}, {}
+    for key, names in (("eot_token_id", TURNS), ("eom_token_id", MESSAGES)):
+        index = next((index for index, name in left.items() if name in names), None)
+        if index is not None:
+            found[KEYS + key] = index
+            del left[index]
+    free = (KEYS + key for key in ("eot_token_id", "eom_token_id") if KEYS + key not in found)
+    return found | dict(zip(free, left, strict=False))

@@ -19,7 +19,7 @@ from eqx_decoders.errors import ConversionError, check, check_integer, check_wor
 from eqx_decoders.families.hf_table import Family, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
-from eqx_decoders.io.coordination import all_gather_json
+from eqx_decoders.io.coordination import all_gather_json, in_first
 from eqx_decoders.io.huggingface.directory import FLOATS, Directory, parse_json, stored_tensors
 from eqx_decoders.io.huggingface.export_config import export_config, merged
 from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
@@ -66,7 +66,10 @@ def save_hf(
     check_integer("save_hf: shard_bytes", shard_bytes)
     origin = None if model.origin is None else model.origin.directory
     kind, config, stored = export_plan(model, dtype=dtype, family=family, settings=settings)
+    source = origin if tokenizer is None else tokenizer
     with exported_directory(directory) as partial:
+        # first: a tokenizer that cannot be made costs no weights
+        in_first("tokenizer", lambda: None if partial is None else copy_tokenizer(source, partial))
         tensors = _tensors(model, kind, stored)
         for copy, name in kind.copied(model.config).items():
             tensors |= {copy: tensors[name]} if name in tensors else {}
@@ -74,7 +77,6 @@ def save_hf(
         if partial is None:
             return
         write_json(partial / "config.json", config, sort_keys=True)
-        copy_tokenizer(origin if tokenizer is None else tokenizer, partial)
         if not (partial / "generation_config.json").exists():
             known = {key: config[key] for key in TOKEN_IDS if config[key] is not None}
             write_json(partial / "generation_config.json", known, sort_keys=True)

@@ -12,6 +12,7 @@ import gguf
 import jax
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 import eqx_decoders as ed
 from eqx_decoders.cli import convert
@@ -19,7 +20,10 @@ from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.gguf_architectures import ARCHITECTURES
 from eqx_decoders.families.gguf_table import FACTORS
 from eqx_decoders.inference.text_model import load_text_model
-from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
+from eqx_decoders.io import coordination
+from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, stop_ids
+from eqx_decoders.io.gguf.gguf_vocabulary import tokenizer_metadata
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves
 from tests.io.gguf.files import FIXTURES
@@ -165,3 +169,77 @@ def test_settings_that_a_file_cannot_say_are_refused(tmp_path):
             ed.save_gguf(abstract(config), tmp_path / "x.gguf", family=family)
     with pytest.raises(ed.ConversionError, match=r"none of llama.cpp's architectures here"):
         ed.save_gguf(abstract(ed.get_config("tiny-moe")), tmp_path / "x.gguf")
+
+
+LLAMA3 = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+HARMONY = ("<|return|>", "<|end|>", "<|call|>", "<|endoftext|>")
+
+
+def _special(folder, names):
+    """A tokenizer's directory with special tokens, whose ids begin at 300."""
+    inner = Tokenizer.from_str(train_bpe(["a tale of two cities, twice told"] * 3, 300).to_json())
+    first = inner.get_vocab_size()
+    inner.add_special_tokens([AddedToken(name, special=True) for name in names])
+    JsonTokenizer(inner).save(folder)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("names", "ends", "ids"),
+    [
+        (LLAMA3, (0, 1, 2), {"eos": 0, "eot": 2, "eom": 1}),  # Llama 3.1's order
+        (LLAMA3, (2, 0, 1), {"eos": 2, "eot": 0, "eom": 1}),
+        (HARMONY, (0, 3, 2), {"eos": 0, "eot": 3, "eom": 2}),  # GPT-OSS
+    ],
+)
+def test_every_end_of_texts_is_written(names, ends, ids, tmp_path):
+    first = _special(tmp_path, names)
+    ends = [first + index for index in ends]
+    words = tokenizer_metadata(tmp_path, {"eos_token_id": ends}, first + 8)
+    assert {name: words[f"{KEYS}{name}_token_id"] - first for name in ids} == ids
+    assert stop_ids(words) == sorted(ends)
+    with pytest.raises(ed.ConversionError, match=r"would lose \[7, 8\]"):
+        tokenizer_metadata(tmp_path, {"eos_token_id": [*ends, 7, 8]}, first + 8)
+
+
+def test_a_message_of_a_turn_that_goes_on_is_no_end():
+    """As in llama.cpp; other files stop at the end of a turn whichever ids they have."""
+    words = {KEYS + "tokens": ["a", *HARMONY], KEYS + "token_type": [1, 3, 3, 3, 3], KEYS + "eos_token_id": 1}
+    assert stop_ids(words) == [1, 3] == stop_ids(words | {KEYS + "eot_token_id": 2})
+    words[KEYS + "tokens"] = ["a", "<|im_start|>", "<|end|>", "<|im_end|>", "b"]
+    assert stop_ids(words) == [1, 2, 3] and stop_ids(words | {KEYS + "eot_token_id": 4}) == [1, 2, 3, 4]
+
+
+def test_other_processes_leave_the_file_and_hear_of_errors(tmp_path, monkeypatch):
+    """As the second process, which gets no numbers, sees it."""
+    model, file, said = ed.init(_small(), key=KEY), tmp_path / "x.gguf", [None, None, "OSError: disk full"]
+    partial = tmp_path / ".x.gguf.partial"
+    partial.write_text("of the first process")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(coordination, "all_gather_json", lambda name, value=None, **_: [said.pop(0), value])
+    with pytest.raises(ed.EqxDecodersError, match=r"the first process .*disk full"):
+        ed.save_gguf(model, file)
+    assert partial.exists() and not said
+
+
+def test_an_error_of_the_first_process_reaches_all(monkeypatch):
+    told = []
+    monkeypatch.setattr(coordination, "all_gather_json", lambda name, value=None, **_: told.append(value) or [value])
+    assert coordination.in_first("x", lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        coordination.in_first("x", lambda: 1 // 0)
+    assert told[0] is None and "ZeroDivisionError" in told[1]
+
+
+def test_a_tokenizer_that_is_given_is_never_dropped(tmp_path):
+    train_bpe(["a tale of two cities, twice told"] * 3, 300).save(tmp_path / "folder")
+    with pytest.raises(ed.ConversionError, match=r"no/such/dir' does not exist"):
+        ed.save_gguf(ed.init(_small(), key=KEY), tmp_path / "x.gguf", tokenizer="no/such/dir")
+    (tmp_path / "folder" / "chat_template.jinja").write_text("x")
+    words = tokenizer_metadata(tmp_path / "folder" / "tokenizer.json", {}, 300)
+    assert words == tokenizer_metadata(tmp_path / "folder", {}, 300) and words["tokenizer.chat_template"] == "x"
+    (tmp_path / "none").mkdir()
+    assert tokenizer_metadata(tmp_path / "none", {}, 300) == {KEYS + "model": "none"}
+    (tmp_path / "none" / "tekken.json").write_text("{}")
+    with pytest.raises(ed.DataError):
+        tokenizer_metadata(tmp_path / "none", {}, 300)

@@ -19,6 +19,7 @@ from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.gguf.gguf_header import read_gguf
 from eqx_decoders.io.gguf.gguf_tensors import BLOCKS, decoded, raw
 from eqx_decoders.io.gguf.gguf_tokenizer import KEYS
+from eqx_decoders.io.huggingface import export
 from eqx_decoders.io.huggingface.quantized.unpack import ScaledTensor
 from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
 from eqx_decoders.numerics.quantized_weight import quantized_weights
@@ -116,6 +117,15 @@ def test_a_model_of_a_file_is_saved_as_a_directory(tmp_path):
         assert model.stop_ids == (0,)
     same = jax.tree.map(np.array_equal, jax.tree.leaves(read.model), jax.tree.leaves(again.model))
     assert all(same) and len(same) > 8
+
+
+def test_a_tokenizer_that_cannot_be_made_costs_no_weights(tmp_path, monkeypatch):
+    words = {"model": "gpt2", "pre": "unheard", "tokens": list("abcdefgh"), "merges": ["a b"]}
+    file = tiny(tmp_path / "x.gguf", metadata={KEYS + key: value for key, value in words.items()})
+    monkeypatch.setattr(export, "_write_tensors", lambda *_: pytest.fail("weights were written"))
+    with pytest.raises(ed.DataError, match="pre='unheard'"):
+        ed.save_hf(ed.load_hf(file), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
 def test_pieces_of_sentencepiece_are_those_of_its_own_file(tmp_path):
