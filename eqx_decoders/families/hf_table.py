@@ -50,8 +50,10 @@ class Family:
     - `ignored_keys`: keys of `config.json` that have no effect here, besides `IGNORED_KEYS`, each with the reason.
     - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies; or a
         function that makes it of a configuration.
-    - `kept_tensors`: regular expression of those of them that transformers reads: an export has them as their source
-        has, if it is still there.
+    - `kept_tensors`: regular expression of those of them that transformers reads, and makes where they are missing: an
+        export has them as their source has, if it is still there.
+    - `zero_tensors`: those of them that transformers needs, of a configuration, with their shapes: an export has them
+        as their source has, or zeros.
     - `aliases`: other names for `model_type`, which are read and never written.
     - `fused`: rows that replace some of `weights` where all experts of a layer share a tensor.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
@@ -67,7 +69,7 @@ class Family:
     - `transposed`: rows that replace some of `weights` where experts are stored as matrices `[in, out]`.
     - `blocks_per_layer`: number of blocks that a checkpoint counts as one `{layer}`; `{part}` numbers them there.
     - `integer_tensors`: regular expression of tensors that hold integers.
-    - `default_settings`: ignored keys that transformers needs, and that a new model lacks.
+    - `default_settings`: ignored keys that transformers needs, for models that lack them or have null.
     """
 
     model_type: str
@@ -79,6 +81,7 @@ class Family:
     ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*rotary_emb\.inv_freq"
     kept_tensors: str = ""
+    zero_tensors: Callable[[DecoderConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
     aliases: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -5,6 +5,7 @@ the stream behind the second. A third of the router's experts return their input
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 from eqx_decoders.families import moe
@@ -33,7 +34,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_THETA, _EXPERTS = 10_000_000.0, r"model\.layers\.\d+\.mlp\.experts"
+_THETA = 10_000_000.0
 
 
 def longcat_flash(
@@ -63,11 +64,22 @@ def _write_head_dim(config: DecoderConfig) -> dict[str, Any]:
     return {"head_dim": latent.rope_dim, "qk_head_dim": latent.head_dim}
 
 
+def _of_zero_experts(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that transformers has for zero experts, too, and never uses."""
+    experts = value_at(config, "experts")
+    numbers = range(experts.num_experts, experts.num_choices)
+    names = (
+        f"model.layers.{layer}.mlp.experts.{number}.{name}_proj.weight"
+        for layer, number, name in itertools.product(range(len(config.blocks) // 2), numbers, ("gate", "up"))
+    )
+    return dict.fromkeys(names, (experts.mlp_dim, config.embed_dim))
+
+
 def _without_weights(config: DecoderConfig) -> str:
-    """Return the tensors without a weight: among them some that transformers makes for zero experts, too."""
+    """Return the tensors without a weight."""
     experts = value_at(config, "experts")
     numbers = "|".join(map(str, range(experts.num_experts, experts.num_choices)))
-    of_zero_experts = rf"{_EXPERTS}\.({numbers or '-'})\.(gate|up)_proj\.weight"
+    of_zero_experts = rf"model\.layers\.\d+\.mlp\.experts\.({numbers or '-'})\.(gate|up)_proj\.weight"
     return rf".*rotary_emb\.inv_freq|model\.mtp\..*|{of_zero_experts}"
 
 
@@ -126,7 +138,7 @@ FAMILY = Family(
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"router_dtype": "routers are in float32"},
     ignored_tensors=_without_weights,
-    kept_tensors=rf"(?P<module>{_EXPERTS})\.\d+\.(?:gate|up)_proj\.weight",
+    zero_tensors=_of_zero_experts,
     blocks_per_layer=2,
 )  # fmt: skip
 

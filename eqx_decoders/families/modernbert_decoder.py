@@ -103,6 +103,7 @@ FAMILY = Family(
         Weight("lm_head.dense.bias", _TRANSFORM + "bias", "outer -> outer"),
         *norm("lm_head.norm", _TRANSFORM + "norm"),
     ),
+    default_settings={"pad_token_id": 50_283, "bos_token_id": 50_281},  # which may not be null there
     ignored_keys={
         **dict.fromkeys(("embedding_dropout", "mlp_dropout", "classifier_dropout"), "dropout happens in training only"),
         **dict.fromkeys(("cls_token_id", "classifier_pooling", "initializer_cutoff_factor"), "not for a causal model"),

@@ -5,17 +5,19 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import eqx_decoders as ed
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.longcat_flash import longcat_flash
 from eqx_decoders.model.mtp_config import MTPConfig
 from tests.compare import assert_close
-from tests.families.samples import decode, sample
+from tests.families.samples import FIXTURES, decode, sample
 from tests.laws import forward
 from tests.models import EMBED, VOCAB, filled, some_tokens
 
 
+WEIGHTS = "model.safetensors"
 _SIZES = DecoderSizes(
     vocab_size=VOCAB, embed_dim=EMBED, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8, mlp_dim=24
 )
@@ -85,3 +87,17 @@ def test_a_rows_padding_goes_to_no_expert():
     result = layer.branch(x, ctx, None, None)
     np.testing.assert_array_equal(result.lent[0, 1], 0.0)
     assert np.abs(result.lent[0, 0]).max() > 0.01
+
+
+def test_an_export_has_what_transformers_needs_of_zero_experts(tmp_path):
+    """As the source has it; zeros without one."""
+    source = FIXTURES / "longcat_flash"
+    model = ed.load_hf(source)
+    ed.save_hf(dataclasses.replace(model, origin=None), tmp_path / "new", family="longcat_flash")
+    ed.save_hf(model, tmp_path / "again")
+    original, new, again = (load_file(folder / WEIGHTS) for folder in (source, tmp_path / "new", tmp_path / "again"))
+    unused = [f"model.layers.{i}.mlp.experts.{j}.{k}_proj.weight" for i in (0, 1) for j in (4, 5) for k in ("gate", "up")]
+    assert {name: x.shape for name, x in new.items()} == {name: x.shape for name, x in original.items()}
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(new[name], 0.0 if name in unused else tensor)
+        np.testing.assert_array_equal(again[name], tensor)

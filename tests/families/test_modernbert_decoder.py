@@ -1,9 +1,13 @@
 """ModernBERT's decoder: half of the window, and the first layer, which has no norm before its attention."""
 
+import dataclasses
+
 import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
+from eqx_decoders.io.huggingface.export import TOKEN_IDS, export_plan
+from eqx_decoders.model.provenance import Provenance
 from tests.families.samples import decode, mixers, sample
 
 
@@ -40,3 +44,15 @@ def test_ettin_turns_near_and_far_keys_alike():
     assert {mixer.rope.theta for mixer in mixers(config)} == {160_000.0}
     assert [getattr(mixer.mask, "size", None) for mixer in mixers(config)] == [None, 64, 64, None, 64, 64, None]
     assert FAMILIES[KIND].decode(FAMILIES[KIND].encode(config))[0] == config
+
+
+@pytest.mark.parametrize("vocab_size, padding, begin", [(50_368, 50_283, 50_281), (64, 63, 63)])
+def test_an_export_has_the_token_ids_that_transformers_needs(vocab_size, padding, begin):
+    """Of a new model, and of one whose source has null."""
+    config = decode(sample(KIND, vocab_size=vocab_size))
+    new = ed.abstract(config)
+    nulls = Provenance(KIND, '{"pad_token_id": null, "bos_token_id": null}')
+    for model in (new, dataclasses.replace(new, origin=nulls)):
+        written = export_plan(model, family=KIND)[1]
+        assert [written[key] for key in TOKEN_IDS] == [begin, None, padding]
+    assert export_plan(new, family=KIND, settings={"pad_token_id": 7})[1]["pad_token_id"] == 7

@@ -73,7 +73,8 @@ def save_hf(
         tensors = _tensors(model, kind, stored)
         for copy, name in kind.copied(model.config).items():
             tensors |= {copy: tensors[name]} if name in tensors else {}
-        _write_tensors(partial, tensors | _source_tensors(model, kind, tensors), shard_bytes)
+        zeros = _zeros(model, kind, stored)
+        _write_tensors(partial, tensors | zeros | _source_tensors(model, kind, tensors, zeros), shard_bytes)
         if partial is None:
             return
         write_json(partial / "config.json", config, sort_keys=True)
@@ -99,7 +100,8 @@ def export_plan(
     kind, config = export_config(model, family)
     # explicit nulls: the classes of transformers have token ids of their own as defaults
     published = {} if model.origin is None else json.loads(model.origin.settings)
-    config = dict.fromkeys(TOKEN_IDS) | dict(kind.default_settings) | merged(published, config) | dict(settings or {})
+    config = dict.fromkeys(TOKEN_IDS) | merged(published, config) | dict(settings or {})
+    config |= {key: value for key, value in _defaults(kind, model).items() if config.get(key) is None}
     stored = named_leaves(model)["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
     check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
     config |= {"dtype": stored.name, "torch_dtype": stored.name}
@@ -109,6 +111,12 @@ def export_plan(
         config |= {"quantization_config": quantization_config(kind, nodes, mappings)}
     _check_settings(kind, config, model.config)
     return kind, config, stored
+
+
+def _defaults(kind: Family, model: Decoder) -> dict[str, Any]:
+    """Return the family's `default_settings`; token ids are at most the last one, for they are rows of a table."""
+    last = model.config.vocab_size - 1
+    return {key: min(value, last) if key in TOKEN_IDS else value for key, value in kind.default_settings.items()}
 
 
 def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderConfig) -> None:
@@ -131,30 +139,33 @@ def _tensors(model: Decoder, kind: Family, dtype: np.dtype) -> dict[str, tuple[C
     return tensors | stored_parts(nodes, mappings, parts)
 
 
-def _source_tensors(
-    model: Decoder, kind: Family, tensors: Mapping[str, Any]
-) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Return the family's `kept_tensors` of the model's source, in modules that `tensors` have, as `_tensors` does.
+def _zeros(model: Decoder, kind: Family, dtype: np.dtype) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Return the family's `zero_tensors` as zeros, as `_tensors` does."""
+    shapes = kind.zero_tensors(model.config)
+    return {
+        name: (functools.partial(np.zeros, shape, dtype), math.prod(shape) * dtype.itemsize)
+        for name, shape in shapes.items()
+    }
 
-    It is the group `module` of the expression, or what has the tensor.
+
+def _source_tensors(
+    model: Decoder, kind: Family, tensors: Mapping[str, Any], zeros: Mapping[str, Any]
+) -> dict[str, tuple[Callable[[], Any], int]]:
+    """Return the tensors without a weight that the model's source has, as `_tensors` does: those of `zeros`, and the
+    family's `kept_tensors` in modules that `tensors` have.
     """
-    origin = model.origin
-    if not kind.kept_tensors or origin is None or origin.family != kind.model_type or origin.directory is None:
+    origin, wanted = model.origin, bool(zeros or kind.kept_tensors)
+    if not wanted or origin is None or origin.family != kind.model_type or origin.directory is None:
         return {}
     weights = Path(origin.directory, "model.safetensors"), Path(origin.directory, "model.safetensors.index.json")
     modules = {".".join(parts[:end]) for parts in (name.split(".") for name in tensors) for end in range(len(parts))}
     stored = stored_tensors(Directory(origin.directory)) if any(file.exists() for file in weights) else {}
-    return {
-        name: (each.read_all, math.prod(each.shape) * 4)
-        for name, each in stored.items()
-        if name not in tensors and _module_of(kind.kept_tensors, name) in modules
-    }
 
+    def is_kept(name: str) -> bool:
+        is_one = re.fullmatch(kind.kept_tensors, name) is not None and name not in tensors
+        return name in zeros or (is_one and name.rpartition(".")[0] in modules)
 
-def _module_of(pattern: str, name: str) -> str | None:
-    """Return the module of a tensor that is to be kept; None for another."""
-    found = re.fullmatch(pattern, name)
-    return None if found is None else found.groupdict().get("module", name.rpartition(".")[0])
+    return {name: (each.read_all, math.prod(each.shape) * 4) for name, each in stored.items() if is_kept(name)}
 
 
 def _write_tensors(folder: Path | None, tensors: Mapping[str, tuple[Callable[[], Any], int]], shard_bytes: int) -> None:
