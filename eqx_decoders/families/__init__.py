@@ -169,7 +169,9 @@ FAMILIES = _collect_families()
 _NAMES = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
 
 
-_OWN: set[str] = set()  # names that `register_family` has added, which it may replace
+# what `register_family` has added, which it may replace: model_types, and names of models
+_OWN_TYPES: set[str] = set()
+_OWN_MODELS: set[str] = set()
 
 
 def register_family(family: Family, models: Mapping[str, Callable[[], DecoderConfig]] = {}) -> None:
@@ -181,14 +183,15 @@ def register_family(family: Family, models: Mapping[str, Callable[[], DecoderCon
     if isinstance(family, MultimodalFamily):
         family = family.with_text(find_family(family.text_type))
     for name in (family.model_type, *family.aliases):
-        known = name in _NAMES and name not in _OWN
+        known = name in _NAMES and name not in _OWN_TYPES
         check(not known, f"Family.model_type={name!r} is that of a family of the library: take another name.")
-    taken = [name for name in models if name in _MODELS and name not in _OWN]
+    taken = [name for name in models if name in _MODELS and name not in _OWN_MODELS]
     check(not taken, f"register_family: models has {', '.join(taken)}, which the library has: take other names.")
     FAMILIES[family.model_type] = family
     _NAMES.update(dict.fromkeys((family.model_type, *family.aliases), family))
     _MODELS.update({name: _builder(model) for name, model in models.items()})
-    _OWN.update((family.model_type, *family.aliases, *models))
+    _OWN_TYPES.update((family.model_type, *family.aliases))
+    _OWN_MODELS.update(models)
 
 
 def library_families() -> dict[str, tuple[Family, str]]:

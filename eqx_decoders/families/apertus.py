@@ -14,7 +14,7 @@ from eqx_decoders.families.common import (
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Rule, Values
+from eqx_decoders.families.settings_table import Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.rope import Llama3Rope, Rope
@@ -45,6 +45,7 @@ FAMILY = Family(
         decoder_sizes(eps=1e-5, activation="xielu", words={"xielu": "xielu", **ACTIVATIONS}),
         Rule("", _default_rope),
         rope_settings(theta=_THETA),
+        *only(mlp_bias=False, post_norm=False, qk_norm=True),
     ),
     build=apertus,
     weights=(

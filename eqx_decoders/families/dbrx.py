@@ -89,6 +89,7 @@ _EXPERTS = Table(
         Integer("moe_num_experts", "experts.num_experts", 4, name="num_experts"),
         Integer("moe_top_k", "experts.num_experts_per_token", 1),
         Rule("renormalize", _read_normalization, _write_normalization),
+        Only("uniform_expert_assignment", False),
         Rule("_activation", _read_activation, _write_activation),
     ),
     what="the experts",
@@ -143,7 +144,7 @@ FAMILY = Family(
     ),
     prefix="transformer.",
     ignored_keys={
-        "output_router_logits": "routers are trained with it",
+        **dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), "routers are trained with it"),
         "emb_pdrop": "dropout happens in training only",
         "max_seq_len": "a promise, not a limit: rotary positions have no table",
     },

@@ -55,6 +55,7 @@ class Family:
     - `zero_tensors`: those of them that transformers needs, of a configuration, with their shapes: an export has them
         as their source has, or zeros.
     - `aliases`: other names for `model_type`, which are read and never written.
+    - `other_architectures`: the same of `architecture`: classes of code beside published files.
     - `fused`: rows that replace some of `weights` where all experts of a layer share a tensor.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
     - `with_depth`: the configuration with a layer of multi-token prediction, for checkpoints that store one and don't
@@ -83,6 +84,7 @@ class Family:
     kept_tensors: str = ""
     zero_tensors: Callable[[DecoderConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
     aliases: tuple[str, ...] = ()
+    other_architectures: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     with_depth: Callable[[DecoderConfig], DecoderConfig] | None = None
@@ -119,7 +121,8 @@ class Family:
             fields.take(key, None)
         named = fields.take("architectures", [self.architecture])
         base = self.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
-        if not isinstance(named, list) or not {self.architecture, base} & set(map(str, named)):
+        known = {self.architecture, base, *self.other_architectures}
+        if not isinstance(named, list) or not known & set(map(str, named)):
             raise fields.error(
                 f"architectures={abbreviate(named)} must name {self.architecture}: other heads are not implemented."
             )

@@ -1,8 +1,5 @@
 """InternLM 3 (Shanghai AI Laboratory 2025): Llama with two key heads, and RoPE for texts of a bounded length."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -14,12 +11,6 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def internlm3(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
     """Return a decoder of Llama's blocks."""
     return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
-
-
-def _with_architecture(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Name transformers' class, which is Llama's, where a file names that of the code beside it."""
-    named = content.get("architectures")
-    return {**content, "architectures": ["LlamaForCausalLM"] if named == ["InternLM3ForCausalLM"] else named}
 
 
 FAMILY = Family(
@@ -38,7 +29,7 @@ FAMILY = Family(
     ),
     build=internlm3,
     weights=llama_weights(),
-    own_settings=_with_architecture,
+    other_architectures=("InternLM3ForCausalLM",),
 )
 
 _8B = DecoderSizes(

@@ -72,6 +72,7 @@ FAMILY = Family(
         Weight(_MLP + "output_linear.weight", "mlp.down", "experts embed mlp -> experts mlp embed"),
         Weight(_MLP + "bias", "mlp.out_bias", "embed -> embed"),
     ),
+    other_architectures=("JetMoEForCausalLM",),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"aux_loss_coef": "routers are trained with it; it changes no output"},
 )  # fmt: skip
 

@@ -68,6 +68,7 @@ FAMILY = Family(
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
     prefix="transformer.",
+    other_architectures=("MPTForCausalLM",),
     ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
 )
 

@@ -19,7 +19,7 @@ from eqx_decoders.families.common import (
 )
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Flag, Integer, Rule, Values
+from eqx_decoders.families.settings_table import Flag, Integer, Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
@@ -103,6 +103,7 @@ FAMILY = Family(
         Flag(
             "_remove_final_layer_norm", lambda x: _norm_first(x) and x.final_norm is None, False, name="no_final_norm"
         ),
+        *only(learned_embeddings=True, scale_embeddings=False),
     ),
     build=opt,
     weights=(

@@ -1,7 +1,6 @@
 """Phi-3.5-MoE (Abdin et al. 2024): LayerNorms, biases, the head's too, and two experts in turn by SparseMixer."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.families import moe
@@ -57,19 +56,13 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     return written | {"original_max_position_embeddings": rope.original_length}
 
 
-def _own_settings(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings with transformers' name of the class: files have that of their own code."""
-    named = content.get("architectures")
-    return {**content, "architectures": ["PhimoeForCausalLM"]} if named == ["PhiMoEForCausalLM"] else content
-
-
 FAMILY = Family(
     model_type="phimoe",
     architecture="PhimoeForCausalLM",
     settings=(
         AUTO_MAP,
         same_window(None),
-        decoder_sizes(num_kv_heads=8, eps=1e-5, keys={"head_dim": None}, paths=moe.EXPERT_PATHS),
+        decoder_sizes(num_kv_heads=8, eps=1e-5, paths=moe.EXPERT_PATHS),
         Flag("lm_head_bias", "head_bias", False),
         moe.expert_counts("num_local_experts", num=16, chosen=2)[0],
         Only("num_experts_per_tok", 2, written=True),
@@ -79,7 +72,7 @@ FAMILY = Family(
     build=phimoe,
     weights=llama_weights(mlp=moe.separate_experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2")),
     fused=moe.fused_experts(LAYER + "mlp.", router="router"),
-    own_settings=_own_settings,
+    other_architectures=("PhiMoEForCausalLM",),
     ignored_keys={
         **{key: reason for key, reason in moe.IGNORED_ROUTER_KEYS.items() if key != "router_jitter_noise"},
         "input_jitter_noise": "noise in training only",

@@ -19,7 +19,7 @@ from eqx_decoders.families.common import (
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Group, Integer, Number, Rule, Values
+from eqx_decoders.families.settings_table import Group, Integer, Number, Only, Renamed, Rule, Values
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
@@ -109,6 +109,8 @@ FAMILY = Family(
     model_type="recurrent_gemma",
     architecture="RecurrentGemmaForCausalLM",
     settings=(
+        Renamed({"_block_types": "block_types"}),
+        Only("embeddings_scale_by_sqrt_dim", True),
         Rule("", _halve),
         decoder_sizes(tied=True, activation="gelu_pytorch_tanh", keys=_KEYS, paths=_PATHS),
         Rule("cycle", _read_cycle, _write_cycle),

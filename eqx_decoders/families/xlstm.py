@@ -9,7 +9,7 @@ from eqx_decoders.families._mamba import MambaSizes
 from eqx_decoders.families.common import gated_mlp, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -80,6 +80,13 @@ _MIXER = (
 _LAYER = "backbone.blocks.{layer}."
 _LSTM = _LAYER + "mlstm_layer."
 _KEYS, _VALUES = "(heads key_dim) embed -> embed heads key_dim", "(heads value_dim) embed -> embed heads value_dim"
+_IGNORED = {
+    "how it is run": "autocast_kernel_dtype chunk_size chunkwise_kernel inference_state_dtype max_inference_chunksize "
+    "mode norm_reduction_force_float32 return_last_states sequence_kernel step_kernel add_forward_backend_padding",
+    "how it was begun and trained": "add_embedding_dropout igate_bias_init_range",
+    "for tokenizers": "force_bos_token_insert",
+    "`qk_dim_factor` and `v_dim_factor` say it": "mlstm_round_up_to_multiple_of",
+}
 FAMILY = Family(
     model_type="xlstm",
     architecture="xLSTMForCausalLM",
@@ -91,6 +98,11 @@ FAMILY = Family(
         Only("use_bias", False, written=True),
         Only("add_out_norm", True, written=True),
         Only("weight_mode", "single", written=True),
+        # published files have these keys of earlier code, and transformers does not read them
+        *only(
+            head_dim=lambda values: values["mixer"].value_dim, cell_norm_eps=lambda values: values["shape"].eps,
+            add_post_blocks_norm=True, add_post_norm=False, add_qk_norm=False,
+        ),
     ),
     build=xlstm,
     weights=(
@@ -114,11 +126,7 @@ FAMILY = Family(
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
     prefix="backbone.",
-    ignored_keys=dict.fromkeys(
-        ("autocast_kernel_dtype", "chunk_size", "chunkwise_kernel", "inference_state_dtype", "max_inference_chunksize",
-         "mode", "norm_reduction_force_float32", "return_last_states", "sequence_kernel", "step_kernel"),
-        "how it is run",
-    ),
+    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
 )  # fmt: skip
 
 _7B = MambaSizes(vocab_size=50_304, embed_dim=4096, num_layers=32, eps=1e-6)

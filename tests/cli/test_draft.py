@@ -18,7 +18,7 @@ FIXTURES = ROOT / "tests" / "fixtures"
 @pytest.fixture(autouse=True)
 def without_seed_oss(monkeypatch):
     """The library as it was before Seed-OSS, and Llama alone to compare with; what is registered is undone."""
-    for name in ("FAMILIES", "_NAMES", "_MODELS", "_OWN"):
+    for name in ("FAMILIES", "_NAMES", "_MODELS", "_OWN_TYPES", "_OWN_MODELS"):
         monkeypatch.setattr(families, name, type(getattr(families, name))(getattr(families, name)))
     del families.FAMILIES["seed_oss"], families._NAMES["seed_oss"]
     few = {name: families.library_families()[name] for name in ("llama",)}

@@ -32,7 +32,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
     """What a test registers or takes out is undone."""
-    for name in ("FAMILIES", "_NAMES", "_MODELS", "_OWN"):
+    for name in ("FAMILIES", "_NAMES", "_MODELS", "_OWN_TYPES", "_OWN_MODELS"):
         monkeypatch.setattr(families, name, type(getattr(families, name))(getattr(families, name)))
 
 
@@ -217,7 +217,9 @@ def test_a_family_of_ones_own():
     again = dataclasses.replace(own, architecture="OwnForCausalLM")
     ed.register_family(again)  # as where a notebook runs its cell again
     assert families.find_family("own") is again
+    ed.register_family(own, {"qwen3": lambda: ed.get_config("tiny")})  # a name of a model is none of a family
     for wrong, models, says in (
+        (dataclasses.replace(LLAMA, model_type="qwen3"), {}, "'qwen3' is that of a family of the library"),
         (LLAMA, {}, "'llama' is that of a family of the library"),
         (dataclasses.replace(own, aliases=("kimi_k2",)), {}, "'kimi_k2' is that of"),
         (own, {"tiny": lambda: ed.get_config("tiny")}, "models has tiny, which the library has"),

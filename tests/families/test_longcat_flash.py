@@ -96,7 +96,8 @@ def test_an_export_has_what_transformers_needs_of_zero_experts(tmp_path):
     ed.save_hf(dataclasses.replace(model, origin=None), tmp_path / "new", family="longcat_flash")
     ed.save_hf(model, tmp_path / "again")
     original, new, again = (load_file(folder / WEIGHTS) for folder in (source, tmp_path / "new", tmp_path / "again"))
-    unused = [f"model.layers.{i}.mlp.experts.{j}.{k}_proj.weight" for i in (0, 1) for j in (4, 5) for k in ("gate", "up")]
+    layers = [f"model.layers.{layer}.mlp.experts." for layer in (0, 1)]
+    unused = [f"{layer}{name}_proj.weight" for layer in layers for name in ("4.gate", "4.up", "5.gate", "5.up")]
     assert {name: x.shape for name, x in new.items()} == {name: x.shape for name, x in original.items()}
     for name, tensor in original.items():
         np.testing.assert_array_equal(new[name], 0.0 if name in unused else tensor)

@@ -51,7 +51,7 @@ def test_an_export_has_the_token_ids_that_transformers_needs(vocab_size, padding
     """Of a new model, and of one whose source has null."""
     config = decode(sample(KIND, vocab_size=vocab_size))
     new = ed.abstract(config)
-    nulls = Provenance(KIND, '{"pad_token_id": null, "bos_token_id": null}')
+    nulls = Provenance(family=KIND, settings='{"pad_token_id": null, "bos_token_id": null}')
     for model in (new, dataclasses.replace(new, origin=nulls)):
         written = export_plan(model, family=KIND)[1]
         assert [written[key] for key in TOKEN_IDS] == [begin, None, padding]

@@ -6,9 +6,9 @@ import eqx_decoders as ed
 from tests.families.samples import decode, mixers, sample
 
 
-def test_published_files_name_another_class():
-    content = sample("phimoe")
-    assert decode(content | dict(architectures=["PhiMoEForCausalLM"])) == decode(content)
+def test_features_of_a_head_are_read():
+    """As of Phi-mini-MoE, whose heads are narrower than the stream divided by their number."""
+    assert {mixer.head_dim for mixer in mixers(decode(sample("phimoe", head_dim=6)))} == {6}
 
 
 def test_magnitudes_of_long_rope():
