@@ -16,10 +16,9 @@ KEYS = [
     ("opt", dict(learned_embeddings=True), False),
     ("opt", dict(scale_embeddings=False), True),
     ("recurrent_gemma", dict(embeddings_scale_by_sqrt_dim=True), False),
-    ("xlstm", dict(head_dim=12, mlstm_round_up_to_multiple_of=64, igate_bias_init_range=-10.0), 13),
-    ("xlstm", dict(cell_norm_eps=1e-6, add_embedding_dropout=False, force_bos_token_insert=True), 1e-5),
+    ("xlstm", dict(cell_norm_eps=..., mlstm_round_up_to_multiple_of=64, igate_bias_init_range=-10.0), 1e-5),
     ("xlstm", dict(add_post_blocks_norm=True, add_forward_backend_padding=False), False),
-    ("xlstm", dict(add_post_norm=False), True),
+    ("xlstm", dict(add_post_norm=False, add_embedding_dropout=False, force_bos_token_insert=True), True),
     ("xlstm", dict(add_qk_norm=False), True),
 ]
 
@@ -35,9 +34,7 @@ def test_a_class_of_code_beside_the_file(kind):
 @pytest.mark.parametrize(("kind", "keys", "other"), KEYS)
 def test_a_key_may_have_its_published_value_alone(kind, keys, other):
     content, first = sample(kind), next(iter(keys))
-    if kind == "xlstm":
-        mixer = decode(content).blocks[0].mixer
-        keys = {key: {"head_dim": mixer.value_dim, "cell_norm_eps": mixer.norm_eps}.get(key, keys[key]) for key in keys}
+    keys = {key: content["norm_eps"] if value is ... else value for key, value in keys.items()}
     assert decode(content | keys) == decode(content)
     if other is not None:
         with pytest.raises(ed.ConversionError, match=f"{first}=.* is not implemented"):
@@ -58,3 +55,11 @@ def test_an_older_name_of_the_types_of_blocks():
     content = sample("recurrent_gemma", "block_types", _block_types=["attention", "recurrent"])
     assert decode(content) == decode(sample("recurrent_gemma", block_types=["attention", "recurrent"]))
     assert decode(content) != decode(sample("recurrent_gemma"))
+
+
+def test_features_of_a_head_are_those_of_its_values():
+    content = sample("xlstm", v_dim_factor=2.0)
+    config = decode(content)
+    assert decode(content | dict(head_dim=config.blocks[0].mixer.value_dim)) == config
+    with pytest.raises(ed.ConversionError, match="head_dim=.* is not implemented"):
+        decode(content | dict(head_dim=config.blocks[0].mixer.key_dim))
