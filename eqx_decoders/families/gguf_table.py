@@ -223,6 +223,9 @@ def read_rope(found: Found, settings: Settings, head_dim: int, theta: float, *, 
     )
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
     length = fields.integer("rope.scaling.original_context_length", None)
+    if FREQUENCIES in found.factors and (kind in ("linear", "yarn") or (kind == "default" and factor != 1.0)):
+        both = f"rope.scaling.type={kind} with the factor {factor}"
+        raise fields.error(f"{FREQUENCIES} beside {both} is not implemented: only one of them is.")
     if LONG in found.factors and SHORT in found.factors:
         rope |= {"rope_type": "longrope", "long_factor": list(found.factors[LONG])}
         rope |= {"short_factor": list(found.factors[SHORT]), "original_max_position_embeddings": length}
@@ -310,9 +313,12 @@ def read_masks(found: Found, settings: Settings, period: int, window: int | None
     """Read `sliding_window` and `layer_types`: every `period`-th layer has none, unless the file says otherwise."""
     fields, layers = found.fields, settings["num_hidden_layers"]
     size = fields.integer(WINDOW, window, least=0) or None
-    local = fields.take(PATTERN, period)
-    if not isinstance(local, list):
-        local = [index % max(1, int(local)) < int(local) - 1 for index in range(layers)]
+    local = fields.content.get(PATTERN)
+    if isinstance(local, list):
+        fields.take(PATTERN)
+    else:
+        every = fields.integer(PATTERN, period)
+        local = [index % max(1, every) < every - 1 for index in range(layers)]
     if len(local) < layers or not all(isinstance(each, bool | int) for each in local):
         raise fields.error(f"{PATTERN}={abbreviate(local)} must be a list of a flag for each of {layers} layers.")
     kinds = ["sliding_attention" if size and flag else "full_attention" for flag in local[:layers]]

@@ -85,9 +85,9 @@ def save_gguf(
     def begin() -> Any:
         check(not file.exists(), f"{file} exists already: give a new file.", ConversionError)
         check(file.parent.is_dir(), f"{file} cannot be made: its directory does not exist.", ConversionError)
-        words = tokenizer_metadata(source, config, model.config.vocab_size)
+        words = tokenizer_metadata(source, config, model.config.vocab_size, file.stem)
         writer = package.GGUFWriter(partial, row.name)
-        _write_header(writer, row, metadata, words, tensors, dtype, file.stem)
+        _write_header(writer, row, metadata, words, tensors, dtype)
         return writer
 
     def finish() -> None:
@@ -240,15 +240,15 @@ def _write_header(
     words: Mapping[str, Any],
     tensors: Mapping[str, _Tensor],
     dtype: str,
-    name: str,
 ) -> None:
     """Write all but the numbers."""
     package = gguf_package()
-    general = {"general.type": "model", "general.name": name, "general.file_type": _FILE_TYPES[dtype]}
+    general = {"general.type": "model", "general.file_type": _FILE_TYPES[dtype]}
     general |= {"general.quantization_version": package.GGML_QUANT_VERSION}
     own = {f"{row.name}.{key}": value for key, value in metadata.values.items()}
     for key, value in (general | own | dict(words)).items():
-        writer.add_key_value(key, value, *_types(value))
+        if value != []:  # a list without a value has no type
+            writer.add_key_value(key, value, *_types(value))
     for key, tensor in tensors.items():
         kind = package.GGMLQuantizationType[tensor.kind]
         each, size = package.GGML_QUANT_SIZES[kind]

@@ -18,6 +18,8 @@ from eqx_decoders.io.text import tokenizer_formats as formats
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 KEYS = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
+NAME = "general.name"
+NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}  # special tokens of Phi-3 that leave the blanks behind them
 
 # Names of ids in the metadata, and transformers' names.
 IDS = {
@@ -170,6 +172,20 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[Sequence[str], Sequence[in
     return tokens, _numbers(metadata, "token_type", len(tokens), NORMAL)
 
 
+def is_phi3(name: str) -> bool:
+    """Return whether a model of this name is one of Phi-3 for llama.cpp."""
+    return "phi-3" in name.lower() or "phi3" in name.lower()
+
+
+def _stripping(metadata: Mapping[str, Any]) -> set[str]:
+    """Return the special tokens that take the blanks behind them: llama.cpp knows Phi-3's by the model's name."""
+    if not is_phi3(str(metadata.get(NAME))):
+        return set()
+    pairs = zip(*_vocabulary(metadata), strict=True)
+    special = {token for token, kind in pairs if kind in (CONTROL, UNKNOWN, USER_DEFINED)}
+    return special - NOT_STRIPPING
+
+
 def _byte_level(metadata: Mapping[str, Any]) -> Any:
     """Make a byte-level BPE."""
     try:
@@ -192,9 +208,11 @@ def _byte_level(metadata: Mapping[str, Any]) -> Any:
     if pre.form is not None:
         inner.normalizer = getattr(normalizers, pre.form)()
     inner.decoder = decoders.ByteLevel()
+    stripping = _stripping(metadata)
     for token, kind in zip(tokens, kinds, strict=True):
         if kind in (CONTROL, UNKNOWN, USER_DEFINED):
-            special = AddedToken(token, special=kind != USER_DEFINED, normalized=False)
+            strips = token in stripping
+            special = AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=strips)
             (inner.add_special_tokens if special.special else inner.add_tokens)([special])
     return inner
 
@@ -216,7 +234,7 @@ def _pieces(metadata: Mapping[str, Any]) -> Any:
     )
     trainer = types.SimpleNamespace(byte_fallback=BYTE in kinds)
     model = types.SimpleNamespace(pieces=pieces, normalizer_spec=spec, trainer_spec=trainer)
-    return formats.from_pieces(model, is_bpe=True)
+    return formats.from_pieces(model, is_bpe=True, stripping=_stripping(metadata))
 
 
 def _add_ends(inner: Any, settings: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ What is written is read again: a tokenizer that llama.cpp's forms cannot express
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from eqx_decoders.io.gguf.gguf_tokenizer import (
     IDS,
     KEYS,
     MESSAGES,
+    NAME,
     NORMAL,
+    NOT_STRIPPING,
     PRE_TOKENIZERS,
     TEMPLATE,
     TURNS,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    is_phi3,
     make_tokenizer,
     stop_ids,
 )
@@ -42,15 +46,19 @@ _SAMPLE = (
 _BYTE_NAMES = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
-def tokenizer_metadata(source: str | Path | None, config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the metadata of the tokenizer in a directory or file, and of its chat template.
+def tokenizer_metadata(
+    source: str | Path | None, config: Mapping[str, Any], vocab_size: int, name: str = ""
+) -> dict[str, Any]:
+    """Return the metadata of the tokenizer in a directory or file, of its chat template, and the model's name.
 
     Without a tokenizer llama.cpp takes ids alone. Raises ConversionError for a tokenizer that it cannot have.
     """
     if source is not None and is_gguf(source) and Path(source).is_file():
-        return {name: value for name, value in read_gguf(source).metadata.items() if name.startswith("tokenizer.")}
+        theirs = read_gguf(source).metadata
+        own = {key: value for key, value in theirs.items() if key.startswith("tokenizer.")}
+        return own | {NAME: _named(name, is_phi3(str(theirs.get(NAME))))}
     if source is None or not _has_tokenizer(Path(source)):
-        none = {KEYS + "model": "none"}
+        none = {KEYS + "model": "none", NAME: name}
         return none | _ids(config, None, none)
     folder = Path(source)
     tokenizer = load_tokenizer(folder)
@@ -58,7 +66,7 @@ def tokenizer_metadata(source: str | Path | None, config: Mapping[str, Any], voc
         raise ConversionError(f"{folder}: llama.cpp has no tokenizer of bytes. {_REMEDY}.")
     content = json.loads(tokenizer.to_json())
     check(content["model"]["type"] == "BPE", f"{folder}: llama.cpp reads BPE alone. {_REMEDY}.", ConversionError)
-    metadata = _pieces(content, vocab_size)
+    metadata = _pieces(content, vocab_size) | {NAME: _named(name, _strips_like_phi3(content))}
     is_spm = bool(content["model"].get("byte_fallback"))
     metadata |= _sentencepiece(content, metadata) if is_spm else _byte_level(content, tokenizer, metadata)
     metadata |= _ids(config, tokenizer, metadata)
@@ -77,6 +85,20 @@ def _has_tokenizer(path: Path) -> bool:
     """Return whether a path is a file, or a directory with a tokenizer. Raises ConversionError where it is neither."""
     check(path.exists(), f"tokenizer={str(path)!r} does not exist. {_REMEDY}.", ConversionError)
     return not path.is_dir() or (path / "tokenizer.json").exists() or find_tokenizer_file(path) is not None
+
+
+def _strips_like_phi3(content: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer's special tokens take the blanks behind them, all that do in Phi-3's."""
+    stripping = {token["content"] for token in content["added_tokens"] if token["rstrip"]}
+    theirs = {token["content"] for token in content["added_tokens"]} - NOT_STRIPPING
+    return bool(stripping) and stripping <= theirs <= stripping | {"</s>"}
+
+
+def _named(name: str, phi3: bool) -> str:
+    """Return a model's name by which llama.cpp knows whether it is one of Phi-3."""
+    if is_phi3(name) == phi3:
+        return name
+    return f"phi-3 {name}" if phi3 else re.sub("(?i)(phi)-?3", r"\1 3", name)
 
 
 def _pieces(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ extra of that name). The converted tokenizers give the same ids as mistral-commo
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,8 +187,11 @@ def _sentencepiece(content: bytes) -> Any:
     return from_pieces(model, kind == BPE)
 
 
-def from_pieces(model: Any, is_bpe: bool) -> Any:
-    """Make a tokenizer of the pieces of a SentencePiece model."""
+def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = ()) -> Any:
+    """Make a tokenizer of the pieces of a SentencePiece model.
+
+    stripping: special tokens that take the blanks behind them.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     pieces, has_bytes = model.pieces, model.trainer_spec.byte_fallback
@@ -210,7 +213,8 @@ def from_pieces(model: Any, is_bpe: bool) -> Any:
     inner.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * spec.add_dummy_prefix)
     for one in pieces:
         if one.type in (UNKNOWN, CONTROL, USER_DEFINED):
-            token = AddedToken(one.piece, special=one.type != USER_DEFINED, normalized=False)
+            strips = one.piece in stripping
+            token = AddedToken(one.piece, special=one.type != USER_DEFINED, normalized=False, rstrip=strips)
             (inner.add_tokens if one.type == USER_DEFINED else inner.add_special_tokens)([token])
     return inner
 

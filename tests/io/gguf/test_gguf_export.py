@@ -21,7 +21,7 @@ from eqx_decoders.families.gguf_architectures import ARCHITECTURES
 from eqx_decoders.families.gguf_table import FACTORS
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io import coordination
-from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, stop_ids
+from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, make_tokenizer, stop_ids
 from eqx_decoders.io.gguf.gguf_vocabulary import tokenizer_metadata
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.model.init import abstract
@@ -175,11 +175,11 @@ LLAMA3 = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 HARMONY = ("<|return|>", "<|end|>", "<|call|>", "<|endoftext|>")
 
 
-def _special(folder, names):
-    """A tokenizer's directory with special tokens, whose ids begin at 300."""
+def _special(folder, names, stripping=()):
+    """A tokenizer's directory with special tokens, whose first id is returned."""
     inner = Tokenizer.from_str(train_bpe(["a tale of two cities, twice told"] * 3, 300).to_json())
     first = inner.get_vocab_size()
-    inner.add_special_tokens([AddedToken(name, special=True) for name in names])
+    inner.add_special_tokens([AddedToken(name, special=True, rstrip=name in stripping) for name in names])
     JsonTokenizer(inner).save(folder)
     return first
 
@@ -239,7 +239,44 @@ def test_a_tokenizer_that_is_given_is_never_dropped(tmp_path):
     words = tokenizer_metadata(tmp_path / "folder" / "tokenizer.json", {}, 300)
     assert words == tokenizer_metadata(tmp_path / "folder", {}, 300) and words["tokenizer.chat_template"] == "x"
     (tmp_path / "none").mkdir()
-    assert tokenizer_metadata(tmp_path / "none", {}, 300) == {KEYS + "model": "none"}
+    assert tokenizer_metadata(tmp_path / "none", {}, 300) == {KEYS + "model": "none", "general.name": ""}
     (tmp_path / "none" / "tekken.json").write_text("{}")
     with pytest.raises(ed.DataError):
         tokenizer_metadata(tmp_path / "none", {}, 300)
+
+
+def test_a_name_says_whether_special_tokens_take_blanks(tmp_path):
+    """As llama.cpp does with Phi-3's, whose tokenizer is written with that name, and no other's."""
+    names, text = ("<unk>", "</s>", "<|end|>", "<|user|>"), "<|user|>\n twice<|end|> \n<unk> \ntwo"
+    for number, (stripping, stem, name) in enumerate(
+        [(names[2:], "x", "phi-3 x"), (names[1:], "a-Phi3", "a-Phi3"), ((), "Phi-3", "Phi 3"), ((), "y", "y")]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _special(folder, names, stripping)
+        ours, file = load_tokenizer(folder), folder / f"{stem}.gguf"
+        ed.save_gguf(ed.init(_small(ours.vocab_size), key=KEY), file, tokenizer=folder)
+        assert gguf.GGUFReader(file).fields["general.name"].contents() == name
+        assert load_tokenizer(file).encode(text, special=True).tolist() == ours.encode(text, special=True).tolist()
+        again = tokenizer_metadata(file, {}, ours.vocab_size, "z")
+        assert again["general.name"] == ("phi-3 z" if stripping else "z")
+
+
+def test_pieces_of_sentencepiece_take_blanks_as_well():
+    tokens = ["<unk>", "<s>", "</s>", "<|end|>", "▁", "a", "<0x0A>"]
+    words = {"model": "llama", "tokens": tokens, "token_type": [2, 3, 3, 3, 1, 1, 6], "add_space_prefix": False}
+    words = {KEYS + key: value for key, value in words.items()}
+    for name, ids in (("My Phi-3", [3, 5, 2, 5, 1, 4, 5]), ("Phi 4", [3, 4, 6, 5, 2, 4, 5, 1, 4, 5])):
+        inner, _ = make_tokenizer(words | {"general.name": name})
+        assert inner.encode("<|end|> \na</s> a<s> a", add_special_tokens=False).ids == ids
+
+
+def test_a_tokenizer_without_merges_is_written(tmp_path):
+    """An empty list, which has no type, is left out and read again as one."""
+    inner = Tokenizer.from_str(train_bpe(["ab"], 257).to_json())
+    content = json.loads(inner.to_str())
+    content["model"]["merges"] = []
+    JsonTokenizer(Tokenizer.from_str(json.dumps(content))).save(tmp_path)
+    ed.save_gguf(ed.init(_small(257), key=KEY), tmp_path / "x.gguf", tokenizer=tmp_path)
+    assert "tokenizer.ggml.merges" not in gguf.GGUFReader(tmp_path / "x.gguf").fields
+    assert load_tokenizer(tmp_path / "x.gguf").encode("ab").tolist() == load_tokenizer(tmp_path).encode("ab").tolist()

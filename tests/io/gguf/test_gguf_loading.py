@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.gguf_table import PATTERN, Found, read_masks
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.gguf.gguf_header import read_gguf
 from eqx_decoders.io.gguf.gguf_tensors import BLOCKS, decoded, raw
@@ -238,6 +240,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
             ed.load_hf(file)
 
 
+DIVIDED = {"rope_freqs.weight": np.full(32, 2.0, np.float32)}
 SCALED = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_attn_factor": 2.0}
 
 
@@ -255,6 +258,9 @@ SCALED = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_attn_facto
         ({"llama.attention.sliding_window": 128}, {}, "sliding_window"),
         ({"llama.rope.dimension_count": 32}, {}, "the size of a head"),
         (SCALED, {}, "yarn_attn_factor"),
+        (SCALED, DIVIDED, "rope_freqs.weight beside"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}, DIVIDED, "rope_freqs.weight beside"),
+        ({"llama.rope.scaling.factor": 2.0}, DIVIDED, "rope_freqs.weight beside"),
         ({"llama.new.trick": 1}, {}, "new.trick"),
         ({}, {"blk.0.attn_x.weight": np.ones(4, np.float32)}, "blk.0.attn_x.weight belongs to no weight"),
         ({}, {"output_norm.weight": np.ones(4, np.float32)}, "has the shape"),
@@ -266,6 +272,13 @@ def test_what_a_file_says_is_understood_or_refused(metadata, tensors, says, tmp_
     keys = {"llama.attention.layer_norm_rms_epsilon": 1e-5} | metadata
     with pytest.raises(ed.ConversionError, match=says):
         ed.load_hf(tiny(tmp_path / "x.gguf", metadata=keys, **tensors))
+
+
+@pytest.mark.parametrize("pattern", ["abc", float("nan"), 0])
+def test_a_pattern_of_masks_is_a_whole_number(pattern):
+    found = Found(Fields({PATTERN: pattern}, "x"), (), {})
+    with pytest.raises(ed.ConversionError, match=r"sliding_window_pattern=.* must be an integer"):
+        read_masks(found, {"num_hidden_layers": 2}, 2)
 
 
 def test_other_architectures_and_tokenizers_are_refused(tmp_path):
