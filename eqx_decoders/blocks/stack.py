@@ -95,8 +95,8 @@ class Segment(eqx.Module):
                 past = None if read is None else pasts(unit_caches[number], read)
                 key = None if keys is None else keys[number]
                 x, entry, stat = run(eqx.combine(arrays, block), x, block_ctx, past, key)
-                shared = shared | block.config.lent(past, entry)
                 shared = {name: lent for name, lent in shared.items() if name != block.config.shortcut_from}
+                shared |= block.config.lent(past, entry)
                 entries.append({name: entry[name] for name in unit_caches[number]})
                 stats.append(stat)
             carried = {name: shared.get(name, ctx.shared[name]) for name in replaced}

@@ -48,9 +48,9 @@ class SharedTransformerConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         check(self.mlp.fused, "SharedTransformerConfig.mlp.fused=False must be True: layers add to one product.")
-        plain = self.attention.out_dim is None and self.attention.kv_shared_from is None
+        plain = all(getattr(self.attention, name) is None for name in ("out_dim", "value_dim", "kv_shared_from"))
         plain = plain and not self.attention.fused_qkv and not self.attention.shared_kv
-        rule = "must have projections of its own for queries, keys and values, and no out_dim"
+        rule = "must have projections of its own for queries, keys and values, and no out_dim or value_dim"
         check(plain, f"SharedTransformerConfig.attention {rule}.")
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "SharedTransformers":

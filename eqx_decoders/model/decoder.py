@@ -132,7 +132,7 @@ class Decoder(eqx.Module):
             embedding_norm=None if config.embedding_norm is None else config.embedding_norm.build(config.embed_dim),
             positions=None if config.positions is None else config.positions.build(config.embed_dim, key=position_key),
             per_layer_embedding=per_layer and per_layer.build(config.embed_dim, layers, key=per_layer_key),
-            streams=config.residual.build_maps(config.embed_dim, key=jax.random.fold_in(key, 9)),
+            streams=config.residual.build_maps(config.embed_dim, key=jax.random.fold_in(key, 10)),
             segments=tuple(stack),
             final_norm=None if config.final_norm is None else config.final_norm.build(config.embed_dim),
             head_transform=None if transform is None else transform.build(config.embed_dim, key=transform_key),

@@ -14,6 +14,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.core.prng import fast_key
 from eqx_decoders.errors import check
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 from eqx_decoders.model.decoder import Decoder
@@ -99,7 +100,8 @@ def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1
 
 def _needs_others(block: BlockConfig) -> bool:
     """Return whether a block needs what only the model's layers have."""
-    return block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig)
+    hashed = isinstance(block.mlp, ExpertsConfig) and block.mlp.router.hashed_tokens
+    return block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig) or bool(hashed)
 
 
 def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:

@@ -54,6 +54,7 @@ AXES: dict[str, str] = {
     "mlp": "hidden features of a feed-forward layer",
     "series": "series of features of a token that compressed keys are made of: one for each window that it is in",
     "out_groups": "groups of heads that are projected to the stream together",
+    "out_rank": "features of such a group between its two projections",
     "group_heads": "heads of such a group",
     "inputs": "input projections of a fused feed-forward layer",
     "experts": "experts: feed-forward layers of which each token uses a few",
@@ -170,7 +171,10 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     inner = tuple(word for word in words if word != "layers")
     ends = {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
     inner = inner[1:] if inner[:1] == ("experts",) else inner
-    if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner) or inner[0] == "streams":
+    others = (
+        {"vocab", "positions"} & set(inner) or inner[0] in ("streams", "out_groups") or inner[:2] == ("heads", "inner")
+    )
+    if len(inner) < 2 or not ends & set(inner) or others:
         return None
     count = 1 if inner[0] in ends else len(inner) - 1
     return inner[:count], inner[count:]

@@ -92,6 +92,7 @@ def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:
     for pattern in config.targets:
         matched = matching(words, (pattern,), "LoRAConfig.targets")
         matrices = [path for path in words if path in matched and product_axes(words[path]) is not None]
+        matrices = [path for path in matrices if "rank" not in words[path]]  # pairs that a layer has already
         check(
             bool(matrices),
             f"LoRAConfig.targets={pattern!r} matches {min(matched)}, which is no matrix of a block: tables, heads, "

@@ -19,14 +19,19 @@ from eqx_decoders.training.step.step import Trainer
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LAYER_SCALAR = {"residual.scale"}  # `layer_scalar`
 CORRECTION_BIAS = {"router.selection_bias"}  # `e_score_correction_bias`, which moves by a rule of its own
+# indexers that no loss teaches
+BLOCK_INDEXER = {"indexer.query", "indexer.key", "query_norm.scale", "key_norm.scale"}
+COMPRESSED_INDEXER = {"indexer.query", "indexer.head_weight", "norm.scale"}
+COMPRESSED_INDEXER |= {f"compressor.{part}" for part in ("key", "gate", "bias")}
 CLIPS = {f"{side}_{end}" for side in ("input", "output") for end in ("min", "max")}
 PUBLISHED = {
     **dict.fromkeys(("gemma4_dense", "gemma4_moe", "gemma4_small"), LAYER_SCALAR),
     "gemma4_audio": LAYER_SCALAR | CLIPS,
     "minimax": {"mixer.rates"},  # `slope_rate`
     "apertus": {"xielu.beta", "xielu.eps"},
-    **dict.fromkeys(("minimax_m2", "minimax_m3", "longcat_flash", "mimo_v2_flash"), CORRECTION_BIAS),
-    "deepseek_v4": CORRECTION_BIAS | {"router.table"},
+    **dict.fromkeys(("minimax_m2", "longcat_flash", "mimo_v2_flash"), CORRECTION_BIAS),
+    "minimax_m3": CORRECTION_BIAS | BLOCK_INDEXER,
+    "deepseek_v4": CORRECTION_BIAS | {"router.table"} | COMPRESSED_INDEXER,
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,
     **dict.fromkeys(

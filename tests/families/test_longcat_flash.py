@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -102,3 +103,18 @@ def test_an_export_has_what_transformers_needs_of_zero_experts(tmp_path):
     for name, tensor in original.items():
         np.testing.assert_array_equal(new[name], 0.0 if name in unused else tensor)
         np.testing.assert_array_equal(again[name], tensor)
+
+def test_a_block_may_take_and_send_under_one_name():
+    """It takes what was sent before, whatever it sends itself."""
+
+    def logits(*names):
+        sent = [None if name is None else dataclasses.replace(FIRST.mlp, shortcut=name) for name in names]
+        blocks = [
+            dataclasses.replace(FIRST, mlp=mlp or SECOND.mlp, shortcut_from=before)
+            for mlp, before in zip(sent, (None, *names), strict=False)
+        ]
+        config = dataclasses.replace(SMALL, blocks=tuple(blocks))
+        return ed.init(config, key=jax.random.key(0))(some_tokens(1, 4)).logits
+
+    one, three = logits("a", "a", "a", None), logits("a", "b", "c", None)
+    assert_close(one, three)

@@ -26,6 +26,7 @@ from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
+from eqx_decoders.sharding.axes import FROZEN
 
 
 AttentionPast = Past | dict[str, Past]
@@ -268,7 +269,7 @@ class Attention(eqx.Module):
     value_norm: Norm | None
     inner_norm: Norm | None
     sink: Float[Array, "heads"] | None
-    indexer: BlockIndexer | None
+    indexer: BlockIndexer | None = eqx.field(metadata=FROZEN)
     config: AttentionConfig = eqx.field(static=True)
 
     def __call__(

@@ -38,6 +38,7 @@ from eqx_decoders.layers.norm import Norm, NormConfig, RMSNorm, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
+from eqx_decoders.sharding.axes import FROZEN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,8 @@ class CompressedAttentionConfig(CheckedFields):
         check(fits, f"CompressedAttentionConfig.rope_dim={self.rope_dim} {rule}.")
         rule = "CompressedAttentionConfig.indexer needs a compression: it chooses compressed keys"
         check(self.indexer is None or self.compression is not None, f"{rule}.")
+        rule = "CompressedAttentionConfig.rope must not depend on a text's length: keys of windows keep their rotation"
+        check(self.rope.fixed_length is None, f"{rule}.")
 
     @property
     def mask(self) -> SlidingWindow:
@@ -217,11 +220,11 @@ class CompressedAttention(eqx.Module):
     query_up: Float[Array, "q_rank heads head_dim"]
     key: Float[Array, "embed head_dim"]
     key_norm: Norm
-    out_down: Float[Array, "out_groups group_heads head_dim rank"]
-    out_up: Float[Array, "out_groups rank embed"]
+    out_down: Float[Array, "out_groups group_heads head_dim out_rank"]
+    out_up: Float[Array, "out_groups out_rank embed"]
     sink: Float[Array, "heads"]
     compressor: Compressor | None
-    indexer: CompressedIndexer | None
+    indexer: CompressedIndexer | None = eqx.field(metadata=FROZEN)
     config: CompressedAttentionConfig = eqx.field(static=True)
 
     def branch(self, x: Array, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None) -> BranchResult:
@@ -319,9 +322,11 @@ class CompressedAttention(eqx.Module):
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         grouped = out.reshape(*out.shape[:2], self.config.out_groups, -1, out.shape[3])
         pattern = (
-            "batch length out_groups group_heads head_dim, out_groups group_heads head_dim rank "
-            "-> batch length out_groups rank"
+            "batch length out_groups group_heads head_dim, out_groups group_heads head_dim out_rank "
+            "-> batch length out_groups out_rank"
         )
         low = ctx.einsum(pattern, grouped, self.out_down)
-        out = ctx.einsum("batch length out_groups rank, out_groups rank embed -> batch length embed", low, self.out_up)
+        out = ctx.einsum(
+            "batch length out_groups out_rank, out_groups out_rank embed -> batch length embed", low, self.out_up
+        )
         return save(ctx.constrain(out, "batch length embed"), "out_proj")

@@ -45,7 +45,8 @@ class HeadMixtureConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("fused_qkv", "qkv_bias", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from"):
+        for field in ("fused_qkv", "qkv_bias", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from",
+            "value_dim", "alibi"):  # fmt: skip
             value = getattr(self.attention, field)
             check(not value, f"HeadMixtureConfig.attention has {field}={value!r}: {_RULE}. Leave it out.")
         over = "head" if self.attention.qk_norm is None else self.attention.qk_norm.over
@@ -128,8 +129,16 @@ class HeadMixture(Attention):
         self, x: Array, chosen: Array, ctx: Context
     ) -> Float[Array, "batch length slots kv_heads head_dim"]:
         """Return the queries of each token's experts, of those of all."""
-        pattern = "batch length embed, experts embed kv_heads head_dim -> batch length experts kv_heads head_dim"
-        of_all = ctx.constrain(ctx.einsum(pattern, x, self.query), "batch length experts kv_heads head_dim")
+        if eqx.is_array(self.query):
+            pattern = "batch length embed, experts embed kv_heads head_dim -> batch length experts kv_heads head_dim"
+            of_all = ctx.einsum(pattern, x, self.query)
+        else:  # other kinds of weights have a product for each expert
+            pattern = (
+                "experts batch length embed, experts embed kv_heads head_dim -> experts batch length kv_heads head_dim"
+            )
+            spread = jnp.broadcast_to(x[None], (self._num_experts, *x.shape))
+            of_all = jnp.moveaxis(ctx.einsum(pattern, spread, self.query), 0, 2)
+        of_all = ctx.constrain(of_all, "batch length experts kv_heads head_dim")
         mine = self._is_chosen(chosen)[..., None, None]
         return jnp.sum(jnp.where(mine, of_all[:, :, None], 0), axis=3)
 
@@ -139,11 +148,21 @@ class HeadMixture(Attention):
         """Return the sum of the outputs of all experts on the weighed heads that chose them."""
         mine, weighed = self._is_chosen(chosen)[..., None, None], heads * weights.astype(heads.dtype)[..., None, None]
         shares = jnp.sum(jnp.where(mine, weighed[:, :, :, None], 0), axis=2)
-        pattern = "batch length experts kv_heads head_dim, experts kv_heads head_dim embed -> batch length embed"
-        return ctx.einsum(pattern, ctx.constrain(shares, "batch length experts kv_heads head_dim"), self.out)
+        shares = ctx.constrain(shares, "batch length experts kv_heads head_dim")
+        if eqx.is_array(self.out):
+            pattern = "batch length experts kv_heads head_dim, experts kv_heads head_dim embed -> batch length embed"
+            return ctx.einsum(pattern, shares, self.out)
+        pattern = (
+            "experts batch length kv_heads head_dim, experts kv_heads head_dim embed -> experts batch length embed"
+        )
+        return jnp.sum(ctx.einsum(pattern, jnp.moveaxis(shares, 2, 0), self.out), axis=0)
 
     def _is_chosen(self, chosen: Int32[Array, "batch length slots"]) -> Bool[Array, "batch length slots experts"]:
-        return chosen[..., None] == jnp.arange(len(self.query), dtype=chosen.dtype).reshape(1, 1, 1, -1)
+        return chosen[..., None] == jnp.arange(self._num_experts, dtype=chosen.dtype).reshape(1, 1, 1, -1)
+
+    @property
+    def _num_experts(self) -> int:
+        return self.query.shape[0]
 
     # --- rows sorted by expert ---
 
@@ -157,7 +176,7 @@ class HeadMixture(Attention):
     def _sorted_outputs(
         self, heads: Array, chosen: Array, weights: Array, ctx: Context
     ) -> Float[Array, "batch length embed"]:
-        kernel = self.out.reshape(len(self.out), -1, self.out.shape[-1])
+        kernel = self.out.reshape(self._num_experts, -1, self.out.shape[-1])
         out = _multiply_by_chosen(heads.reshape(chosen.size, -1), chosen.reshape(-1, 1), kernel, ctx)
         out = out.reshape(*chosen.shape, -1).astype(weights.dtype) * weights[..., None]
         return jnp.sum(out, axis=2).astype(heads.dtype)

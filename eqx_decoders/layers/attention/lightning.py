@@ -64,7 +64,7 @@ class LightningAttentionConfig(CheckedFields):
         share = (jnp.asarray(last - layer, jnp.float32) + 1e-5) / (
             last + 1e-5
         ) + 1e-5  # 1 - layer / (last + 1e-5) + 1e-5
-        return first * share[None]
+        return first * jnp.maximum(share, 1e-5)[None]  # of layers beyond those, too
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray, layer: int | Int[Array, ""] = 0) -> "LightningAttention":
         keys, heads = jax.random.split(key, 5), (self.num_heads, self.head_dim)

@@ -40,6 +40,9 @@ class CompressedKeys(LayerCache):
         windows = jnp.where(ends >= 0, ends // self.size, -1)
         return dataclasses.replace(self, kv=self.kv.commit(NewKV(entries.key, None), windows))
 
+    def with_row(self, index: int | Int[Array, ""], row: "CompressedKeys") -> "CompressedKeys":
+        return dataclasses.replace(self, kv=self.kv.with_row(index, row.kv))
+
     def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> Any:
         return self.kv.past_of_rows(slices, rows)
 

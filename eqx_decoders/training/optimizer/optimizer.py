@@ -58,6 +58,10 @@ class OptimizerConfig(CheckedFields):
         "*.table",
         "*.a_log",
         "*.skip",
+        "*.decay",
+        "*.bonus",
+        "*_mix",
+        "*.alpha_?",
     )
     """Patterns of weights' paths without weight decay."""
     trainable: tuple[str, ...] = ("*",)

@@ -12,6 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.attention import topk
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
+from eqx_decoders.layers.cache.compressed_keys import CompressedShape, NewWindows
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_close
@@ -160,3 +161,16 @@ def test_operations_are_counted():
     config = CompressedAttentionConfig(**SIZES, **FORMS["chosen"])
     assert config.token_products(20) == 4 * (4 + 2) * 16 + 8 * 6 * 10
     assert dataclasses.replace(config, indexer=None).token_products(20) == 4 * (4 + 10) * 16
+
+
+def test_rows_of_another_length_replace_rows():
+    """What is beyond a shorter one is empty; of a longer one the windows that fit are there."""
+
+    def caches(windows, count):
+        cache = CompressedShape(windows=windows, size=4, head_dim=8).build(1, 2, jnp.float32)
+        last = jnp.broadcast_to(4 * jnp.arange(count) + 3, (1, 2, count))
+        positions = jnp.broadcast_to(jnp.arange(4 * count), (2, 4 * count))
+        return cache.commit(NewWindows(jnp.ones((1, 2, count, 1, 8)), last), positions)
+
+    long = caches(8, 8).with_row(0, caches(3, 2).row(jnp.int32(1)))
+    np.testing.assert_array_equal(long.kv.positions, [[0, 1, *[-1] * 6], range(8)])

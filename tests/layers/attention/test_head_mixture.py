@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.training.lora_config import LoRAConfig
 from tests.compare import assert_close
 from tests.layers.common import BF16, context, drawn, normal
+from tests.models import filled, some_tokens
 from tests.oracles import ready_by_hand, route_by_hand, sees, wide
 
 
@@ -109,3 +112,16 @@ def test_norms_over_all_heads_and_too_many_experts_are_refused():
         mixture(qk_norm=QKNorm(over="heads"))
     with pytest.raises(ed.ConfigError, match=r"num_heads of 3 experts, but num_experts=2"):
         dataclasses.replace(mixture(), num_experts=2)
+
+
+def test_other_kinds_of_weights_have_a_product_for_each_expert():
+    """In few bits, in 8 bits and with low-rank pairs: as the array that they stand for."""
+    config = ed.DecoderConfig(
+        vocab_size=16, embed_dim=24, blocks=(ed.BlockConfig(mixer=mixture(), mlp=None),), final_norm=RMSNormConfig()
+    )
+    model, tokens = filled(config), some_tokens(1, 5) % 16
+    few = ed.quantize(model, "int8")
+    assert_close(few(tokens).logits, ed.dequantize(few)(tokens).logits, units=64)
+    pairs = ed.add_lora(model, LoRAConfig(rank=2, targets=("*.mixer.query", "*.mixer.out")), key=jax.random.key(0))
+    pairs = jax.tree.map(lambda leaf: leaf + 0.1, pairs)
+    assert_close(pairs(tokens).logits, ed.merge_lora(pairs)(tokens).logits, units=64)

@@ -58,5 +58,10 @@ def test_rates_of_a_new_model_fall_from_layer_to_layer():
     blocks = [block for segment in model.segments for block in segment.unstacked()]
     first = 2.0 ** np.array([-2.0, -4.0, -6.0, -8.0])
     for layer in (0, 2, 3):
-        want = first * (1 - layer / (2 + 1e-5) + 1e-5)
+        want = first * max(1 - layer / (2 + 1e-5) + 1e-5, 1e-5)  # layer 3 is beyond the three
         np.testing.assert_allclose(blocks[layer].mixer.rates, want, rtol=1e-5, atol=1e-9)
+
+
+def test_layers_beyond_those_of_the_rates_forget_too():
+    rates = LightningAttentionConfig(num_heads=2, head_dim=4).rates(3)
+    assert np.all(np.asarray(rates) > 0)
