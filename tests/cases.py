@@ -429,7 +429,7 @@ def _mixer(case: Case):
         rope=rope,
         qk_norm=QK_NORMS[case["qk_norm"]],
         spans=case["mask"] in SPANS,
-        alibi=Alibi(max_exponent=3.0) if rope is None else None,
+        alibi=Alibi(max_exponent=3.0) if rope is None and case["mixer"] != "head mixture" else None,
         out_dim=24 if case["residual"] == "chained" and not learned else None,
         **MIXERS.get(case["mixer"], {}),
     )

@@ -104,6 +104,7 @@ def test_an_export_has_what_transformers_needs_of_zero_experts(tmp_path):
         np.testing.assert_array_equal(new[name], 0.0 if name in unused else tensor)
         np.testing.assert_array_equal(again[name], tensor)
 
+
 def test_a_block_may_take_and_send_under_one_name():
     """It takes what was sent before, whatever it sends itself."""
 
