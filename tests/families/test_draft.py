@@ -206,8 +206,21 @@ def test_words():
     assert [python_name(kind) for kind in ("Phi-3.5", "3d", "class", "../x", "é")] == [
         "phi_3_5", "family_3d", "family_class", "___x", "_",
     ]  # fmt: skip
+    shadows = ("json", "numpy", "pytest", "map_blocks", "renamed", "dataclasses", "tuple")
+    assert [python_name(kind) for kind in shadows] == [f"family_{kind}" for kind in shadows]
+    assert python_name("llama_sizes", ("llama_sizes",)) == "family_llama_sizes"
     value = {"a": [True, None, 1.5, "é\n"], 'q"\\': float("inf")}
     assert eval(literal(value)) == value and literal(value).isascii()
+
+
+def test_a_draft_hides_no_name_that_it_uses(tmp_path, monkeypatch):
+    """Its own file in the working directory is none that it would hide."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("own_type.py").write_text("")
+    assert python_name("own_type") == "own_type"
+    _, source, _ = draft_of(another_model(tmp_path / "model", {"model_type": "decoder_sizes"}))
+    assert "def family_decoder_sizes(" in source and "build=family_decoder_sizes" in source
 
 
 def test_a_family_of_ones_own():

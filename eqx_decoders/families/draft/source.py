@@ -1,11 +1,14 @@
 """The text of a draft: the file of the nearest family without its sizes, and with what differs."""
 
 import ast
+import builtins
+import importlib.machinery
 import keyword
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from eqx_decoders.families.draft.changes import Change
@@ -43,11 +46,20 @@ def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
 '''
 
 
-def python_name(model_type: str) -> str:
-    """Return a name of Python for a `model_type`."""
+def python_name(model_type: str, taken: Collection[str] = ()) -> str:
+    """Return a name of Python for a `model_type`, for a file and a function: none that stands for something else.
+
+    taken: names that it may not be, besides those of a draft's imports.
+    """
     name = re.sub(r"\W", "_", model_type.lower(), flags=re.ASCII)[:60]
-    plain = name.isidentifier() and not keyword.iskeyword(name)
-    return name if plain else f"family_{name}"
+    plain = name.isidentifier() and not keyword.iskeyword(name) and not hasattr(builtins, name)
+    return name if plain and name not in {*_PLACES, *taken} and not _is_module(name) else f"family_{name}"
+
+
+def _is_module(name: str) -> bool:
+    """Return whether Python imports a module of this name, which a file in the working directory would hide."""
+    places = [place for place in sys.path if Path(place).resolve() != Path.cwd()]
+    return name in sys.stdlib_module_names or importlib.machinery.PathFinder.find_spec(name, places) is not None
 
 
 def draft_source(comparison: Comparison, notes: Notes, source: str) -> str:
@@ -59,8 +71,8 @@ def draft_source(comparison: Comparison, notes: Notes, source: str) -> str:
     - `notes`: what it says besides.
     - `source`: the text of that family's file.
     """
-    name = python_name(comparison.content["model_type"])
     table = _FamilyFile(source)
+    name = python_name(comparison.content["model_type"], {*table.imports, *table.definitions})
     build = table.arguments["build"]
     own_build = bool(comparison.changes or comparison.windows)
     arguments = {
