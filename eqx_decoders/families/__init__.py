@@ -117,7 +117,7 @@ from eqx_decoders.families import (
     zamba2,
 )
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, decoders_alone
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -167,6 +167,7 @@ _MODELS: dict[str, Callable[[], DecoderConfig]] = {
 }
 FAMILIES = _collect_families()
 _NAMES = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
+_NAMES |= {kind: alone for family in FAMILIES.values() for kind, alone in decoders_alone(family).items()}
 
 
 # what `register_family` has added, which it may replace: model_types, and names of models

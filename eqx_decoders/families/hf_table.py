@@ -62,6 +62,8 @@ class Family:
         say so in `config.json`.
     - `renamed`: regular expressions of tensors' names, and their replacements when read.
     - `modules`: regular expressions of tensors' names, and transformers' names once they are loaded.
+    - `decoder_of`: model_types of checkpoints whose encoders are not implemented, and whose decoder is one of this
+        family; each with its `text_names`.
     - `text`: the text family of the decoder of a family with encoders.
     - `text_names`: prefixes of the tensors of `text`, and those that replace them.
     - `auto_class`: the class of transformers that opens such a directory.
@@ -90,6 +92,7 @@ class Family:
     with_depth: Callable[[DecoderConfig], DecoderConfig] | None = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    decoder_of: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     text: "Family | None" = None
     text_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     auto_class: str = "AutoModelForCausalLM"

@@ -206,7 +206,7 @@ def test_words():
     assert [python_name(kind) for kind in ("Phi-3.5", "3d", "class", "../x", "é")] == [
         "phi_3_5", "family_3d", "family_class", "___x", "_",
     ]  # fmt: skip
-    shadows = ("json", "numpy", "pytest", "map_blocks", "renamed", "dataclasses", "tuple")
+    shadows = ("json", "sys", "numpy", "pytest", "map_blocks", "renamed", "dataclasses", "tuple")
     assert [python_name(kind) for kind in shadows] == [f"family_{kind}" for kind in shadows]
     assert python_name("llama_sizes", ("llama_sizes",)) == "family_llama_sizes"
     value = {"a": [True, None, 1.5, "é\n"], 'q"\\': float("inf")}
