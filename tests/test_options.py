@@ -721,7 +721,7 @@ DATA = {
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
     "CompressedShape",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
-    "ChannelShape", "EncoderSizes", "ConformerSizes", "MultimodalFamily",
+    "ChannelShape", "EncoderSizes", "ConformerSizes", "MultimodalFamily", "DecoderAlone",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
     "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",

@@ -183,15 +183,16 @@ def register_family(family: Family, models: Mapping[str, Callable[[], DecoderCon
     """
     if isinstance(family, MultimodalFamily):
         family = family.with_text(find_family(family.text_type))
-    for name in (family.model_type, *family.aliases):
+    names = (family.model_type, *family.aliases, *family.decoder_of)
+    for name in names:
         known = name in _NAMES and name not in _OWN_TYPES
         check(not known, f"Family.model_type={name!r} is that of a family of the library: take another name.")
     taken = [name for name in models if name in _MODELS and name not in _OWN_MODELS]
     check(not taken, f"register_family: models has {', '.join(taken)}, which the library has: take other names.")
     FAMILIES[family.model_type] = family
-    _NAMES.update(dict.fromkeys((family.model_type, *family.aliases), family))
+    _NAMES.update(dict.fromkeys(names, family) | decoders_alone(family))
     _MODELS.update({name: _builder(model) for name, model in models.items()})
-    _OWN_TYPES.update((family.model_type, *family.aliases))
+    _OWN_TYPES.update(names)
     _OWN_MODELS.update(models)
 
 
