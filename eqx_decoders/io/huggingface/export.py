@@ -161,11 +161,11 @@ def _source_tensors(
     modules = {".".join(parts[:end]) for parts in (name.split(".") for name in tensors) for end in range(len(parts))}
     stored = stored_tensors(Directory(origin.directory)) if any(file.exists() for file in weights) else {}
 
-    def is_kept(name: str) -> bool:
+    def is_copied(name: str) -> bool:
         is_one = re.fullmatch(kind.kept_tensors, name) is not None and name not in tensors
         return name in zeros or (is_one and name.rpartition(".")[0] in modules)
 
-    return {name: (each.read_all, math.prod(each.shape) * 4) for name, each in stored.items() if is_kept(name)}
+    return {name: (each.read_all, math.prod(each.shape) * 4) for name, each in stored.items() if is_copied(name)}
 
 
 def _write_tensors(folder: Path | None, tensors: Mapping[str, tuple[Callable[[], Any], int]], shard_bytes: int) -> None:
