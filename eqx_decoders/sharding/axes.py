@@ -171,9 +171,8 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     inner = tuple(word for word in words if word != "layers")
     ends = {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
     inner = inner[1:] if inner[:1] == ("experts",) else inner
-    others = (
-        {"vocab", "positions"} & set(inner) or inner[0] in ("streams", "out_groups") or inner[:2] == ("heads", "inner")
-    )
+    others = {"vocab", "positions"} & set(inner) or inner[:1] in (("streams",), ("out_groups",))
+    others = others or inner[:2] == ("heads", "inner")
     if len(inner) < 2 or not ends & set(inner) or others:
         return None
     count = 1 if inner[0] in ends else len(inner) - 1
