@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.blocks.block_run import BlockLayer, BlockResult, BlockRun
+from eqx_decoders.blocks.block_run import LENT, BlockLayer, BlockResult, BlockRun
 from eqx_decoders.blocks.residual.base import ResidualModule
 from eqx_decoders.blocks.residual.registry import RESIDUALS, ResidualOrName
 from eqx_decoders.blocks.residual.residual import Sequential, SequentialResidual
@@ -194,8 +194,8 @@ class BlockConfig(CheckedFields):
         indexer = self.mixer.indexer if isinstance(self.mixer, LatentAttentionConfig) else None
         names = {
             self.shares_kv_as: "",
-            None if indexer is None else indexer.shares_as: "mixer.lent",
-            getattr(self.mlp, "shortcut", None): "mlp.lent",
+            None if indexer is None else indexer.shares_as: "mixer" + LENT,
+            getattr(self.mlp, "shortcut", None): "mlp" + LENT,
         }
         return {name: place for name, place in names.items() if name is not None}
 

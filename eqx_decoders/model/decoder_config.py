@@ -12,11 +12,10 @@ from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFl
 from eqx_decoders.layers.embedding.embedding import PositionsConfig
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
-from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import NormConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig, SharedTransformerConfig
 from eqx_decoders.model.config_json import decoder_from_json, decoder_to_json
-from eqx_decoders.model.mtp_config import MTPConfig
+from eqx_decoders.model.mtp_config import MTPConfig, needs_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,10 +135,6 @@ class DecoderConfig(CheckedFields):
 
 def _check_mtp_block(block: BlockConfig | None) -> None:
     """Raise ConfigError where the block of multi-token prediction needs what only the model's layers have."""
-    alone = block is None or not (block.shared_name or takers((block,)) or block.pre_layers)
-    alone = alone and not isinstance(block and block.mixer, AidedMixerConfig)
-    mlp = None if block is None else block.mlp
-    hashed = isinstance(mlp, ExpertsConfig) and mlp.router.hashed_tokens
-    check(not hashed, "DecoderConfig.mtp.block.mlp.router.hashed_tokens must be None: depths have no token ids.")
+    alone = block is None or not (needs_model(block) or takers((block,)) or block.pre_layers)
     rule = "can't use what another layer shares, take an embedding of its own, or have branches before its mixer"
-    check(alone, f"DecoderConfig.mtp.block {rule}.")
+    check(alone, f"DecoderConfig.mtp.block {rule}, or find experts by token ids.")

@@ -10,17 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.core.prng import fast_key
 from eqx_decoders.errors import check
-from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp import MTP
-from eqx_decoders.model.mtp_config import MTPConfig
+from eqx_decoders.model.mtp_config import MTPConfig, needs_model
 from eqx_decoders.numerics.precision import Precision
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
@@ -98,16 +95,10 @@ def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1
     return dataclasses.replace(config, mtp=_mtp_like(config, num_depths, loss_weight))
 
 
-def _needs_others(block: BlockConfig) -> bool:
-    """Return whether a block needs what only the model's layers have."""
-    hashed = isinstance(block.mlp, ExpertsConfig) and block.mlp.router.hashed_tokens
-    return block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig) or bool(hashed)
-
-
 def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
     # the last block with a mixer that uses nothing of another layer
-    own_kv = [each for each in config.blocks if each.mixer is not None and not _needs_others(each)]
+    own_kv = [each for each in config.blocks if each.mixer is not None and not needs_model(each)]
     nothing = dict(shares_kv_as=None, shortcut_from=None)
     block = dataclasses.replace((own_kv or config.blocks)[-1], pre_layers=(), post_layers=(), **nothing)
     if block.mlp is None:  # blocks of one layer each: join both kinds

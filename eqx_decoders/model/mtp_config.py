@@ -4,7 +4,15 @@ import dataclasses
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveInt, check
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import NormConfig
+from eqx_decoders.layers.shared_transformer import AidedMixerConfig
+
+
+def needs_model(block: BlockConfig) -> bool:
+    """Return whether a block's layers need what only a model's layers have, such as token ids."""
+    hashed = isinstance(block.mlp, ExpertsConfig) and block.mlp.router.hashed_tokens is not None
+    return hashed or block.shared_name is not None or isinstance(block.mixer, AidedMixerConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -412,3 +412,13 @@ def test_padding_within_a_document_is_not_crossed(count, want):
     assert same_document(positions, segments, count)[0].astype(int).tolist() == want
     alone = same_document(positions[:, :5], None, count)[0].astype(int).tolist()
     assert alone == want[:5]
+
+
+def test_depths_do_not_find_experts_by_token_ids():
+    """The block is refused, and those that are added are like an earlier one."""
+    experts = dataclasses.replace(EXPERTS, router=RouterConfig(hashed_tokens=8))
+    hashed = dataclasses.replace(BLOCK, mlp=experts)
+    with pytest.raises(ed.ConfigError, match=r"mtp\.block .* find experts by token ids"):
+        small(1, block=hashed)
+    config = dataclasses.replace(small(1), mtp=None, blocks=(BLOCK, hashed))
+    assert with_mtp(config, 1).mtp.block == BLOCK

@@ -121,3 +121,16 @@ class ReadWriteResidual(eqx.Module):
             y, coefficients = self.read(state, branch, ctx)
             state = self.write(state, branch(y), coefficients)
         return self.end(state, drop, ctx)
+
+
+class CountingResidual(ReadWriteResidual):
+    """Residual connection with something of its own for each layer, but for those that read all streams.
+
+    Its state is the stream, or the streams, and the number of such layers so far.
+    """
+
+    def begin(self, x: Array) -> tuple[Array, int]:
+        return x, 0
+
+    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Array:
+        return drop(state[0])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.base import CountingResidual, Reader, Residual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -152,17 +152,11 @@ class StreamSum(eqx.Module):
         return _read(x, jnp.moveaxis(jax.nn.sigmoid(h) + self.config.eps, -1, 0))
 
 
-class HyperConnected(ReadWriteResidual):
-    """Hyper-connections of one block: a connection for each layer, but for those that read all streams.
-
-    Its state is the streams, and the number of connections used so far.
-    """
+class HyperConnected(CountingResidual):
+    """Hyper-connections of one block: a connection for each layer, but for those that read all streams."""
 
     connections: tuple[Connection, ...]
     config: HyperConnections = eqx.field(static=True)
-
-    def begin(self, x: Float[Array, "batch length streams embed"]) -> tuple[Array, int]:
-        return x, 0
 
     def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Coefficients | None]:
         x, used = state
@@ -176,9 +170,6 @@ class HyperConnected(ReadWriteResidual):
     ) -> tuple[Array, int]:
         x, used = state
         return (x + out, used) if coefficients is None else (_mixed(x, out, coefficients), used + 1)
-
-    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Float[Array, "batch length streams embed"]:
-        return drop(state[0])
 
 
 # Sums over a few streams are written out: a product of matrices this small would leave a matrix unit idle.

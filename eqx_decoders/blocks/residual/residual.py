@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import Dropout, Reader, ReadWriteResidual, Residual
+from eqx_decoders.blocks.residual.base import CountingResidual, Dropout, Reader, ReadWriteResidual, Residual
 from eqx_decoders.context import Context
 from eqx_decoders.errors import PositiveFloat, check
 from eqx_decoders.layers.norm import LayerNormConfig, Norm, NormConfig
@@ -72,13 +72,10 @@ class PostNorm(Residual):
         return PostNormResidual(norms=tuple(self.norm.build(embed_dim) for _ in range(branches)))
 
 
-class PostNormResidual(ReadWriteResidual):
-    """`x = norm(x + branch(x))`, one branch after another. Its state is the stream, and the number of norms used."""
+class PostNormResidual(CountingResidual):
+    """`x = norm(x + branch(x))`, one branch after another."""
 
     norms: tuple[Norm, ...]
-
-    def begin(self, x: Array) -> tuple[Array, int]:
-        return x, 0
 
     def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Norm | None]:
         x, used = state
@@ -87,9 +84,6 @@ class PostNormResidual(ReadWriteResidual):
     def write(self, state: tuple[Array, int], out: Array, coefficients: Norm | None = None) -> tuple[Array, int]:
         x, used = state
         return (x + out, used) if coefficients is None else (coefficients(x + out), used + 1)
-
-    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Array:
-        return drop(state[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,14 +118,11 @@ class Gain(eqx.Module):
     scale: Float[Array, "embed"]
 
 
-class WeightedResidual(ReadWriteResidual):
-    """`x = keep * gain * s + add * branch(s)`; its state is the stream, and the number of branches so far."""
+class WeightedResidual(CountingResidual):
+    """`x = keep * gain * s + add * branch(s)`, one branch after another."""
 
     gains: tuple[Gain, ...] | None
     config: Weighted = eqx.field(static=True)
-
-    def begin(self, x: Array) -> tuple[Array, int]:
-        return x, 0
 
     def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Array | None]:
         x = state[0] if reader.stream_norm is None else reader.stream_norm(state[0])
@@ -146,9 +137,6 @@ class WeightedResidual(ReadWriteResidual):
             x = x * self.gains[number].scale.astype(x.dtype)[None, None]
         keep, add = (1.0 if not each else each[number] for each in (config.keep, config.add))
         return scale(x, keep) + scale(out, add), number + 1
-
-    def end(self, state: tuple[Array, int], drop: Dropout, ctx: Context) -> Array:
-        return drop(state[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
