@@ -22,7 +22,7 @@ from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
-from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
 from eqx_decoders.planning.traced_memory import abstract_batch

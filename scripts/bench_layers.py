@@ -11,7 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.attention.kernels.registry import attend
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.layers.moe.experts import ExpertsConfig
-from eqx_decoders.layers.recurrent.recurrence import delta_rule as gated_delta_rule, linear_recurrence
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule as gated_delta_rule, linear_recurrence
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm
 

@@ -16,7 +16,7 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
-from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
 from eqx_decoders.sharding import backend

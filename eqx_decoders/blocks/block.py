@@ -18,7 +18,6 @@ from eqx_decoders.layers.attention.compressed_attention import CompressedAttenti
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixture, HeadMixtureConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
-from eqx_decoders.layers.attention.lightning import LightningAttention, LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
 from eqx_decoders.layers.base import BranchLayer
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
@@ -32,6 +31,7 @@ from eqx_decoders.layers.parallel_mixers import ParallelMixers, ParallelMixersCo
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolution, GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.lightning import LightningAttention, LightningAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1, Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2, Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTM, MLSTMConfig

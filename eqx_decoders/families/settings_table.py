@@ -26,13 +26,13 @@ from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig
-from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig

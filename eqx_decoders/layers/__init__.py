@@ -52,10 +52,6 @@ from eqx_decoders.layers.attention.learned_init import (
     LearnedInit as LearnedInit,
     LearnedInitConfig as LearnedInitConfig,
 )
-from eqx_decoders.layers.attention.lightning import (
-    LightningAttention as LightningAttention,
-    LightningAttentionConfig as LightningAttentionConfig,
-)
 from eqx_decoders.layers.attention.mla import (
     LatentAttention as LatentAttention,
     LatentAttentionConfig as LatentAttentionConfig,
@@ -122,16 +118,23 @@ from eqx_decoders.layers.recurrent.kimi_delta import (
     KimiDeltaAttention as KimiDeltaAttention,
     KimiDeltaAttentionConfig as KimiDeltaAttentionConfig,
 )
+from eqx_decoders.layers.recurrent.lightning import (
+    LightningAttention as LightningAttention,
+    LightningAttentionConfig as LightningAttentionConfig,
+)
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1 as Mamba1, Mamba1Config as Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTM as MLSTM, MLSTMConfig as MLSTMConfig
-from eqx_decoders.layers.recurrent.recurrence import delta_rule as delta_rule, linear_recurrence as linear_recurrence
 from eqx_decoders.layers.recurrent.rg_lru import RGLRU as RGLRU, RGLRUConfig as RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import (
     ChannelMix as ChannelMix,
     ChannelMixConfig as ChannelMixConfig,
     TimeMix as TimeMix,
     TimeMixConfig as TimeMixConfig,
+)
+from eqx_decoders.layers.recurrent.scans.recurrence import (
+    delta_rule as delta_rule,
+    linear_recurrence as linear_recurrence,
 )
 from eqx_decoders.layers.rope import (
     DynamicRope as DynamicRope,

@@ -17,7 +17,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig
-from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from tests.cases import RECURRENT
 from tests.compare import assert_close
 from tests.layers.cached_mixers import FULL

@@ -12,7 +12,6 @@ from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
-from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig
@@ -23,6 +22,7 @@ from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig

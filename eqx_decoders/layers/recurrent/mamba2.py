@@ -34,7 +34,7 @@ from eqx_decoders.layers.recurrent.common import (
     proposed_state,
     zero_padding,
 )
-from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
+from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.einsum import add_bias, scale
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save

@@ -21,8 +21,8 @@ from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, StateShape
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import cached_part, new_states, proposed_state, zero_padding
-from eqx_decoders.layers.recurrent.log_scan import EMPTY, MAXIMA, scan_on_mesh
-from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
+from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MAXIMA, scan_on_mesh
+from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 

@@ -21,7 +21,7 @@ from eqx_decoders.layers.cache.recurrent_state import ChannelShape, ChannelUpdat
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import cached_part, convolved, zero_padding
-from eqx_decoders.layers.recurrent.selective_scan import scan_on_mesh
+from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save

@@ -20,7 +20,7 @@ from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import cached_part, convolved_stream, new_states, zero_padding
-from eqx_decoders.layers.recurrent.log_scan import EMPTY, MEANS, State, scan_on_mesh, weighted
+from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MEANS, State, scan_on_mesh, weighted
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 

@@ -12,7 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
-from eqx_decoders.layers.recurrent.selective_scan import scan_on_mesh, selective_scan
+from eqx_decoders.layers.recurrent.scans.selective_scan import scan_on_mesh, selective_scan
 from tests.compare import assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import wide

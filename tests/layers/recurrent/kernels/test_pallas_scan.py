@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.recurrent import recurrence
 from eqx_decoders.layers.recurrent.kernels import pallas_scan
 from eqx_decoders.layers.recurrent.kernels.pallas_scan import fits, run_kernel
-from eqx_decoders.layers.recurrent.recurrence import delta_rule
-from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
-from tests.layers.recurrent.test_recurrence import documents, make, same
-from tests.layers.recurrent.test_sharded_scan import results
+from eqx_decoders.layers.recurrent.scans import recurrence
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
+from tests.layers.recurrent.scans.test_recurrence import documents, make, same
+from tests.layers.recurrent.scans.test_sharded_scan import results
 from tests.programs import tpu_devices
 
 

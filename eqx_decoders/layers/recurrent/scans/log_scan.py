@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.recurrent.selective_scan import over_chunks
-from eqx_decoders.layers.recurrent.sharded_scan import states_of_pieces
+from eqx_decoders.layers.recurrent.scans.selective_scan import over_chunks
+from eqx_decoders.layers.recurrent.scans.sharded_scan import states_of_pieces
 from eqx_decoders.sharding.axes import names_of
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.recurrent.sharded_scan import states_of_pieces
+from eqx_decoders.layers.recurrent.scans.sharded_scan import states_of_pieces
 from eqx_decoders.sharding.axes import names_of
 
 

@@ -22,7 +22,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.layers.attention.kernels.common import used_heads
 from eqx_decoders.layers.recurrent.kernels.pallas_scan import CHUNK
-from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.sharding.axes import names_of
 
 

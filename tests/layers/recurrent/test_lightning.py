@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.layers.attention.lightning import LightningAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.lightning import LightningAttentionConfig
 from tests.compare import assert_close
 from tests.layers.common import context, drawn, normal
 from tests.oracles import wide

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.errors import check
-from eqx_decoders.layers.recurrent.chunked_scan import LEAST, run_chunks
 from eqx_decoders.layers.recurrent.kernels import pallas_carry, pallas_scan
+from eqx_decoders.layers.recurrent.scans.chunked_scan import LEAST, run_chunks
 from eqx_decoders.sharding.backend import backend_of
 
 

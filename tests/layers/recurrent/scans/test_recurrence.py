@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.recurrent.recurrence import delta_rule, linear_recurrence
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule, linear_recurrence
 
 
 KINDS = ["head", "channel", "linear"]  # decay by head or by channel, and no delta rule

@@ -9,7 +9,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.recurrent.log_scan import EMPTY, MAXIMA, MEANS, scan_on_mesh, scan_states
+from eqx_decoders.layers.recurrent.scans.log_scan import EMPTY, MAXIMA, MEANS, scan_on_mesh, scan_states
 from tests.layers.common import normal
 
 

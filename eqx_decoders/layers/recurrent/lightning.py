@@ -20,7 +20,7 @@ from eqx_decoders.layers.cache.recurrent_state import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrent.causal_conv import document_starts
 from eqx_decoders.layers.recurrent.common import cached_part, proposed_state, zero_padding
-from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
+from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 from eqx_decoders.sharding.axes import BUFFER

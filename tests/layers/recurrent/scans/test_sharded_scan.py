@@ -12,12 +12,12 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.layers.recurrent.causal_conv import causal_convolution
-from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
+from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
-from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
 from tests.cases import RECURRENT
 from tests.layers.common import drawn, normal
-from tests.layers.recurrent.test_recurrence import documents, make, same
+from tests.layers.recurrent.scans.test_recurrence import documents, make, same
 
 
 TWO, FOUR, EIGHT = dict(context=2, data=2, tensor=2), dict(context=4, tensor=2), dict(context=8)
