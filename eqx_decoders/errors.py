@@ -186,6 +186,18 @@ class CheckedFields:
                 rule.check(shown, value)
 
 
+def check_unused(config: Any, chooser: str, used: Iterable[str]) -> None:
+    """Raise ConfigError for fields of a dataclass that are set though what the field `chooser` names reads only `used`.
+
+    A field is set if its value is not the default.
+    """
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), type(config).__name__
+        if field.name not in (chooser, *used) and value != field.default:
+            reader = f"{chooser}={getattr(config, chooser)!r}"
+            raise ConfigError(f"{name}.{field.name}={value!r} is not used with {reader}: leave it out.")
+
+
 def _as_tuple(field: str, value: Any) -> tuple[Any, ...]:
     good = isinstance(value, Iterable) and not isinstance(value, str)
     check(good, f"{field}={value!r} must be a tuple, such as ({value!r},).")

@@ -699,6 +699,8 @@ SHOWN_IN = {
     "LoRAConfig": "training/test_lora.py",
     "OptimizerConfig": "training/optimizer/test_optimizer.py",
     "StepConfig": "training/step/test_step.py",
+    **dict.fromkeys(("PolicyLoss", "Correction"), "training/objectives/test_policy_loss.py"),
+    **dict.fromkeys(("PairLoss", "KTOLoss"), "training/objectives/test_preference_loss.py"),
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),
     **dict.fromkeys(("TrainedModelSettings", "RunSettings", "StepSettings"), "training/run/test_loop.py"),
     **dict.fromkeys(("DataSettings", "ProcessSettings"), "training/run/test_loop.py"),

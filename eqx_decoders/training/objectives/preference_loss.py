@@ -1,0 +1,303 @@
+"""Losses of preferences: of pairs of answers, of answers that are good or bad, and of the scores of a reward model."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jax.nn import log_sigmoid, relu, sigmoid
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from eqx_decoders.errors import (
+    CheckedFields,
+    FiniteFloat,
+    InRange,
+    NonNegativeFloat,
+    PositiveFloat,
+    check,
+    check_unused,
+)
+from eqx_decoders.training.objectives.answers import masked, masked_sum
+
+
+Pairs = Float[Array, "pairs"]
+Answers = Float[Array, "answers"]
+Sums = dict[str, Float32[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairLoss(CheckedFields):
+    """Loss of a pair of answers, from c and r: log-probs of the chosen and the rejected one, less the reference's.
+
+    `s` is the sigmoid, and `m = beta (c - r)` the margin.
+
+    | kind | loss | source |
+    |---|---|---|
+    | `sigmoid` | `-(1 - smoothing) log s(m) - smoothing log s(-m)` | DPO, arXiv 2305.18290; smoothed: cDPO |
+    | `robust` | `(-(1 - smoothing) log s(m) + smoothing log s(-m)) / (1 - 2 smoothing)` | arXiv 2403.00409 |
+    | `hinge` | `max(0, 1 - m)` | SLiC, arXiv 2305.10425 |
+    | `ipo` | `(c - r - 1 / (2 beta))^2` | arXiv 2310.12036 |
+    | `apo_zero`, `apo_down` | `1 - s(beta c) + s(beta r)`; `s(beta c) + 1 - s(m)` | arXiv 2408.06266 |
+    | `nca` | `-log s(beta c) - log s(-beta c) / 2 - log s(-beta r) / 2` | arXiv 2402.05369 |
+    | `bco` | `-log s(beta c - b) - log s(b - beta r)`, b the baseline | arXiv 2404.04656 |
+    | `sppo` | `(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2` | SPPO hard, arXiv 2405.00675 |
+    | `exo` | KL of (s(m), s(-m)) from (1 - smoothing, smoothing) | arXiv 2402.00856 |
+    | `cpo` | `-log s(m)`, without reference | arXiv 2401.08417 |
+    | `simpo` | `-log s(m - gamma)` of means over tokens, without reference | arXiv 2405.14734 |
+    | `orpo` | `-beta log s(log odds(c) - log odds(r))` of means over tokens, without reference | arXiv 2403.07691 |
+
+    To each is added `nll_weight` times the negative log-likelihood of the chosen answer, the mean over its tokens.
+    """
+
+    kind: Literal[
+        "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "nca", "bco", "sppo", "exo", "cpo", "simpo", "orpo"
+    ] = "sigmoid"
+    beta: PositiveFloat = 0.1
+    """How much a difference of log-probs counts; of `orpo` the weight of the odds. SimPO's authors take 2 to 10."""
+    smoothing: Annotated[float, InRange(least=0, below=0.5)] = 0.0
+    """Share of pairs whose answers are taken to be the wrong way round."""
+    over: Literal["sums", "tokens"] | None = None
+    """Log-probs of answers: sums, or means over tokens; None: sums, of `simpo` and `orpo` means. `ipo` must say it."""
+    gamma: FiniteFloat = 0.0
+    """How far apart the answers' rewards should be at least."""
+    nll_weight: NonNegativeFloat | None = None
+    """Weight of the negative log-likelihood; None: 1 of `orpo` and `cpo`, as in their papers, and 0 of the others.
+
+    Without it both answers may become less likely while margins grow.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        kind, name = _KINDS[self.kind], f"PairLoss.kind={self.kind!r}"
+        check_unused(self, "kind", ("beta", "nll_weight", *kind.options))
+        check(self.kind != "ipo" or self.over is not None, f"{name} needs over='sums' (its paper) or 'tokens' (TRL).")
+        check(self.kind != "exo" or self.smoothing > 0, f"{name} needs a smoothing above 0, such as 1e-3.")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs are compared with those of a reference model."""
+        return self.kind not in ("cpo", "simpo", "orpo")
+
+    @property
+    def means(self) -> bool:
+        """Whether an answer counts by the mean over its tokens."""
+        return self.kind in ("simpo", "orpo") or self.over == "tokens"
+
+    @property
+    def weight_of_nll(self) -> float:
+        """Weight of the negative log-likelihood of the chosen answer."""
+        default = 1.0 if self.kind in ("orpo", "cpo") else 0.0
+        return default if self.nll_weight is None else self.nll_weight
+
+
+def pair_loss(
+    config: PairLoss,
+    chosen: Pairs,
+    rejected: Pairs,
+    *,
+    chosen_lengths: Int[Array, "pairs"],
+    rejected_lengths: Int[Array, "pairs"],
+    reference_chosen: Pairs | None = None,
+    reference_rejected: Pairs | None = None,
+    baseline: Float[Array, ""] | None = None,
+) -> tuple[Float32[Array, "pairs"], Sums]:
+    """Compute the loss of each pair from the sums of the log-probs of its answers' tokens, and sums for metrics.
+
+    A pair of which an answer has no tokens counts for nothing: its loss is 0, and its log-probs may be anything.
+
+    **Arguments:**
+
+    - `chosen`, `rejected`: of the model that is trained; the gradient is with respect to these.
+    - `chosen_lengths`, `rejected_lengths`: numbers of tokens.
+    - `reference_chosen`, `reference_rejected`: the same sums of the reference model, if the loss has one.
+    - `baseline`: of `bco` alone, the running mean of all rewards; None: 0.
+
+    **Returns:** losses, and sums over pairs: `pairs`, `correct` (the chosen answer has the larger reward), `margin`,
+    `chosen_reward` and `rejected_reward` (beta times what the loss compares), `chosen_log_prob` and
+    `rejected_log_prob` (sums over tokens).
+    """
+    references = (reference_chosen is not None) + (reference_rejected is not None)
+    rule = "needs both sums of the reference" if config.needs_reference else "has no reference: leave its sums out"
+    check(references == 2 * config.needs_reference, f"PairLoss.kind={config.kind!r} {rule}.")
+    check(baseline is None or config.kind == "bco", f"PairLoss.kind={config.kind!r} has no baseline: leave it out.")
+    real = (chosen_lengths > 0) & (rejected_lengths > 0)
+    log_probs = [masked(values, real) for values in (chosen, rejected)]
+    lengths = [jnp.maximum(count, 1).astype(jnp.float32) for count in (chosen_lengths, rejected_lengths)]
+    likelihoods = log_probs
+    if reference_chosen is not None and reference_rejected is not None:
+        references = (reference_chosen, reference_rejected)
+        likelihoods = [x - masked(y, real) for x, y in zip(log_probs, references, strict=True)]
+    if config.means:
+        likelihoods = [x / length for x, length in zip(likelihoods, lengths, strict=True)]
+    compute = _KINDS[config.kind].loss
+    losses = compute(config, likelihoods[0], likelihoods[1], jnp.float32(0) if baseline is None else baseline)
+    losses = losses - config.weight_of_nll * log_probs[0] / lengths[0]
+    rewards = [config.beta * x for x in likelihoods]
+    sums = dict(pairs=real, correct=rewards[0] > rewards[1], margin=rewards[0] - rewards[1])
+    sums |= dict(chosen_reward=rewards[0], rejected_reward=rewards[1])
+    sums |= dict(chosen_log_prob=log_probs[0], rejected_log_prob=log_probs[1])
+    return jnp.where(real, losses, 0.0), {name: masked_sum(value, real) for name, value in sums.items()}
+
+
+# --- each kind: the configuration, c, r and the baseline -> the loss ---
+
+
+def _dpo(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    margin = config.beta * (chosen - rejected) - config.gamma
+    return -(1 - config.smoothing) * log_sigmoid(margin) - config.smoothing * log_sigmoid(-margin)
+
+
+def _robust(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    margin, wrong = config.beta * (chosen - rejected), config.smoothing
+    return (-(1 - wrong) * log_sigmoid(margin) + wrong * log_sigmoid(-margin)) / (1 - 2 * wrong)
+
+
+def _hinge(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    return relu(1 - config.beta * (chosen - rejected))
+
+
+def _ipo(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    return (chosen - rejected - 1 / (2 * config.beta)) ** 2
+
+
+def _apo_zero(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    return 1 - sigmoid(config.beta * chosen) + sigmoid(config.beta * rejected)
+
+
+def _apo_down(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    return sigmoid(config.beta * chosen) + 1 - sigmoid(config.beta * (chosen - rejected))
+
+
+def _nca(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    chosen, rejected = config.beta * chosen, config.beta * rejected
+    return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
+
+
+def _bco(config: PairLoss, chosen: Array, rejected: Array, baseline: Array) -> Array:
+    return -log_sigmoid(config.beta * chosen - baseline) - log_sigmoid(baseline - config.beta * rejected)
+
+
+def _sppo(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    half = 1 / (2 * config.beta)
+    return (chosen - half) ** 2 + (rejected + half) ** 2
+
+
+def _exo(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    margin, wrong = config.beta * (chosen - rejected), config.smoothing
+    right = sigmoid(margin) * (log_sigmoid(margin) - math.log1p(-wrong))
+    return right + sigmoid(-margin) * (log_sigmoid(-margin) - math.log(wrong))
+
+
+def _orpo(config: PairLoss, chosen: Array, rejected: Array, _: Array) -> Array:
+    return -config.beta * log_sigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def log_odds(log_probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Compute `log(p / (1 - p))`, in float32 also of p near 1, and at most 13.8: that of `log p = -1e-6`."""
+    log_probs = jnp.minimum(log_probs, -1e-6)
+    return log_probs - jnp.log(-jnp.expm1(log_probs))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """The loss of a kind, and the options that it reads besides beta."""
+
+    loss: Callable[[PairLoss, Array, Array, Array], Array]
+    options: tuple[str, ...] = ("over",)
+
+
+_KINDS = {
+    "sigmoid": _Kind(_dpo, ("over", "smoothing")),
+    "robust": _Kind(_robust, ("over", "smoothing")),
+    "hinge": _Kind(_hinge),
+    "ipo": _Kind(_ipo),
+    "apo_zero": _Kind(_apo_zero),
+    "apo_down": _Kind(_apo_down),
+    "nca": _Kind(_nca),
+    "bco": _Kind(_bco),
+    "sppo": _Kind(_sppo),
+    "exo": _Kind(_exo, ("over", "smoothing")),
+    "cpo": _Kind(_dpo),
+    "simpo": _Kind(_dpo, ("gamma",)),
+    "orpo": _Kind(_orpo, ()),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KTOLoss(CheckedFields):
+    """Loss of an answer that is desirable or not, `v = beta (log_prob - reference - z)` (KTO, arXiv 2402.01306).
+
+    `desirable_weight * (1 - sigmoid(v))` of a desirable one, `undesirable_weight * (1 - sigmoid(-v))` of another. The
+    weight times the number of desirable answers should be 1 to 4/3 times that of the others.
+    """
+
+    beta: PositiveFloat = 0.1
+    """How much a difference of log-probs counts."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of desirable answers."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of the others."""
+
+
+def kto_loss(
+    config: KTOLoss,
+    log_probs: Answers,
+    reference: Answers,
+    desirable: Bool[Array, "answers"],
+    *,
+    lengths: Int[Array, "answers"],
+    baseline: Float[Array, ""],
+) -> tuple[Float32[Array, "answers"], Sums]:
+    """Compute the loss of each answer from the sums of the log-probs of its tokens, and sums for metrics.
+
+    An answer without tokens counts for nothing: its loss is 0, and its log-probs may be anything. `baseline` is z of
+    `kto_baseline`; it has no gradient.
+
+    **Returns:** losses, and sums over answers: `answers`, `desirable`, and `desirable_reward` and
+    `undesirable_reward`, `beta (log_prob - reference)` of each kind.
+    """
+    real = lengths > 0
+    rewards = config.beta * (masked(log_probs, real) - masked(reference, real))
+    values = rewards - config.beta * stop_gradient(baseline)
+    losses = jnp.where(
+        desirable, config.desirable_weight * sigmoid(-values), config.undesirable_weight * sigmoid(values)
+    )
+    sums = dict(answers=real, desirable=desirable)
+    sums |= dict(desirable_reward=jnp.where(desirable, rewards, 0.0))
+    sums |= dict(undesirable_reward=jnp.where(desirable, 0.0, rewards))
+    return jnp.where(real, losses, 0.0), {name: masked_sum(value, real) for name, value in sums.items()}
+
+
+def kto_baseline(log_probs: Answers, reference: Answers) -> Float32[Array, ""]:
+    """Compute `z = max(0, mean of log_prob - reference)` over answers of the whole batch, each to another's prompt.
+
+    It estimates the KL divergence of the policy, and has no gradient.
+    """
+    return stop_gradient(relu(jnp.mean((log_probs - reference).astype(jnp.float32))))
+
+
+def reward_loss(
+    chosen: Pairs,
+    rejected: Pairs,
+    *,
+    real: Bool[Array, "pairs"] | None = None,
+    margins: Pairs | None = None,
+    centering: float = 0.0,
+) -> tuple[Float32[Array, "pairs"], Sums]:
+    """Compute `-log sigmoid(c - r - margin) + centering (c + r)^2` of the scores of each pair, and sums for metrics.
+
+    Bradley–Terry, with margins of Llama 2 (arXiv 2307.09288) and centred scores (arXiv 2312.09244). Pairs that are not
+    real count for nothing; None: all are.
+
+    **Returns:** losses, and sums over pairs: `pairs`, `correct`, `margin` (`c - r`), `chosen_reward`,
+    `rejected_reward`.
+    """
+    real = jnp.ones(chosen.shape, bool) if real is None else real
+    chosen, rejected = masked(chosen, real), masked(rejected, real)
+    gaps = chosen - rejected
+    needed = jnp.float32(0) if margins is None else masked(margins, real)
+    losses = -log_sigmoid(gaps - needed) + centering * (chosen + rejected) ** 2
+    sums = dict(pairs=real, correct=gaps > 0, margin=gaps, chosen_reward=chosen, rejected_reward=rejected)
+    return jnp.where(real, losses, 0.0), {name: masked_sum(value, real) for name, value in sums.items()}

@@ -1,0 +1,140 @@
+"""Advantages against numbers computed by hand in float64; results are float32, so equal to 1e-6."""
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.training.objectives.advantages import (
+    discounted_returns,
+    generalized_advantages,
+    group_advantages,
+    overlong_penalty,
+    pass_at_k,
+    token_rewards,
+    whiten,
+)
+
+
+REWARDS = np.array([1, 0, 0.5, 0, 1, 1, 1, 1])
+GROUPS = np.array(["a"] * 4 + ["b"] * 4)
+
+
+def same(got, want) -> None:
+    """Equal to 1e-6: the tables have six digits, and float32 of numbers up to 2 is off by 1e-7."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+ESTIMATORS = {
+    "GRPO": (dict(scale="group"), [1.305310, -0.783186, 0.261062, -0.783186]),
+    "GRPO eps=1e-6": (dict(scale="group", eps=1e-6), [1.305580, -0.783348, 0.261116, -0.783348]),
+    "GRPO ddof=0": (dict(scale="group", ddof=0), [1.507193, -0.904316, 0.301439, -0.904316]),
+    "Dr. GRPO": ({}, [0.625, -0.375, 0.125, -0.375]),
+    "std of the batch": (dict(scale="batch"), [1.364144, -0.818487, 0.272829, -0.818487]),
+    "RLOO": (dict(baseline="leave_one_out"), [0.833333, -0.5, 0.166667, -0.5]),
+    "MaxRL": (dict(scale="mean"), [1.666667, -1, 0.333333, -1]),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators(name):
+    options, want = ESTIMATORS[name]
+    got = group_advantages(REWARDS, GROUPS, **options)
+    same(got, [*want, 0, 0, 0, 0])
+    np.testing.assert_array_equal(got[4:], 0)
+    order = np.array([4, 0, 5, 1, 6, 2, 7, 3])  # groups need not be contiguous
+    np.testing.assert_array_equal(group_advantages(REWARDS[order], GROUPS[order], **options), got[order])
+
+
+def test_reinforce_plus_plus():
+    """One token an answer; with its baseline the rewards are centred by group first. Long answers count more."""
+    ones = np.ones((8, 1))
+    plain = group_advantages(REWARDS, GROUPS, baseline="none")
+    np.testing.assert_array_equal(plain, REWARDS)
+    same(whiten(plain[:, None], ones)[:, 0], [0.682221, -1.500886, -0.409333, -1.500886, *[0.682221] * 4])
+    centered = whiten(group_advantages(REWARDS, GROUPS)[:, None], ones)[:, 0]
+    same(centered, [1.994310, -1.196586, 0.398862, -1.196586, *[0] * 4])
+    mask = np.array([[1, 1, 1], [1, 0, 0]])
+    values = np.array([[1.0, 1, 1], [-1, np.nan, np.inf]])
+    same(whiten(values, mask), [[0.5, 0.5, 0.5], [-1.5, 0, 0]])  # mean 1/2 and std 1 of tokens
+    np.testing.assert_array_equal(whiten(np.full((1, 7), 0.1), np.ones((1, 7))), np.zeros((1, 7)))
+
+
+def test_rewards_that_could_not_be_computed_leave_their_group():
+    rewards = np.array([np.nan, 1, 0, np.nan, 1, np.nan])
+    got = group_advantages(rewards, np.array([0, 0, 0, 1, 1, 2]), baseline="leave_one_out")
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(rewards))
+    same(got[[1, 2, 4]], [1, -1, 0])
+    assert np.isnan(group_advantages(np.full(2, np.nan), np.zeros(2))).all()
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["none", "group", "batch", "mean"])
+def test_equal_rewards_are_known_exactly(baseline, scale):
+    """In float32 the std of seven rewards of .1 is 8e-9, not 0: divided by it, rounding would become advantages."""
+    rewards = np.full(7, 0.1, np.float32)
+    assert 0 < rewards.std(ddof=1) < 1e-7
+    got = group_advantages(rewards, np.zeros(7), baseline=baseline, scale=scale, eps=1e-8)
+    np.testing.assert_array_equal(got, 0)
+    got = group_advantages(np.full(7, 0.1), np.zeros(7), baseline=baseline, scale=scale, eps=0.0)
+    np.testing.assert_array_equal(got, 0)
+
+
+def test_nearly_equal_rewards():
+    rewards = np.array([0.7, 0.7, 0.7 + 1e-8, 0.7])
+    for eps, want in ((1e-4, 7.5e-5), (1e-8, 0.5)):
+        got = group_advantages(rewards, np.zeros(4), scale="group", eps=eps)
+        np.testing.assert_allclose(got[2], want, rtol=1e-4)
+
+
+def test_scales_without_meaning_are_refused():
+    with pytest.raises(ConfigError, match="scale='group' needs a baseline"):
+        group_advantages(REWARDS, GROUPS, baseline="none", scale="group")
+    with pytest.raises(ConfigError, match=r"rewards with -1.0 must be at least 0 with scale='mean'"):
+        group_advantages(-REWARDS, GROUPS, scale="mean")
+
+
+TOKEN_REWARDS, VALUES = np.array([[0.0, 0, 0, 1]] * 3), np.array([[0.5, 0.4, 0.9, 0.3]] * 3)
+MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 0, 1]])
+
+
+def test_generalized_advantages():
+    """The second row has a tool's token, of any value; the third was truncated: after it comes a value of .2."""
+    values = np.where(MASK, VALUES, np.nan)
+    advantages, returns = generalized_advantages(TOKEN_REWARDS, values, MASK, bootstrap=np.array([0, 0, 0.2]))
+    same(advantages[0], [0.433662, 0.561750, 0.065, 0.7])
+    same(returns[0], [0.933662, 0.961750, 0.965, 1])
+    same(advantages[1], [0.436750, 0.565, 0, 0.7])
+    same(returns[1], [0.936750, 0.965, 0, 1])
+    same(returns[2], returns[1] + 0.2 * np.array([0.95**2, 0.95, 0, 1]))
+    np.testing.assert_array_equal(generalized_advantages(TOKEN_REWARDS, values, MASK)[1][2], returns[1])
+    same(whiten(advantages[1:2], MASK[1:2]), [[-0.991344, -0.017092, 0, 1.008436]])
+    padded = generalized_advantages(np.array([[0.0, 0, 1, 0]]), VALUES[:1], np.array([[0, 1, 1, 0]]), gamma=0.9)[0]
+    same(padded, [[0, 0.9 * 0.9 - 0.4 + 0.9 * 0.95 * 0.1, 0.1, 0]])
+    with pytest.raises(ConfigError, match="would be lost"):
+        generalized_advantages(TOKEN_REWARDS, VALUES, 1 - TOKEN_REWARDS)
+
+
+def test_divergence_in_the_reward():
+    kl = np.array([[0.1, -0.2, 0.3, np.nan], [0.1, np.nan, -0.2, 0.3]])
+    mask = np.array([[1, 1, 1, 0], [1, 0, 1, 1]])
+    rewards = token_rewards(np.array([1.0, 1.0]), mask, divergence=kl, beta=0.1)
+    same(rewards, [[-0.01, 0.02, 0.97, 0], [-0.01, 0, 0.02, 0.97]])
+    returns = discounted_returns(rewards, mask)
+    same(returns[0, :3], [0.98, 0.99, 0.97])
+    same(returns[1, [0, 2, 3]], [0.98, 0.99, 0.97])
+    same(discounted_returns(rewards, mask, gamma=0.5)[0], [-0.01 + 0.01 + 0.2425, 0.02 + 0.485, 0.97, 0])
+    np.testing.assert_array_equal(token_rewards(np.array([2.0, 3.0]), np.array([[1, 0], [0, 0]])), [[2, 0], [0, 0]])
+
+
+def test_overlong_penalty():
+    same(overlong_penalty(np.array([5, 6, 7, 9, 10, 11]), 10, 4), [0, 0, -0.25, -0.75, -1, -1])
+    with pytest.raises(ConfigError, match="buffer=11 must be an integer of at least 1 and at most 10"):
+        overlong_penalty(np.array([5]), 10, 11)
+
+
+def test_pass_at_k():
+    for k, want in ((1, 0.25), (2, 0.464286), (4, 0.785714)):
+        same(pass_at_k(np.array([2, 0, 8]), np.array([8, 8, 8]), k), [want, 0, 1])
+    same(pass_at_k(np.array([3]), np.array([4]), 2), [1])  # fewer wrong ones than k
+    with pytest.raises(ConfigError, match="k=4 must be at most the number of samples, 3"):
+        pass_at_k(np.array([1]), np.array([3]), 4)

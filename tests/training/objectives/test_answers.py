@@ -1,0 +1,49 @@
+"""Sums over the answers of rows, on one device and on several."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from eqx_decoders.training.objectives.answers import answer_lengths, answer_means, answer_sums, to_tokens
+from tests.compare import assert_close
+
+
+# a prompt, two answers with a tool's token in one of them, padding; a row with one answer of two tokens
+ANSWERS = np.array([[0, 0, 1, 1, 0, 1, 2, 2], [0, 2, 2, 0, 0, 0, 0, 0]], np.int32)
+VALUES = np.array([[np.nan, np.inf, 1, 2, np.nan, 3, 4, 5], [np.nan, 6, 8, *[-np.inf] * 5]], np.float32)
+
+
+def test_sums_means_and_back():
+    values, answers = jnp.asarray(VALUES), jnp.asarray(ANSWERS)
+    np.testing.assert_array_equal(answer_sums(values, answers, 3), [[6, 9, 0], [0, 14, 0]])
+    np.testing.assert_array_equal(answer_means(values, answers, 3), [[2, 4.5, 0], [0, 7, 0]])
+    np.testing.assert_array_equal(answer_lengths(answers, 3), [[3, 2, 0], [0, 2, 0]])
+    spread = to_tokens(jnp.asarray([[7.0, 9.0], [np.nan, 5.0]]), answers)
+    np.testing.assert_array_equal(spread, [[0, 0, 7, 7, 0, 7, 9, 9], [0, 5, 5, 0, 0, 0, 0, 0]])
+
+
+def test_gradients_reach_each_answer_alone():
+    def loss(values):
+        means = answer_means(values, jnp.asarray(ANSWERS), 2)
+        return jnp.sum(to_tokens(means**2, jnp.asarray(ANSWERS)))  # 3 * 2^2 + 2 * 4.5^2 + 2 * 7^2
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(VALUES))
+    assert_close(value, jnp.float32(150.5), units=8)
+    want = np.array([[0, 0, 4, 4, 0, 4, 9, 9], [0, 14, 14, 0, 0, 0, 0, 0]], np.float32)
+    assert_close(gradient, want, units=8)
+
+
+def test_rows_split_over_a_mesh_exchange_only_sums():
+    """Batch and length are split: no device gathers a row, and the numbers are those of one device."""
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    place = NamedSharding(mesh, PartitionSpec("data", "context"))
+
+    def loss(values, answers):
+        return jnp.sum(to_tokens(answer_means(values, answers, 2) ** 2, answers))
+
+    step = jax.jit(jax.value_and_grad(loss), in_shardings=(place, place)).lower(VALUES, ANSWERS).compile()
+    assert "all-gather" not in step.as_text() and "all-reduce" in step.as_text()
+    got = step(jax.device_put(VALUES, place), jax.device_put(ANSWERS, place))
+    assert_close(got[0], np.float32(150.5), units=8)
+    assert got[1].sharding.is_equivalent_to(place, 2)

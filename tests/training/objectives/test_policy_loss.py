@@ -1,0 +1,358 @@
+"""Losses of policies against numbers computed in float64: value and gradient.
+
+Tables have six digits (half of the last is 5e-7) and float32 of numbers about 1 is off by 1e-7: equal to 1e-6.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss, kl_penalty, policy_loss, value_loss
+from eqx_decoders.training.objectives.token_weights import token_weights
+
+
+REAL = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0]], bool)
+
+
+def tokens(*numbers: float) -> jax.Array:
+    """Three answers, of three, one and two tokens; padding holds what would spoil any sum."""
+    rows = np.array([[np.nan] * 3, [np.nan, -np.inf, np.inf], [np.nan] * 3], np.float32)
+    rows[REAL] = numbers
+    return jnp.asarray(rows)
+
+
+POLICY = tokens(-0.5, -1, -2, -0.1, -1.5, -0.4)
+OLD = tokens(-0.7, -0.8, -2.1, -0.6, -1, -0.5)
+SAMPLER = tokens(-0.9, -0.8, -2.1, -0.6, -1, -1.5)
+REFERENCE = tokens(-0.6, -1.2, -1.5, -0.3, -1.5, -0.9)
+ADVANTAGES = tokens(1, 1, 1, -1, -0.5, -0.5)
+
+
+def same(got, want) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def weights(aggregation="token", **options) -> jax.Array:
+    return jnp.asarray(token_weights(REAL, aggregation, **options))
+
+
+def run(config, aggregation="token", rows=slice(None), sampler=SAMPLER, old=OLD, **options):
+    """The sum, the gradient of each token and the sums of metrics."""
+    c = weights(aggregation, **options)[rows]
+    given = dict(advantages=ADVANTAGES[rows], old=old if old is None else old[rows])
+    given |= dict(sampler=sampler if sampler is None else sampler[rows])
+
+    def loss(log_probs):
+        return policy_loss(config, log_probs, weights=c, **given)
+
+    (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(POLICY[rows])
+    np.testing.assert_array_equal(gradient[~REAL[rows]], 0)
+    return value, gradient[REAL[rows]], {name: float(number) for name, number in sums.items()}
+
+
+def narrow(**options) -> PolicyLoss:
+    return PolicyLoss(**dict(high=0.2) | options)
+
+
+def corrected(kind, **options) -> PolicyLoss:
+    return narrow(correction=Correction(kind=kind, **options))
+
+
+GSPO = [*[-0.114877] * 3, 0.549574, 0.068228, 0.068228]
+TABLE = {
+    "clip, row": (narrow(), "row", 0.361238, [0, -0.090970, -0.122797, 0.549574, 0, 0.092098]),
+    "clip": (narrow(), "token", -0.087099, [0, -0.136455, -0.184195, 0.274787, 0, 0.092098]),
+    "clip, constant": (narrow(), "constant", -0.043550, [0, -0.068228, -0.092098, 0.137393, 0, 0.046049]),
+    "clip higher": (PolicyLoss(), "token", -0.090666, [-0.203567, -0.136455, -0.184195, 0.274787, 0, 0.092098]),
+    "dual": (narrow(dual=1.5), "token", -0.111886, [0, -0.136455, -0.184195, 0, 0, 0.092098]),
+    "cispo": (narrow(kind="cispo"), "token", 0.472190, [-0.2, -0.136455, -0.184195, 0.2, 0.050544, 0.092098]),
+    "gspo": (narrow(kind="gspo"), "row", 0.341397, GSPO),
+    "gspo, narrow": (narrow(kind="gspo", low=0.03, high=0.04), "row", 0.366609, [*GSPO[:4], 0, 0]),
+    "gspo_token": (narrow(kind="gspo_token"), "row", 0.341397, GSPO),
+    "luspo": (narrow(kind="gspo"), "row_sum", -0.211411, [*[-0.344632] * 3, 0.549574, 0.136455, 0.136455]),
+    "sapo": (
+        PolicyLoss(kind="sapo"), "row", 0.454300, [-0.134062, -0.090227, -0.122458, 0.490451, 0.048447, 0.091817]
+    ),
+    "reinforce": (PolicyLoss(kind="reinforce"), "token", 0.408333, [*[-1 / 6] * 3, 1 / 6, 1 / 12, 1 / 12]),
+    "tis": (corrected("tis"), "token", -0.039282, [0, -0.136455, -0.184195, 0.274787, 0, 0.184195]),
+    "mask": (corrected("mask"), "token", -0.223477, [0, -0.136455, -0.184195, 0.274787, 0, 0]),
+    "row_tis": (corrected("row_tis"), "token", -0.043608, [0, -0.166667, -0.224976, 0.274787, 0, 0.184195]),
+    "row_mask": (corrected("row_mask"), "token", -0.361137, [0, -0.166667, -0.224976, 0.274787, 0, 0]),
+    "bypass": (corrected("bypass"), "token", 0.071150, [0, -0.136455, -0.184195, 0.274787, 0, 0.250347]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_value_and_gradient(name):
+    config, aggregation, value, gradient = TABLE[name]
+    options = dict(limit=4) if aggregation == "constant" else {}
+    got = run(config, aggregation, **options)
+    same(got[0], value)
+    same(got[1], gradient)
+
+
+@pytest.mark.parametrize("dual", [None, 1.5])
+def test_every_ratio_with_every_sign(dual):
+    """The smaller of the two products; of negative advantages at most `dual` times them."""
+    ratios, signs = np.meshgrid([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 1.6], [-2.0, 0.0, 3.0])
+    plain, clipped = ratios * signs, np.clip(ratios, 0.8, 1.28) * signs
+    want = -np.minimum(plain, clipped)
+    slopes = np.where(plain <= clipped, -plain, 0)
+    if dual is not None:
+        slopes = np.where((signs < 0) & (ratios > dual), 0, slopes)
+        want = np.where(signs < 0, np.minimum(want, -dual * signs), want)
+    log_probs, advantages = jnp.asarray(np.log(ratios), jnp.float32), jnp.asarray(signs, jnp.float32)
+    ones, old = jnp.ones_like(log_probs), jnp.zeros_like(log_probs)
+
+    def loss(log_probs):
+        return policy_loss(PolicyLoss(dual=dual), log_probs, weights=ones, advantages=advantages, old=old)[0]
+
+    value, gradient = jax.value_and_grad(loss)(log_probs)
+    np.testing.assert_allclose(value, want.sum(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, slopes, rtol=0, atol=2e-6)
+
+
+def test_without_a_sampler_only_its_metrics_are_absent():
+    value, gradient, sums = run(narrow(), sampler=None)
+    same(value, TABLE["clip"][2])
+    same(gradient, TABLE["clip"][3])
+    full = run(narrow())[2]
+    about = {"importance", "importance_squared", "log_prob_gap", "masked"}
+    assert sums == {name: number for name, number in full.items() if name not in about} and about < set(full)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("aggregation", ["row", "token", "constant"])
+def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
+    options, halves = dict(limit=4) if aggregation == "constant" else {}, (slice(0, cut), slice(cut, 3))
+    whole = run(narrow(), aggregation, **options)
+    parts = [run(narrow(), aggregation, rows, **options) for rows in halves]
+    same(sum(part[0] for part in parts), whole[0])
+    same(np.concatenate([part[1] for part in parts]), whole[1])
+    same([sum(part[2][name] for part in parts) for name in whole[2]], list(whole[2].values()))
+
+
+@pytest.mark.parametrize("aggregation, wrong", [("row", 0.390001), ("token", 0.053749), ("constant", 0.026874)])
+def test_the_mean_of_the_means_of_microbatches_is_another_number(aggregation, wrong):
+    """What weights of each microbatch by itself would give, of rows 1 and 2, and of row 3."""
+    options, losses = dict(limit=4) if aggregation == "constant" else {}, []
+    for rows in (slice(0, 2), slice(2, 3)):
+        c = jnp.asarray(token_weights(REAL[rows], aggregation, **options))
+        given = dict(weights=c, advantages=ADVANTAGES[rows], old=OLD[rows])
+        losses.append(float(policy_loss(narrow(), POLICY[rows], **given)[0]))
+    same(np.mean(losses), wrong)
+    right = {"row": 0.361238, "token": -0.087099, "constant": -0.043550}[aggregation]
+    assert abs(wrong - right) > 0.01
+
+
+def test_metrics():
+    ratios = np.exp([0.2, -0.2, 0.1, 0.5, -0.5, 0.1])
+    want = dict(tokens=6, ratio=ratios.sum(), clip_low=1, clip_high=1, clip=2)
+    importance = np.exp([0.2, 0, 0, 0, 0, 1])
+    want |= dict(importance=importance.sum(), importance_squared=(importance**2).sum(), masked=0, log_prob_gap=1.2)
+    sums = run(narrow())[2]
+    assert sums.keys() == want.keys()
+    np.testing.assert_allclose([sums[name] for name in want], list(want.values()), rtol=1e-6)
+    tis = run(corrected("tis"))[2]
+    np.testing.assert_allclose(tis["importance"], importance.sum(), rtol=1e-6)  # before it is truncated
+    assert (run(corrected("mask"))[2]["masked"], run(corrected("row_mask"))[2]["masked"]) == (1, 2)
+    assert run(corrected("mask", floor=1.1))[2]["masked"] == 5
+    dual = run(narrow(dual=1.5))[2]
+    assert (dual["clip_low"], dual["clip_high"], dual["clip"]) == (1, 1, 3)
+    cispo = run(narrow(kind="cispo"))[2]
+    assert (cispo["clip_low"], cispo["clip_high"]) == (0, 2)
+    for name in ("reinforce", "sapo"):
+        assert run(PolicyLoss(kind=name))[2]["clip"] == 0
+
+
+def test_one_update_for_each_batch_needs_no_old_log_probs():
+    value, gradient, sums = run(narrow(), old=None, sampler=None)
+    same(value, -(3 - 1 - 2 * 0.5) / 6)
+    same(gradient, np.array([-1, -1, -1, 1, 0.5, 0.5]) / 6)
+    assert sums["ratio"] == sums["tokens"] == 6 and sums["clip"] == 0
+    value, gradient, sums = run(corrected("tis"), old=None)
+    factor = np.minimum(np.exp([0.4, -0.2, 0.1, 0.5, -0.5, 1.1]), 2)
+    same(gradient, factor * [-1, -1, -1, 1, 0.5, 0.5] / 6)
+
+
+def test_reinforce_with_the_samplers_ratio():
+    gradient = run(PolicyLoss(kind="reinforce", correction=Correction(kind="bypass")))[1]
+    same(gradient, np.exp([0.4, -0.2, 0.1, 0.5, -0.5, 1.1]) * [-1, -1, -1, 1, 0.5, 0.5] / 6)
+
+
+def test_weights_of_rows_by_their_geometric_mean():
+    gradient = run(corrected("row_tis", row="mean"))[1]
+    factor = np.exp([0.2 / 3] * 3 + [0] + [0.5] * 2)
+    same(gradient, factor * TABLE["clip"][3])
+    gradient = run(corrected("row_mask", row="mean", cap=1.2))[1]
+    same(gradient, factor * TABLE["clip"][3] * [1, 1, 1, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "options, masked",
+    [
+        (dict(threshold=0.15), [0]),
+        (dict(threshold=0.1), [0, 4]),
+        (dict(threshold=0.03, distance="kl"), [0, 4]),
+        (dict(threshold=0.06, distance="kl"), [0]),
+        (dict(threshold=0.1, distance="kl"), []),
+    ],
+)
+def test_dppo(options, masked):
+    """Masked are only tokens that their advantage pushes farther: of the sixth, .45 above, A is negative."""
+    value, gradient, sums = run(PolicyLoss(kind="dppo", **options))
+    ratio = np.exp([0.2, -0.2, 0.1, 0.5, -0.5, 0.1])
+    ratio[masked] = 0
+    losses = ratio * [-1, -1, -1, 1, 0.5, 0.5] / 6
+    same(value, losses.sum())
+    same(gradient, losses)
+    assert (sums["clip_high"], sums["clip_low"]) == (int(0 in masked), int(4 in masked))
+    if options["threshold"] == 0.15:  # without a sampler the old policy is what is compared: .11 for the first token
+        assert run(PolicyLoss(kind="dppo", **options), sampler=None)[2]["clip_high"] == 0
+
+
+def test_answers_of_one_row_are_rows():
+    """The three answers packed: the same numbers. A token of weight 0 counts for none, whatever its number."""
+    answers = np.array([[0, 1, 1, 1, 1, 2, 3, 3]], np.int32)
+    real = np.array([[0, 1, 0, 1, 1, 1, 1, 1]], bool)
+
+    def pack(rows):
+        row = np.full((1, 8), np.nan, np.float32)
+        row[real] = np.asarray(rows)[REAL]
+        return jnp.asarray(row)
+
+    c = jnp.nan_to_num(pack(weights("row")))
+    given = dict(advantages=pack(ADVANTAGES), old=pack(OLD), sampler=pack(SAMPLER), weights=c)
+    for config in (narrow(kind="gspo"), corrected("row_tis")):
+
+        def loss(log_probs, config=config):
+            return policy_loss(config, log_probs, answers=jnp.asarray(answers), count=3, **given)[0]
+
+        value, gradient = jax.value_and_grad(loss)(pack(POLICY))
+        want = run(config, "row")
+        same(value, want[0])
+        same(gradient[real], want[1])
+
+
+def test_far_ratios_are_finite():
+    far = tokens(-100, -1, -2, -0.1, -1.5, -0.4)
+    for config in (narrow(), narrow(kind="gspo"), corrected("row_tis"), PolicyLoss(kind="sapo")):
+        for given in (dict(old=far, sampler=far), dict(old=far, sampler=SAMPLER), dict(old=OLD, sampler=far)):
+            value, gradient, sums = run(config, **given)
+            assert np.all(np.isfinite([value, *gradient, *sums.values()]))
+
+
+# --- divergence from the reference ---
+
+KL = {
+    "k1": (0.083333, [1 / 6] * 6),
+    "k2": (0.049167, [0.016667, 0.033333, -0.083333, 0.033333, 0, 0.083333]),
+    "k3": (0.049592, [0.015860, 0.030212, -0.108120, 0.030212, 0, 0.065578]),
+    "k3_ratio": (0.055704, [0.020357, 0.027291, -0.092098, 0.054957, 0, 0.092098]),
+}
+
+
+def penalty(kind, log_probs, old=OLD):
+    old = old if kind == "k3_ratio" else None
+    return jnp.sum(kl_penalty(kind, log_probs, REFERENCE, where=jnp.asarray(REAL), old=old)) / 6
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_divergence_of_tokens(kind):
+    value, gradient = jax.value_and_grad(lambda log_probs: penalty(kind, log_probs))(POLICY)
+    same(value, KL[kind][0])
+    same(gradient[REAL], KL[kind][1])
+    np.testing.assert_array_equal(gradient[~REAL], 0)
+
+
+def test_clip_and_divergence():
+    value, gradient, _ = run(narrow())
+    more, slope = jax.value_and_grad(lambda log_probs: 0.1 * penalty("k3", log_probs))(POLICY)
+    same(value + more, -0.082140)
+    same(gradient + slope[REAL], [0.001586, -0.133434, -0.195007, 0.277808, 0, 0.098655])
+
+
+@pytest.mark.parametrize(
+    "kind, value, gradient",
+    [
+        ("k1", 0.082225, [0, 0, 0]),
+        ("k2", 0.081272, [-0.005022, -0.153774, 0.158796]),
+        ("k3", 0.082225, [0.021987, -0.175924, 0.153937]),
+        ("k3_ratio", 0.082225, [-0.005022, -0.153774, 0.158796]),
+    ],
+)
+def test_expectations_of_divergences(kind, value, gradient):
+    """Over all three draws of softmax: k2 and k3_ratio have the gradient of the KL, k3 that of the other direction."""
+    logits, reference = jnp.asarray([0.2, -0.1, 0.4]), jax.nn.log_softmax(jnp.asarray([0.0, 0.3, -0.2]))
+    chances = jax.nn.softmax(logits)
+    everything = jnp.ones((1, 3), bool)
+
+    def expected(logits):
+        return jnp.sum(
+            chances * kl_penalty(kind, jax.nn.log_softmax(logits)[None], reference[None], where=everything)[0]
+        )
+
+    got = jax.value_and_grad(expected)(logits)
+    same(got[0], value)
+    same(got[1], gradient)
+    if kind == "k2":
+        exact = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - reference)))(logits)
+        same(exact, gradient)
+
+
+# --- critic ---
+
+
+def test_value_loss():
+    values, old, returns = (
+        jnp.asarray([row], jnp.float32)
+        for row in ([0.9, 0.35, 0.6, np.nan], [0.5, 0.4, 0.3, np.nan], [1, 0.98, 1, np.nan])
+    )
+    weight = jnp.asarray([[1 / 3, 1 / 3, 1 / 3, 0]])
+    got = jax.value_and_grad(lambda values: value_loss(values, returns, weights=weight, old=old))(values)
+    same(got[0], 0.122817)
+    same(got[1], [[0, -0.21, 0, 0]])
+    plain = jax.value_and_grad(lambda values: value_loss(values, returns, weights=weight))(values)
+    same(plain[0], (0.01 + 0.63**2 + 0.16) / 6)
+    same(plain[1], [[-0.1 / 3, -0.21, -0.4 / 3, 0]])
+
+
+# --- configurations ---
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [
+        (lambda: PolicyLoss(kind="sapo", low=0.1), "PolicyLoss.low=0.1 is not used with kind='sapo': leave it out"),
+        (lambda: PolicyLoss(kind="cispo", dual=3.0), "PolicyLoss.dual=3.0 is not used"),
+        (lambda: PolicyLoss(kind="reinforce", high=0.3), "PolicyLoss.high=0.3 is not used"),
+        (lambda: PolicyLoss(tau_positive=2.0), "PolicyLoss.tau_positive=2.0 is not used"),
+        (lambda: PolicyLoss(tau_negative=2.0), "PolicyLoss.tau_negative=2.0 is not used"),
+        (lambda: PolicyLoss(threshold=0.1), "PolicyLoss.threshold=0.1 is not used"),
+        (lambda: PolicyLoss(dual=1.0), "PolicyLoss.dual=1.0 must be a finite number above 1"),
+        (lambda: Correction(cap=3.0), "Correction.cap=3.0 is not used with kind='none'"),
+        (lambda: Correction(kind="tis", floor=0.5), "Correction.floor=0.5 is not used with kind='tis'"),
+        (lambda: Correction(kind="mask", row="mean"), "Correction.row='mean' is not used with kind='mask'"),
+        (lambda: Correction(kind="mask", cap=0.5), "Correction.floor=2.0 must be less than Correction.cap=0.5"),
+        (lambda: run(corrected("tis"), sampler=None), "Correction.kind='tis' needs the log-probs of the sampler"),
+        (
+            lambda: kl_penalty("k2", POLICY, REFERENCE, where=jnp.asarray(REAL), old=OLD),
+            "kind='k2' does not use old: leave it out",
+        ),
+    ],
+)
+def test_options_that_nothing_reads_are_refused(make, sentence):
+    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
+        make()
+
+
+@pytest.mark.parametrize("kind, field, value", [("sapo", "tau_positive", 2.0), ("sapo", "tau_negative", 2.0)])
+def test_steepness_is_read(kind, field, value):
+    base = PolicyLoss(kind=kind)
+    before, after = run(base)[1], run(dataclasses.replace(base, **{field: value}))[1]
+    changed = np.abs(before - after) > 1e-5
+    np.testing.assert_array_equal(changed, [field == "tau_positive"] * 3 + [field == "tau_negative"] * 3)
