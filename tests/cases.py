@@ -40,7 +40,7 @@ from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWind
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
-from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
@@ -108,6 +108,7 @@ NORMS = {  # before and after a layer
     "LayerNorm": (LayerNormConfig(), None),
     "after only": (None, LayerNormConfig(bias=False, offset=1.0)),
     "mean alone": (LayerNormConfig(scale=False, bias=False), None),
+    "scaled": (RMSNormConfig(), LayerScaleConfig(start=0.5)),
 }
 ROUTERS = {
     "dropless": RouterConfig(bias=True, balance_loss=0.1, z_loss=0.01),

@@ -69,6 +69,7 @@ DEFAULTS = {
     "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig(), kv_scale=1.0),
     "MLPConfig": dict(activation="silu", activation_scale=1.0, gated=True, gate_scale=1.0, out_scale=1.0),
     "RMSNormConfig": dict(eps=1e-6, scale=True),
+    "LayerScaleConfig": dict(start=1.0),
     "LayerNormConfig": dict(eps=1e-5, scale=True, bias=True),
     "Rope": ROPE,
     "LinearRope": ROPE,

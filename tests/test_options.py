@@ -44,7 +44,7 @@ from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWind
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
-from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
@@ -144,6 +144,7 @@ ROPE |= dict(reverse=True)
 # Every class of configuration: one to start from, how a decoder gets it, and another value for each of its fields.
 OPTIONS: dict[type, tuple] = {
     RMSNormConfig: (RMS, lambda c: decoder(final_norm=c), dict(eps=0.1, scale=False, offset=0.5, clip=0.1)),
+    LayerScaleConfig: (LayerScaleConfig(), lambda c: block(post_mlp_norm=c), dict(start=0.5)),
     LayerNormConfig: (
         LayerNormConfig(),
         lambda c: decoder(final_norm=c),
@@ -459,6 +460,7 @@ GROUPED = dict(order="score_first", num_groups=4)
 NEEDS: dict[tuple[type, str], dict] = {
     (Alibi, "rounded"): dict(max_exponent=3.0, scale=2.0),  # slopes that bfloat16 does not hold
     (AttentionConfig, "value_scale"): dict(out_bias=True),
+    (LongRope, "short_factors"): dict(original_length=9),  # of a short text
     (YarnRope, "mscale"): dict(mscale=1.0, mscale_all_dim=1.0),
     (YarnRope, "mscale_all_dim"): dict(mscale=1.0, mscale_all_dim=1.0),
     (ExpertsConfig, "shared_gate"): dict(shared=MLP),
@@ -568,6 +570,10 @@ def test_every_option_is_read(kind, field):
         short = [dataclasses.replace(config, blocks=(EMPTY,), tied=True) for config in (before, after)]
         tables = [ed.Decoder.build(config, key=jax.random.key(0)).embedding.table for config in short]
         np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
+        return
+    if field == "start":
+        scales = [config.blocks[0].post_mlp_norm.build(8).scale for config in (before, after)]
+        np.testing.assert_array_equal(scales, np.outer([1.0, 0.5], np.ones(8)))
         return
     if field == "rate_layers":  # of a new model: the last of two layers forgets least
         second, last = (np.asarray(config.blocks[0].mixer.rates(1)) for config in (before, after))

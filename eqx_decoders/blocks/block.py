@@ -26,7 +26,7 @@ from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfig
 from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
-from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.norm import LayerScale, LayerScaleConfig, Norm, NormConfig
 from eqx_decoders.layers.parallel_mixers import ParallelMixers, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolution, GatedConvolutionConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
@@ -131,7 +131,8 @@ class BlockConfig(CheckedFields):
 
     - `mixer`: the token mixer; None for none.
     - `mlp`: the channel mixer; None for none.
-    - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output.
+    - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output,
+        where a scale alone may stand.
         In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalized input.
     - `residual`: one of `eqx_decoders.blocks.residual`, or `"sequential"`, `"parallel"`, `"plain"`, `"chained"`.
     - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
@@ -144,9 +145,9 @@ class BlockConfig(CheckedFields):
     mixer: MixerConfig | None
     mlp: ChannelConfig | None
     pre_mixer_norm: NormConfig | None = None
-    post_mixer_norm: NormConfig | None = None
+    post_mixer_norm: NormConfig | LayerScaleConfig | None = None
     pre_mlp_norm: NormConfig | None = None
-    post_mlp_norm: NormConfig | None = None
+    post_mlp_norm: NormConfig | LayerScaleConfig | None = None
     residual: ResidualOrName = Sequential()
     dropout: Rate = 0.0
     pre_layers: tuple[ExtraLayerConfig, ...] = ()
@@ -264,9 +265,9 @@ class Block(eqx.Module):
     mlp: Channel | None
     post_layers: tuple[ExtraLayer, ...]
     pre_mixer_norm: Norm | None
-    post_mixer_norm: Norm | None
+    post_mixer_norm: Norm | LayerScale | None
     pre_mlp_norm: Norm | None
-    post_mlp_norm: Norm | None
+    post_mlp_norm: Norm | LayerScale | None
     residual: ResidualModule
     config: BlockConfig = eqx.field(static=True)
 

@@ -11,7 +11,7 @@ from eqx_decoders.blocks.stats import ActivationStats, BlockStats
 from eqx_decoders.context import Context
 from eqx_decoders.layers.base import BranchInputs, BranchResult
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.layers.norm import Norm
+from eqx_decoders.layers.norm import LayerScale, Norm
 from eqx_decoders.remat import save
 
 
@@ -25,7 +25,7 @@ class BlockLayer(NamedTuple):
     name: str
     layer: Any
     pre_norm: Norm | None
-    post_norm: Norm | None
+    post_norm: Norm | LayerScale | None
     scale: float = 1.0
     reads_streams: bool = False
     stream_norm: Norm | None = None

@@ -4,13 +4,17 @@ This runs on the host, in NumPy, since the number of patches of an image is data
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from eqx_decoders.encoders.stem import LearnedAxes, PatchStemConfig
+from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
 from eqx_decoders.errors import DataError, check
+
+
+Taps = tuple[np.ndarray, np.ndarray]  # rows of a table for each patch, and their weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,26 @@ def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: st
     ]
 
 
+def positions_within(shapes: Any, padded: Sequence[int], mask: Any = None) -> np.ndarray:
+    """Return the column and row of each patch, `[images, patches, 2]`, -1 for padding behind `shapes` (SigLIP 2).
+
+    **Arguments:**
+
+    - `shapes`: rows and columns of each image's patches, `[images, 2]`.
+    - `padded`: the shape of the patches.
+    - `mask`: 0 where a patch is padding, `[images, patches]`; None for no such array.
+    """
+    shapes, index = np.asarray(shapes), np.arange(padded[1] if len(padded) == 3 else 0)
+    good = shapes.shape == (padded[0], 2) and bool(np.all(shapes > 0)) and shapes.prod(axis=1).max() <= len(index)
+    rule = f"must be rows and columns of images whose patches, pixel_values of shape {tuple(padded)}, are no fewer"
+    check(good, f"Media.create: spatial_shapes={shapes.tolist()} {rule}.", DataError)
+    real = index < shapes.prod(axis=1)[:, None]
+    same = mask is None or np.array_equal(np.asarray(mask) > 0, real)
+    check(same, "Media.create: pixel_attention_mask differs from spatial_shapes.", DataError)
+    width = shapes[:, 1:]
+    return np.where(real[:, :, None], np.stack([index % width, index // width], axis=2), -1)
+
+
 def _in_groups(stem: PatchStemConfig, patches: np.ndarray, positions: np.ndarray, name: str) -> Image:
     real = (positions >= 0).all(axis=1)
     patches, columns, rows = patches[real], positions[real, 0], positions[real, 1]
@@ -166,7 +190,7 @@ def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Ima
     )
 
 
-def learned_positions(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray] | None:
+def learned_positions(stem: PatchStemConfig, image: Image) -> Taps | None:
     """Return the rows of the position table for each patch, and their weights."""
     positions, (_, height, width) = stem.positions, image.grid
     if positions is None:
@@ -177,9 +201,17 @@ def learned_positions(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, 
         check(largest <= positions.size, f"Media.create: an image of {height} x {width} patches {rule}.", DataError)
         index = np.stack([image.columns, image.rows + positions.size], axis=1)
         return index, np.ones(index.shape, np.float32)
+    index, weights = _on_learned_grid(positions, image, height, width)
+    return index + int(positions.class_first), weights
+
+
+def _on_learned_grid(positions: LearnedGrid, image: Image, height: int, width: int) -> Taps:
+    """Return the places of a grid for each patch, and their weights."""
     side = positions.side
     if positions.resample == "bilinear":
         return _bilinear(side, (image.rows, height), (image.columns, width))
+    if positions.resample == "antialias":
+        return _pairs(side, *(_triangles(side, *axis) for axis in ((image.rows, height), (image.columns, width))))
     if positions.resample == "fraction":
         rows, columns = (_at_fraction(side, *axis) for axis in ((image.rows, height), (image.columns, width)))
     else:
@@ -189,17 +221,36 @@ def learned_positions(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, 
     return (rows * side + columns)[:, None], np.ones((len(rows), 1), np.float32)
 
 
-def _bilinear(side: int, *axes: tuple[np.ndarray, int]) -> tuple[np.ndarray, np.ndarray]:
+def _bilinear(side: int, *axes: tuple[np.ndarray, int]) -> Taps:
     """Return the four neighbors of each patch in the table and their weights, corners on corners."""
     ends = []
     for index, count in axes:
         real = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
         low = np.floor(real).astype(np.int64)
         far = real - low
-        ends.append(((low, 1 - far), (np.minimum(low + 1, side - 1), far)))
-    pairs = [(row, column) for row in ends[0] for column in ends[1]]
-    index = np.stack([row * side + column for (row, _), (column, _) in pairs], axis=1)
-    return index, np.stack([one * other for (_, one), (_, other) in pairs], axis=1).astype(np.float32)
+        ends.append((np.stack([low, np.minimum(low + 1, side - 1)], axis=1), np.stack([1 - far, far], axis=1)))
+    return _pairs(side, *ends)
+
+
+def _pairs(side: int, rows: Taps, columns: Taps) -> Taps:
+    """Return the places of a grid, and their weights, from those of its rows and columns."""
+    index = rows[0][:, :, None] * side + columns[0][:, None]
+    weights = rows[1][:, :, None] * columns[1][:, None]
+    return index.reshape(len(index), -1), weights.reshape(len(weights), -1).astype(np.float32)
+
+
+def _triangles(side: int, index: np.ndarray, count: int) -> Taps:
+    """Return the rows of a grid that a resized one takes for each patch, and their weights, as PyTorch has them."""
+    scale = side / count
+    reach = max(scale, 1.0)
+    center = scale * (index + 0.5)
+    first = np.maximum((center - reach + 0.5).astype(np.int64), 0)
+    taps = first[:, None] + np.arange(2 * math.ceil(reach) + 1)
+    weights = np.maximum(1 - np.abs((taps - center[:, None] + 0.5) / reach), 0) * (taps < side)
+    most = int(np.count_nonzero(weights, axis=1).max(initial=1))
+    order = np.argsort(weights == 0, axis=1, kind="stable")[:, :most]
+    taps, weights = (np.take_along_axis(x, order, axis=1) for x in (np.minimum(taps, side - 1), weights))
+    return taps, weights / weights.sum(axis=1, keepdims=True)
 
 
 def _at_fraction(side: int, index: np.ndarray, count: int) -> np.ndarray:

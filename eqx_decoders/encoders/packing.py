@@ -73,7 +73,9 @@ def pack_images(stem: PatchStemConfig, groups: Sequence[Sequence[Image]]) -> tup
     coords = np.zeros((*shape, 2), np.int32)
     classes = np.zeros(shape, bool) if stem.class_token else None
     learned = [learned_positions(stem, each) for each in images]
-    taps = learned[0][0].shape[1] if learned and learned[0] is not None else 0
+    # a power of two, so that images of different shapes have few programs
+    most = max((at[0].shape[1] for at in learned if at is not None), default=0)
+    taps = 1 << (most - 1).bit_length() if most else 0
     indices, weights = np.zeros((*shape, taps), np.int32), np.zeros((*shape, taps), np.float32)
     rows_of, number = [], np.zeros(packing.rows, np.int64)
     for image, (row, begin), at in zip(images, packing.starts, learned, strict=True):
@@ -83,11 +85,12 @@ def pack_images(stem: PatchStemConfig, groups: Sequence[Sequence[Image]]) -> tup
         segments[span] = number[row] + 1 + image.frames[order]
         coords[span] = coordinates(stem, image)[order]
         if at is not None:
-            indices[span], weights[span] = at[0][order], at[1][order]
+            count_of_taps = at[0].shape[1]
+            indices[span][:, :count_of_taps], weights[span][:, :count_of_taps] = at[0][order], at[1][order]
         if classes is not None:
             token = row, begin + count
             classes[token], positions[token], segments[token] = True, count, segments[row, begin]
-            indices[token], weights[token] = stem.class_position, 1.0
+            indices[token], weights[token] = stem.class_position, np.arange(taps) == 0
         number[row] += image.grid[0]
         first = (row * packing.length + begin) // stem.group
         back = np.argsort(order[:: stem.group] // stem.group)  # windows are made of whole groups

@@ -8,7 +8,7 @@ import numpy as np
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.audio import Audio, from_spectra
-from eqx_decoders.encoders.images import Image, from_patches, from_pixels, from_positions
+from eqx_decoders.encoders.images import Image, from_patches, from_pixels, from_positions, positions_within
 from eqx_decoders.encoders.protocols import EncoderInputs
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO
 from eqx_decoders.errors import DataError, check
@@ -23,13 +23,17 @@ class ImageArrays(TypedDict, total=False):
         (`[images, 3]`: frames, rows and columns), their patches one behind the other, `[patches, numbers]`; or, with
         `image_position_ids` (`[images, patches, 2]`: column and row, -1 for padding), the patches of each image.
         `[batch, images, channels, height, width]` has the images of each row, where an image of zeros is absent.
+    - `spatial_shapes`: rows and columns of patches of each image, `[images, 2]`, behind which `pixel_values`,
+        `[images, patches, numbers]`, are padding.
     - `image_sizes`: height and width of each image in pixels, `[images, 2]`, where they are padded to one size.
-    - `pixel_attention_mask`: 0 where a pixel is padding: the shape of `pixel_values` without channels.
+    - `pixel_attention_mask`: 0 where a pixel is padding: the shape of `pixel_values` without channels; with
+        `spatial_shapes` it is accepted, and compared with these.
     """
 
     pixel_values: Any
     image_grid_thw: Any
     image_position_ids: Any
+    spatial_shapes: Any
     image_sizes: Any
     pixel_attention_mask: Any
 
@@ -137,6 +141,9 @@ def read_images(media: EncoderInputs, arrays: ImageArrays) -> list[Image]:
     """Return the images, cut into patches."""
     extent = {"sizes": arrays.get("image_sizes"), "mask": arrays.get("pixel_attention_mask")}
     pixels, grids, positions = (arrays.get(name) for name in ("pixel_values", "image_grid_thw", "image_position_ids"))
+    shapes = arrays.get("spatial_shapes")
+    if pixels is not None and shapes is not None:
+        positions = positions_within(shapes, np.shape(pixels), extent["mask"])
     return _in_patches(media, pixels, grids, positions, "pixel_values", "image", **extent)
 
 

@@ -24,11 +24,14 @@ class LearnedGrid(CheckedFields):
     - `side`: rows and columns of the grid.
     - `resample`: the positions of an image with other rows and columns: `"none"`, an error;
         `"bilinear"`, between four neighbors, corners on corners (Qwen3-VL); `"fraction"`, the one at the same fraction
-        of the side (Idefics 3).
+        of the side (Idefics 3); `"antialias"`, as a picture that is resized, which averages more of them where there
+        are fewer patches (SigLIP 2).
+    - `class_first`: whether the row of a class token stands before those of the grid (InternVL), and not behind them.
     """
 
     side: PositiveInt
-    resample: Literal["none", "bilinear", "fraction"] = "none"
+    resample: Literal["none", "bilinear", "fraction", "antialias"] = "none"
+    class_first: bool = False
 
     def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "GridTable":
         """Build the table, with a row behind the grid for each class token."""
@@ -121,6 +124,8 @@ class PatchStemConfig(CheckedFields):
         super().__post_init__()
         alone = not self.class_token or self.window is None
         check(alone, "PatchStemConfig.class_token=True excludes windows: the token would be in one of them.")
+        first = isinstance(self.positions, LearnedGrid) and self.positions.class_first
+        check(self.class_token or not first, "LearnedGrid.class_first=True needs PatchStemConfig.class_token=True.")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -134,8 +139,9 @@ class PatchStemConfig(CheckedFields):
 
     @property
     def class_position(self) -> int:
-        """Row of the position table for a class token: the one behind the grid."""
-        return self.positions.side**2 if isinstance(self.positions, LearnedGrid) else 0
+        """Row of the position table for a class token: the one behind the grid, or before it."""
+        grid = self.positions
+        return grid.side**2 if isinstance(grid, LearnedGrid) and not grid.class_first else 0
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "PatchStem":
         kernel_key, position_key, class_key = jax.random.split(key, 3)

@@ -54,11 +54,13 @@ from eqx_decoders.families import (
     hyperclovax,
     idefics3,
     internlm3,
+    internvl,
     jamba,
     jetmoe,
     kimi_linear,
     lfm2,
     lfm2_moe,
+    lfm2_vl,
     llama,
     llama4,
     llama4_vision,
@@ -135,10 +137,10 @@ _PUBLISHED = (
     *(granite_moe, granite_moe_shared, ernie4_5_moe, afmoe),
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
-    *(llama4_vision, mistral3, smolvlm, idefics3),
+    *(llama4_vision, mistral3, smolvlm, idefics3, internvl),
     *(phi, gptj, opt, modernbert_decoder, bloom, mpt, gemma3n),
     mimo_v2_flash,
-    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, hunyuan, hunyuan_moe, phi3),
+    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, lfm2_vl, hunyuan, hunyuan_moe, phi3),
     *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax, zamba2),
     *(recurrent_gemma, rwkv, xlstm),
 )
@@ -155,7 +157,7 @@ def _collect_families() -> dict[str, Family]:
     for module in _PUBLISHED:  # text families stand before those with encoders
         family = module.FAMILY
         if isinstance(family, MultimodalFamily):
-            family = family.with_text(families[family.text_type])
+            family = family.with_texts(families.__getitem__)
         families[family.model_type] = family
     return families
 
@@ -182,7 +184,7 @@ def register_family(family: Family, models: Mapping[str, Callable[[], DecoderCon
     a name that the library has.
     """
     if isinstance(family, MultimodalFamily):
-        family = family.with_text(find_family(family.text_type))
+        family = family.with_texts(find_family)
     names = (family.model_type, *family.aliases, *family.decoder_of)
     for name in names:
         known = name in _NAMES and name not in _OWN_TYPES

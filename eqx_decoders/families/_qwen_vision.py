@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,13 +19,11 @@ from eqx_decoders.families.settings_table import (
     Integer,
     Numbers,
     Only,
-    Rule,
     Setting,
     Table,
     activation,
-    value_at,
 )
-from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, vision_config
+from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, square_grid, vision_config
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -88,15 +85,7 @@ def qwen_vision_config(model_type: str, *, deepstack: tuple[int, ...] = ()) -> T
     """Return the rows of `vision_config`; `deepstack` is the default of its levels."""
     return vision_config(
         qwen_vision,
-        Integer(
-            "num_position_embeddings", lambda encoder: value_at(encoder, "stem.positions.side") ** 2, 2304,
-            name="_positions",
-        ),
-        Check(
-            lambda values: math.isqrt(values["_positions"]) ** 2 == values["_positions"],
-            "num_position_embeddings={_positions} must be a square: positions are a grid.",
-        ),
-        Rule("side", lambda fields, values: math.isqrt(values["_positions"])),
+        *square_grid("num_position_embeddings", 2304),
         Integer("out_hidden_size", "projector.out_dim", lambda values: values["out_dim"], name="_out_dim"),
         SAME_OUT_DIM,
         *encoder_sizes(width=1152, heads=16, layers=27, mlp_dim=4304, size=16, keys=QWEN_KEYS),

@@ -65,6 +65,7 @@ class Family:
     - `decoder_of`: model_types of checkpoints whose encoders are not implemented, and whose decoder is one of this
         family; each with its `text_names`.
     - `text`: the text family of the decoder of a family with encoders.
+    - `variants`: the same family with decoders of other text families.
     - `text_names`: prefixes of the tensors of `text`, and those that replace them.
     - `auto_class`: the class of transformers that opens such a directory.
     - `own_settings`: returns the family's settings from those of a `config.json`, in the spelling of `settings`: for
@@ -94,6 +95,7 @@ class Family:
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     decoder_of: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     text: "Family | None" = None
+    variants: tuple["Family", ...] = ()
     text_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     auto_class: str = "AutoModelForCausalLM"
     own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
@@ -105,6 +107,10 @@ class Family:
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """Return the configuration of a `config.json`, and the keys that it ignores. Raises ConversionError."""
         return self.decode_fields(Fields(self.own_settings(content)))
+
+    def described_by(self, content: Mapping[str, Any]) -> "Family":
+        """Return the family, or one of `variants`, whose decoder a `config.json` names."""
+        return self
 
     def stored_name(self, name: str) -> str:
         """Return the name of a tensor in the files that are written here."""
@@ -141,6 +147,18 @@ class Family:
 
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
         """Return the settings that describe `config`; ConversionError with the differences where none do."""
+        return self.expressing(config)[1]
+
+    def expressing(self, config: DecoderConfig) -> tuple["Family", dict[str, Any]]:
+        """Return the family, or the first of `variants`, that can express `config`, and the settings."""
+        for family in self.variants:
+            try:
+                return family, family._encode(config)
+            except ConversionError:
+                continue
+        return self, self._encode(config)
+
+    def _encode(self, config: DecoderConfig) -> dict[str, Any]:
         config = for_inference(config)
         try:
             written = self.named(write_all(self.settings, config))

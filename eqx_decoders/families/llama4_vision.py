@@ -15,7 +15,14 @@ from eqx_decoders.families.multimodal import (
     with_images,
 )
 from eqx_decoders.families.settings_table import Check, Integer, Only, Renamed, Rule, Setting, Values
-from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, grid_side, vision_config
+from eqx_decoders.families.vision_fields import (
+    EncoderSizes,
+    axial_theta,
+    encoder_sizes,
+    grid_side,
+    shuffle_ratio,
+    vision_config,
+)
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
@@ -50,16 +57,12 @@ def llama4_encoder(sizes: EncoderSizes, *, feature_dim: int, side: int, theta: f
 # --- config.json ---
 
 
-def _read_merge(fields: Fields, values: Values) -> int:
-    ratio = fields.number("pixel_shuffle_ratio", 0.5)
-    merge = round(1 / ratio)
-    if merge < 1 or abs(merge * ratio - 1) > 1e-6:
-        raise fields.error(f"pixel_shuffle_ratio={ratio} must be one divided by a whole number.")
-    joined = values["embed_dim"] * merge**2
+def _check_joined(fields: Fields, values: Values) -> None:
+    count = values["merge"] ** 2
+    joined = values["embed_dim"] * count
     if values["mlp_dim"] != joined:
-        rule = f"must be {joined}, the features of {merge**2} patches: transformers takes one size for both"
+        rule = f"must be {joined}, the features of {count} patches: transformers takes one size for both"
         raise fields.error(f"intermediate_size={values['mlp_dim']} {rule}.")
-    return merge
 
 
 def _same_width(key: str) -> tuple[Setting, ...]:
@@ -75,7 +78,8 @@ _VISION = vision_config(
     llama4_encoder,
     *encoder_sizes(width=768, heads=16, layers=34, mlp_dim=5632, size=14),
     Rule("activation", lambda fields, values: "gelu"),
-    Rule("merge", _read_merge, lambda encoder: {"pixel_shuffle_ratio": 1 / encoder.stem.merge}),
+    shuffle_ratio("pixel_shuffle_ratio", "stem.merge"),
+    Rule("", _check_joined),
     Integer("vision_output_dim", "projector.out_dim", 7680, name="feature_dim"),
     *_same_width("projector_input_dim"),
     *_same_width("projector_output_dim"),

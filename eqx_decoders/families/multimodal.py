@@ -16,7 +16,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import NormConfig
-from eqx_decoders.layers.rope import AxialRope
+from eqx_decoders.layers.rope import AxialRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -47,17 +47,15 @@ def encoder_layer(
     rope: AxialRope | None = None,
     bias: bool = True,
     window: int | None = None,
+    **options: Any,
 ) -> BlockConfig:
-    """Return a layer in which patches, or tokens of audio, attend to all of their image or window."""
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed_dim // heads,
-        mask=Bidirectional(window),
-        rope=rope,
-        qkv_bias=bias,
-        out_bias=bias,
-    )
+    """Return a layer in which patches, or tokens of audio, attend to all of their image or window.
+
+    `options` are further fields of its attention.
+    """
+    sizes = dict(num_heads=heads, num_kv_heads=heads, head_dim=embed_dim // heads)
+    bias_fields = dict(qkv_bias=bias, out_bias=bias)
+    mixer = AttentionConfig(**{**sizes, **bias_fields, **options}, mask=Bidirectional(window), rope=rope)
     return BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=norm, pre_mlp_norm=norm)
 
 
@@ -104,6 +102,7 @@ class MultimodalFamily(Family):
     **Arguments:**
 
     - `text_type`: the `model_type` of the text family.
+    - `other_texts`: those of further text families, for `variants`.
     - `changes`: fields of the text family that differ in these checkpoints.
     - `text_settings`: rows that stand before those of the text family, in `text_config`.
     - `reads_as_text`: whether the decoder is opened by itself as one of the text family without `changes`.
@@ -115,6 +114,7 @@ class MultimodalFamily(Family):
     """
 
     text_type: str
+    other_texts: tuple[str, ...] = ()
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text_settings: tuple[Setting, ...] = ()
     reads_as_text: bool = False
@@ -122,10 +122,28 @@ class MultimodalFamily(Family):
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*(rotary_emb\.inv_freq|position_ids)"
     auto_class: str = "AutoModelForImageTextToText"
 
-    def with_text(self, base: Family) -> Family:
-        """Return the family with the decoder of `base`, the text family."""
+    def with_texts(self, find: Callable[[str], Family]) -> Family:
+        """Return the family with the decoders of its text families, which `find` returns by `model_type`."""
+        variants = tuple(self._with_text(find(kind)) for kind in self.other_texts)
+        return dataclasses.replace(self._with_text(find(self.text_type)), variants=variants)
+
+    def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
+        """Return the configuration of a `config.json`, and the keys that it ignores. Raises ConversionError."""
+        family = self.described_by(content)
+        return super().decode(content) if family is self else family.decode(content)
+
+    def described_by(self, content: Mapping[str, Any]) -> Family:
+        """Return the family, or one of `variants`, whose decoder a `config.json` names."""
+        inner = content.get("text_config")
+        kind = inner.get("model_type") if isinstance(inner, Mapping) else None
+        return next((each for each in self.variants if each.text is not None and each.text.model_type == kind), self)
+
+    def _with_text(self, base: Family) -> Family:
+        """Return the family with the decoder of `base`, a text family."""
         text = dataclasses.replace(base, **self.changes)
-        text = dataclasses.replace(text, settings=(*self.text_settings, *text.settings))
+        known = (base.model_type, self.text_type, *self.other_texts)
+        checked = (needs_model_type(*dict.fromkeys(known)),) if self.other_texts else ()
+        text = dataclasses.replace(text, settings=(*checked, *self.text_settings, *text.settings))
         return dataclasses.replace(
             self,
             settings=(_TextSettings(text), *self.settings),
@@ -175,26 +193,26 @@ def _opened_as(text: Family, plain: Family) -> Family:
     )
 
 
-def with_rope(config: DecoderConfig, **changes: Any) -> DecoderConfig:
-    """Return the configuration with other fields of its rotary embeddings."""
+def with_rope(config: DecoderConfig, kind: type[Rope] | None = None, **changes: Any) -> DecoderConfig:
+    """Return the configuration with other fields of its rotary embeddings, and of another `kind` if that is given."""
 
     def changed(block: BlockConfig) -> BlockConfig:
         mixer = block.mixer
         if not isinstance(mixer, AttentionConfig) or mixer.rope is None:
             return block
-        rope = dataclasses.replace(mixer.rope, **changes)
+        rope = (kind or type(mixer.rope))(**{**vars(mixer.rope), **changes})
         return dataclasses.replace(block, mixer=dataclasses.replace(mixer, rope=rope))
 
     return map_blocks(config, changed)
 
 
-def needs_model_type(model_type: str) -> Rule:
-    """Return a row that refuses another `model_type` of a nested object, which may lack the key."""
+def needs_model_type(*known: str) -> Rule:
+    """Return a row that refuses a `model_type` of a nested object other than the first, which may lack the key."""
 
     def read(fields: Fields, values: Values) -> None:
-        kind = fields.content.get("model_type", model_type)
-        if kind != model_type:
-            raise fields.unknown(f"model_type={kind}", kind, (model_type,))
+        kind = fields.content.get("model_type", known[0])
+        if kind != known[0]:
+            raise fields.unknown(f"model_type={kind}", kind, known)
 
     return Rule("", read)
 

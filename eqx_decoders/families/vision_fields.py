@@ -1,6 +1,7 @@
 """Sizes and settings of encoders of images that several families share."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,6 +113,45 @@ def grid_side(default: int) -> tuple[Setting, ...]:
         ),
         Rule("side", lambda fields, values: values["_pixels"] // values["size"]),
     )
+
+
+def square_grid(key: str, default: int) -> tuple[Setting, ...]:
+    """Return the rows of the side of the grid of learned positions, whose number stands under `key`."""
+    return (
+        Integer(key, lambda encoder: value_at(encoder, "stem.positions.side") ** 2, default, name="_positions"),
+        Check(
+            lambda values: math.isqrt(values["_positions"]) ** 2 == values["_positions"],
+            f"{key}={{_positions}} must be a square: positions are a grid.",
+        ),
+        Rule("side", lambda fields, values: math.isqrt(values["_positions"])),
+    )
+
+
+def squares(*keys: str) -> Rule:
+    """Return the row of sizes that may be lists of rows and columns, which must be equal."""
+
+    def read(fields: Fields, values: Values) -> None:
+        for key in keys:
+            size = fields.content.get(key)
+            if isinstance(size, list | tuple):
+                if len(size) != 2 or size[0] != size[1]:
+                    raise fields.error(f"{key}={list(size)} must be two equal numbers: images and patches are squares.")
+                fields.content[key] = size[0]
+
+    return Rule("", read)
+
+
+def shuffle_ratio(key: str, path: str, *, name: str = "") -> Rule:
+    """Return the row of one divided by the rows of patches that become one token, which stand at `path`."""
+
+    def read(fields: Fields, values: Values) -> int:
+        ratio = fields.number(key, 0.5)
+        merge = round(1 / ratio)
+        if merge < 1 or abs(merge * ratio - 1) > 1e-6:
+            raise fields.error(f"{key}={ratio} must be one divided by a whole number.")
+        return merge
+
+    return Rule(name or path.rpartition(".")[2], read, lambda config: {key: 1 / value_at(config, path)})
 
 
 def axial_theta(*kinds: str, default: float = 10_000.0, key: str = "rope_theta") -> Rule:

@@ -1,4 +1,4 @@
-"""Normalization: RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016), in float32."""
+"""Normalization: RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016), in float32; a scale alone."""
 
 import dataclasses
 
@@ -95,6 +95,33 @@ class LayerNorm(eqx.Module):
         return y.astype(x.dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerScaleConfig(CheckedFields):
+    """Configuration of `scale * x`, in the place of a norm of a layer's output (LayerScale, Touvron et al. 2021).
+
+    **Arguments:**
+
+    - `start`: the scale of a new model.
+    """
+
+    start: PositiveFloat = 1.0
+
+    def build(self, size: int) -> "LayerScale":
+        check_integer("LayerScale size", size)
+        return LayerScale(scale=jnp.full((size,), self.start), config=self)
+
+
+class LayerScale(eqx.Module):
+    """Product `scale * x` over the last axis, without normalization."""
+
+    scale: Float[Array, "norm"]
+    config: LayerScaleConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*dims norm"]) -> Float[Array, "*dims norm"]:
+        y = x.astype(jnp.float32)
+        return (y * _along_last(self.scale, y)).astype(x.dtype)
+
+
 NormConfig = RMSNormConfig | LayerNormConfig
 Norm = RMSNorm | LayerNorm
 
@@ -116,6 +143,6 @@ def _along_last(vector: Array, y: Array) -> Array:
     return vector.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
-def _check_offset(config: NormConfig) -> None:
+def _check_offset(config: RMSNormConfig | LayerNormConfig) -> None:
     rule = f"{type(config).__name__}.offset={config.offset} needs scale=True: it is added to the scale."
     check(config.scale or config.offset == 0, rule)

@@ -94,8 +94,8 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     ),
     LearnedGrid: (
         LearnedGrid(side=3, resample="bilinear"),
-        lambda c: stem(dataclasses.replace(STEM, positions=c)),
-        dict(side=4, resample="fraction"),
+        lambda c: stem(dataclasses.replace(STEM, positions=c, class_token=True)),
+        dict(side=4, resample="fraction", class_first=True),
     ),
     LearnedAxes: (
         LearnedAxes(size=6),

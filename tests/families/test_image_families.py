@@ -1,4 +1,4 @@
-"""Mistral 3, SmolVLM and Llama 4 with images, as in transformers: settings and tensors both ways, sizes of images."""
+"""Mistral 3, SmolVLM, InternVL, LFM2-VL and Llama 4 with images, as in transformers: settings, tensors, sizes."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def same_weights(one, other) -> bool:
 # --- beside transformers ---
 
 
-@pytest.fixture(scope="module", params=["mistral3", "smolvlm"])
+@pytest.fixture(scope="module", params=["mistral3", "smolvlm", "internvl", "lfm2_vl"])
 def stored(request):
     """A directory, its model, the arguments of transformers' forward, and what it computed."""
     directory = FIXTURES / request.param
@@ -65,7 +65,13 @@ def test_greedy_tokens_are_those_of_transformers(stored):
 def told(settings):
     """Settings without how tensors are stored, and who wrote them."""
     missing = ("dtype", "torch_dtype", "transformers_version", "_pad_token_id")
-    return {key: told(x) if isinstance(x, dict) else x for key, x in settings.items() if key not in missing}
+    missing += ("block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs")  # LFM2's other ways to say sizes
+    square = {"image_size": "patch_size"} | {"patch_size": "image_size"}
+    return {
+        key: told(x) if isinstance(x, dict) else x[0] if key in square and isinstance(x, list) else x
+        for key, x in settings.items()
+        if key not in missing
+    }
 
 
 def within(one, other) -> bool:
@@ -95,7 +101,12 @@ def test_the_decoder_alone(stored, tmp_path):
     again = ed.load_hf(tmp_path / "new")
     assert again.config == text.config
     assert same_weights(again, text)
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] in ("mistral", "llama")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] in (
+        "mistral",
+        "llama",
+        "qwen3",
+        "lfm2",
+    )
 
 
 def test_both_spellings_of_names_are_read(tmp_path):
@@ -228,6 +239,22 @@ PARAMETERS = {
     "smolvlm2-500m": 507_482_304,
     "smolvlm2-2.2b": 2_246_784_880,
     "mistral-small-3.1-24b": 24_011_361_280,
+    "internvl3-1b": 938_193_024,
+    "internvl3-2b": 2_088_957_440,
+    "internvl3-8b": 7_944_373_760,
+    "internvl3-14b": 15_117_256_704,
+    "internvl3-38b": 38_388_164_992,
+    "internvl3-78b": 78_408_318_336,
+    "internvl3.5-1b": 1_060_897_792,
+    "internvl3.5-2b": 2_348_347_392,
+    "internvl3.5-4b": 4_732_489_216,
+    "internvl3.5-8b": 8_528_318_464,
+    "internvl3.5-14b": 15_119_523_840,
+    "internvl3.5-38b": 38_390_405_504,
+    "internvl3.5-30b-a3b": 30_848_730_112,
+    "internvl3.5-241b-a28b": 240_699_370_368,
+    "lfm2-vl-450m": 450_822_656,
+    "lfm2-vl-1.6b": 1_584_804_000,
     "llama4-17b-16e-vision": 108_641_793_536,
     "llama4-17b-128e-vision": 401_583_781_376,
 }
@@ -299,7 +326,58 @@ MAVERICK = dict(
         vision_feature_select_strategy="default", vision_output_dim=4096,
     ),
 )  # fmt: skip
-PUBLISHED = {"smolvlm2-500m": SMOLVLM, "mistral-small-3.1-24b": MISTRAL3, "llama4-17b-128e-vision": MAVERICK}
+INTERNVL = dict(
+    architectures=["InternVLForConditionalGeneration"], model_type="internvl", downsample_ratio=0.5,
+    image_seq_length=256, image_token_id=151_667, projector_hidden_act="gelu", torch_dtype="bfloat16",
+    transformers_version="4.52.0.dev0", vision_feature_layer=-1, vision_feature_select_strategy="default",
+    tie_word_embeddings=False,
+    text_config=dict(
+        _attn_implementation_autoset=True, attention_dropout=0.0, bos_token_id=151_643, eos_token_id=151_643,
+        hidden_act="silu", hidden_size=896, initializer_range=0.02, intermediate_size=4864,
+        max_position_embeddings=32_768, max_window_layers=70, model_type="qwen2", num_attention_heads=14,
+        num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-06,
+        rope_scaling=dict(factor=2.0, rope_type="dynamic", type="dynamic"), rope_theta=1_000_000.0,
+        sliding_window=None, torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151_674,
+    ),
+    vision_config=dict(
+        architectures=["InternVisionModel"], attention_bias=True, attention_dropout=0.0, hidden_act="gelu",
+        hidden_dropout_prob=0.0, hidden_size=1024, image_size=[448, 448], initializer_range=1e-10,
+        intermediate_size=4096, layer_norm_eps=1e-06, layer_scale_init_value=0.1, model_type="internvl_vision",
+        norm_type="layer_norm", num_attention_heads=16, num_channels=3, num_hidden_layers=24, patch_size=[14, 14],
+        projection_dropout=0.0, use_absolute_position_embeddings=True, use_mask_token=False, use_mean_pooling=True,
+        use_qk_norm=False,
+    ),
+)  # fmt: skip
+LFM2_VL = dict(
+    architectures=["Lfm2VlForConditionalGeneration"], model_type="lfm2_vl", do_image_splitting=True,
+    downsample_factor=2, encoder_patch_size=16, image_token_index=396, max_image_tokens=256, max_num_patches=1024,
+    max_pixels_tolerance=2.0, max_tiles=10, min_image_tokens=64, min_tiles=2, projector_bias=True,
+    projector_hidden_act="gelu", projector_hidden_size=2560, tile_size=512, torch_dtype="bfloat16",
+    transformers_version="4.56.0.dev0", use_image_special_tokens=True, use_thumbnail=True, vision_feature_layer=-1,
+    text_config=dict(
+        architectures=["Lfm2ForCausalLM"], block_auto_adjust_ff_dim=True, block_dim=1024, block_ff_dim=6656,
+        block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256, block_norm_eps=1e-05,
+        block_out_init_scale=1.0, block_use_swiglu=True, block_use_xavier_init=True, conv_L_cache=3, conv_bias=False,
+        conv_dim=1024, conv_dim_out=1024, conv_use_xavier_init=True, eos_token_id=7, hidden_size=1024,
+        initializer_range=0.02, max_position_embeddings=128_000, model_type="lfm2", norm_eps=1e-05,
+        num_attention_heads=16, num_heads=16, num_hidden_layers=16, num_key_value_heads=8, rope_theta=1_000_000.0,
+        layer_types=[
+            "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)
+        ], use_cache=True, use_pos_enc=True, vocab_size=65_536,
+    ),
+    vision_config=dict(
+        attention_dropout=0.0, hidden_act="gelu_pytorch_tanh", hidden_size=768, intermediate_size=3072,
+        layer_norm_eps=1e-06, model_type="siglip2_vision_model", num_attention_heads=12, num_channels=3,
+        num_hidden_layers=12, num_patches=256, patch_size=16, torch_dtype="bfloat16", vision_use_head=False,
+    ),
+)  # fmt: skip
+PUBLISHED = {
+    "lfm2-vl-450m": LFM2_VL,
+    "smolvlm2-500m": SMOLVLM,
+    "mistral-small-3.1-24b": MISTRAL3,
+    "internvl3-1b": INTERNVL,
+    "llama4-17b-128e-vision": MAVERICK,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -321,7 +399,29 @@ def test_idefics_3_has_the_same_settings():
     assert decode(written) == ed.get_config("smolvlm2-2.2b")
 
 
+@pytest.mark.parametrize("name, text", [("3-1b", "qwen2"), ("3.5-1b", "qwen3"), ("3.5-30b-a3b", "qwen3_moe")])
+def test_decoders_of_several_families(name, text):
+    config = ed.get_config(f"internvl{name}")
+    written = FAMILIES["internvl"].encode(config)
+    assert written["text_config"]["model_type"] == text and decode(written) == config
+    chosen = FAMILIES["internvl"].described_by(written)
+    assert chosen.text is not None and chosen.text.model_type == text
+
+
+def test_the_outer_key_says_whether_tables_are_tied():
+    for content in (LFM2_VL | dict(tie_embedding=False), LFM2_VL | dict(tie_word_embeddings=False)):
+        content["text_config"] = LFM2_VL["text_config"] | dict(tie_embedding=True)
+        assert not decode(copy.deepcopy(content)).tied
+    assert decode(copy.deepcopy(LFM2_VL)).tied
+
+
 REFUSED = [
+    (LFM2_VL, "text_config", dict(model_type="lfm2_moe"), "model_type=lfm2_moe is not known here"),
+    (LFM2_VL, "vision_config", dict(num_patches=250), "num_patches=250 must be a square"),
+    (INTERNVL, "text_config", dict(model_type="gemma2"), "model_type=gemma2 is not known here"),
+    (INTERNVL, "vision_config", dict(image_size=[448, 224]), r"image_size=\[448, 224\] must be two equal numbers"),
+    (INTERNVL, "vision_config", dict(use_mean_pooling=False), "use_mean_pooling=false"),
+    (INTERNVL, None, dict(downsample_ratio=0.4), "one divided by a whole number"),
     (SMOLVLM, "text_config", dict(qk_layer_norms=True), "qk_layer_norms=true"),
     (SMOLVLM, "text_config", dict(use_resampler=True), "use_resampler=true"),
     (SMOLVLM, "text_config", dict(model_type="mistral"), "model_type=mistral is not known here"),
@@ -409,6 +509,36 @@ BAD_SIZES = [
 def test_sizes_that_do_not_fit_are_refused(given, message):
     with pytest.raises(ed.DataError, match=message):
         from_pixels(STEM, ONES, **given)
+
+
+def test_positions_are_resized_as_pictures():
+    """Where there are fewer patches each is an average with weights that fall with the distance."""
+    stem = PatchStemConfig(size=1, positions=LearnedGrid(side=4, resample="antialias"))
+    (image,) = from_pixels(stem, np.ones((1, 3, 2, 8), np.float32))
+    found = learned_positions(stem, image)
+    assert found is not None
+    whole = np.zeros((2, 8, 4, 4))
+    for patch, (places, weights) in enumerate(zip(*found, strict=True)):
+        np.add.at(whole[patch // 8, patch % 8].reshape(-1), places, weights)
+    rows = np.array([[3, 3, 1, 0], [0, 1, 3, 3]]) / 7
+    columns = np.maximum(1 - np.abs((np.arange(8)[:, None] + 0.5) / 2 - 0.5 - np.arange(4)), 0)
+    columns /= columns.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(whole, np.einsum("ri,cj->rcij", rows, columns), atol=1e-6)
+
+
+PADDED = dict(input_ids=[[53] * 2], pixel_values=np.ones((2, 8, 12), np.float32))
+BAD_SHAPES = [
+    (dict(spatial_shapes=[[2, 2]]), "must be rows and columns of images"),
+    (dict(spatial_shapes=[[2, 2], [2, 6]]), "are no fewer"),
+    (dict(spatial_shapes=[[2, 2], [2, 2]], pixel_attention_mask=np.ones((2, 8))), "differs from spatial_shapes"),
+]
+
+
+@pytest.mark.parametrize("given, message", BAD_SHAPES, ids=[message for _, message in BAD_SHAPES])
+def test_patches_behind_shapes_are_padding(given, message):
+    config = decode(json.loads((FIXTURES / "lfm2_vl" / "config.json").read_text()))
+    with pytest.raises(ed.DataError, match=message):
+        ed.Media.create(config, **{**PADDED, **given})
 
 
 @pytest.mark.parametrize("side, count", [(26, 26), (27, 27), (32, 32), (6, 8), (9, 4), (4, 12)])

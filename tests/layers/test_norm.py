@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from tests.compare import assert_close
 from tests.layers.common import drawn, normal
 from tests.oracles import (
@@ -36,6 +36,14 @@ def test_norms(config):
     fresh = config.build(7)  # a new scale and offset multiply by one
     assert fresh.scale is None or np.all(np.asarray(fresh.scale) + config.offset == 1)
     assert getattr(fresh, "bias", None) is None or not np.any(fresh.bias)
+
+
+def test_a_scale_alone():
+    layer = drawn(lambda key: LayerScaleConfig(start=0.5).build(7))
+    x = normal(2, 3, 7)
+    assert_close(layer(jnp.asarray(x)), wide(x) * wide(layer.scale), units=4)
+    assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert np.all(np.asarray(LayerScaleConfig(start=0.5).build(7).scale) == 0.5)
 
 
 def test_bfloat16_norms_are_computed_in_float32():

@@ -10,7 +10,7 @@ from eqx_decoders.blocks.residual.residual import Parallel
 from eqx_decoders.families.common import map_blocks
 from eqx_decoders.families.draft.tensor_groups import Shape
 from eqx_decoders.layers.attention.attention import QKNorm
-from eqx_decoders.layers.norm import LayerNormConfig, NormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, LayerScaleConfig, NormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -97,7 +97,8 @@ def _tied(path: str, present: bool, shape: Shape, config: DecoderConfig) -> Chan
 
 
 def _first_norm(block: BlockConfig) -> NormConfig:
-    return block.pre_mixer_norm or block.post_mixer_norm or LayerNormConfig()
+    first = block.pre_mixer_norm or block.post_mixer_norm
+    return LayerNormConfig() if first is None or isinstance(first, LayerScaleConfig) else first
 
 
 _FIRST_NORM = "(block.pre_mixer_norm or block.post_mixer_norm)"

@@ -23,11 +23,11 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
         family = model.origin.family
     if family is not None:
         kind = FAMILIES[check_word("save_hf: family", family, FAMILIES, ConversionError)]
-        return kind, kind.encode(model.config)
+        return kind.expressing(model.config)
     refusals = []
     for kind in FAMILIES.values():
         try:
-            return kind, kind.encode(model.config)
+            return kind.expressing(model.config)
         except ConversionError as error:
             refusals.append(textwrap.shorten(str(error), 160, placeholder=" …"))
     raise ConversionError("No family of Hugging Face has this model.\n  " + "\n  ".join(refusals))

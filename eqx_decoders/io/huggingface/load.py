@@ -151,7 +151,8 @@ def _target(
 def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
     """Return the tensors of a directory; with `text_only` the decoder's, under their names in its family."""
     tensors = checkpoint_tensors(directory)
-    family = find_family(str(directory.json("config.json").get("model_type")))
+    content = directory.json("config.json")
+    family = find_family(str(content.get("model_type"))).described_by(content)
     if not text_only or family.text is None:
         return tensors
     named = {family.text_tensor(family.stored_name(name)): tensor for name, tensor in tensors.items()}
@@ -184,7 +185,7 @@ def decode_config(
     """
     kind = content.get("model_type")
     check(isinstance(kind, str), f"{path}: model_type={kind!r} must name the family.", ConversionError)
-    family = find_family(str(kind))
+    family = find_family(str(kind)).described_by(content)
     read_scheme(content)
     if text_only and family.text is not None:
         config, settings = family.text.decode_fields(text_fields(Fields(family.own_settings(content))))

@@ -14,14 +14,11 @@ from eqx_decoders.io.processors.base import (
     check_tokens,
     concatenate_arrays,
     read_resample,
-    read_square,
 )
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_normalization
 from eqx_decoders.io.processors.resizing import BILINEAR, resize_with_short_weights
-
-
-MOST_TILES = 256
+from eqx_decoders.io.processors.tiles import MOST_TILES, cut_tiles, read_side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +51,10 @@ class Llama4Images(CheckedFields):
     def read(cls, settings: Settings) -> "Llama4Images":
         """Read the rules from the settings of a directory."""
         fields, processor = settings.images, settings.processor
-        height, width = read_square(fields, "size", 336)
-        if height != width:
-            raise fields.error(f"size={height} x {width} must be a square: tiles are.")
         ratio = processor.number("pixel_shuffle_ratio", 0.5)
         check_number(f"{processor.where}: pixel_shuffle_ratio", ratio, least=0.01)
         return cls(
-            side=height,
+            side=read_side(fields, 336),
             tiles=fields.integer("max_patches", 16),
             largest=fields.flag("resize_to_max_canvas", False),
             resample=read_resample(fields, BILINEAR),
@@ -82,7 +76,7 @@ class Llama4Images(CheckedFields):
         small = resize_with_short_weights(pixels, within(size, room), self.resample, limits, where)
         more = [(0, whole * side - length) for whole, length in zip((rows, columns), small.shape, strict=False)]
         values = self.normalization(np.pad(small, (*more, (0, 0))))
-        tiles = values.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
+        tiles = cut_tiles(values, side)
         if len(tiles) > 1:
             whole = resize_with_short_weights(pixels, (side, side), self.resample, limits, where)
             tiles = np.concatenate([tiles, self.normalization(whole)[None]])

@@ -18,6 +18,8 @@ from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings,
 from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
 from eqx_decoders.io.processors.gemma_audio import Gemma4Audio
 from eqx_decoders.io.processors.images import image_size, name_of, open_image
+from eqx_decoders.io.processors.internvl import InternVLImages, InternVLVideos
+from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Images
 from eqx_decoders.io.processors.pixtral import PixtralImages
@@ -52,6 +54,8 @@ FAMILIES: dict[str, tuple[ProcessorFamily, tuple[str, ...]]] = {
     "PixtralProcessor": (ProcessorFamily(images=PixtralImages.read), ("mistral3",)),
     "SmolVLMProcessor": (ProcessorFamily(images=SmolVLMImages.read, videos=SmolVLMVideos.read), ("smolvlm",)),
     "Idefics3Processor": (ProcessorFamily(images=SmolVLMImages.read), ("idefics3",)),
+    "InternVLProcessor": (ProcessorFamily(images=InternVLImages.read, videos=InternVLVideos.read), ("internvl",)),
+    "Lfm2VlProcessor": (ProcessorFamily(images=Lfm2VLImages.read), ("lfm2_vl",)),
     "Qwen2VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read_untimed), ("qwen2_vl",)),
     "Qwen2_5_VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read), ("qwen2_5_vl",)),
     "Qwen3VLProcessor": (

@@ -65,6 +65,7 @@ GEMMA_AUDIO = {
 
 
 _SMOL = dict(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})
+_INTERNVL = dict(size={"height": 14, "width": 14})
 _GEMMA = dict(patch_size=2, pooling_kernel_size=2)
 # Family, settings of its video processor, frames, frames per second or None for a list of frames, height and width.
 VIDEOS = {
@@ -104,6 +105,16 @@ VIDEOS = {
         30,
     ),
     "gemma4 listed": ("gemma4", _GEMMA, 2, None, 28, 20),
+    "internvl published": ("internvl", _INTERNVL, 3, 10.0, 31, 47),
+    "internvl some": ("internvl", {**_INTERNVL, "do_sample_frames": True, "num_frames": 3}, 11, 10.0, 20, 33),
+    "internvl rate": (
+        "internvl",
+        {**_INTERNVL, "do_sample_frames": True, "fps": 2, "initial_shift": 0, "image_mean": [0.1, 0.2, 0.3]},
+        20,
+        5.0,
+        20,
+        14,
+    ),
 }
 
 

@@ -13,6 +13,8 @@ from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import LogMel, QwenAudio
 from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
 from eqx_decoders.io.processors.images import open_image
+from eqx_decoders.io.processors.internvl import InternVLImages, InternVLWords
+from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Images
 from eqx_decoders.io.processors.normalize import Normalization
@@ -38,6 +40,8 @@ RULES = {
     "qwen3": QwenImages(size=16, least=4096, most=65_536, normalization=Normalization()),
     "smolvlm": SmolVLMImages(longest=512, tile=128),
     "idefics3": SmolVLMImages(longest=512, tile=128),
+    "internvl": InternVLImages(side=56, most=6, words=InternVLWords(tokens=2)),
+    "lfm2_vl": Lfm2VLImages(size=4, tile=32, least=16, most=48, most_tiles=6),
     "pixtral": PixtralImages(longest=(280, 280), size=14, merge=2),
 }
 LIMITS = MediaLimits()
@@ -49,9 +53,11 @@ def test_images_are_those_of_transformers(family, name):
     rules, where = RULES[family], f"image {name!r}"
     kind, width, height = IMAGES[name]
     opened = open_image(image(kind, width, height), LIMITS, where)
-    made = rules.join([rules.process(opened, LIMITS, where)])
+    processed = rules.process(opened, LIMITS, where)
+    made = rules.join([processed])
     keys = [key.split("/")[2] for key in EXPECTED.files if key.startswith(f"{family}/{name}/") and "/shape" not in key]
     assert {"pixel_values"} <= set(made) & set(keys)
+    assert "text" not in keys or processed.text == str(EXPECTED[f"{family}/{name}/text"])
     for key in set(made) & set(keys):
         assert list(made[key].shape) == EXPECTED[f"{family}/{name}/{key}/shape"].tolist(), key
         np.testing.assert_allclose(shown(made[key]), EXPECTED[f"{family}/{name}/{key}"], atol=1e-5, err_msg=key)
@@ -99,10 +105,8 @@ def test_videos_are_read_frame_by_frame():
 
 def video_rules(folder, family, settings):
     """What a directory with these settings says."""
-    whole = {
-        "processor_class": {"smolvlm": "SmolVLMProcessor", "gemma4": "Gemma4Processor"}[family],
-        "image_seq_len": 2,
-    }
+    names = {"smolvlm": "SmolVLMProcessor", "gemma4": "Gemma4Processor", "internvl": "InternVLProcessor"}
+    whole = {"processor_class": names[family], "image_seq_len": 2, "image_seq_length": 2}
     (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 1}}))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
