@@ -40,7 +40,7 @@ PACKAGE = "eqx_decoders"
 TIMEOUT = -1
 TARGETS = [
     "layers/**/*.py", "blocks/*.py", "model/decoder.py", "training/step/step.py", "training/step/loss.py",
-    "training/step/cross_entropy.py", "training/optimizer/optimizer.py", "io/checkpoint/*.py", "inference/*.py",
+    "training/head/cross_entropy.py", "training/optimizer/optimizer.py", "io/checkpoint/*.py", "inference/*.py",
 ]  # fmt: skip
 
 COMPARISONS = {

@@ -26,11 +26,11 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp import same_document, shift_left
 from eqx_decoders.numerics.einsum import as_weight
 from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.training.head.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
+from eqx_decoders.training.head.vocab_parallel import HeadWeights
 from eqx_decoders.training.step.balance import expert_configs, has_routing_loss, routing_loss
-from eqx_decoders.training.step.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.step.indexer_loss import indexer_configs, indexer_loss
 from eqx_decoders.training.step.loss_metrics import LossMetrics, MTPLossSums
-from eqx_decoders.training.step.vocab_parallel import HeadWeights
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
 
 

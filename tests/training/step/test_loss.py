@@ -16,8 +16,8 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.training.evaluation import evaluate
+from eqx_decoders.training.head.cross_entropy import cross_entropy
 from eqx_decoders.training.held_out import HeldOut
-from eqx_decoders.training.step.cross_entropy import cross_entropy
 from eqx_decoders.training.step.loss import evaluation_sums, next_token_loss, next_tokens
 from tests.compare import assert_close
 from tests.models import filled, packed, rich_decoder, some_tokens

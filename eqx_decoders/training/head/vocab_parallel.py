@@ -98,13 +98,23 @@ class HeadSplit:
         """How the bias and its gradient are split."""
         return PartitionSpec(self.ids or None)
 
+    @property
+    def head(self) -> HeadWeights:
+        """How the weights of the head are split."""
+        return HeadWeights(self.kernel, self.bias)
+
+    @property
+    def head_gradient(self) -> HeadWeights:
+        """How the gradients of the head are split."""
+        return HeadWeights(self.gradient, self.bias)
+
     def mapped(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
         """Map `function(hidden, head, *of tokens)` over the devices' parts; `outputs` are the specs of results."""
         if self.layout.single:
             return function
 
         def everywhere(hidden, head, *others):
-            specs = (self.tokens, HeadWeights(self.kernel, self.bias), *(self.tokens for _ in others))
+            specs = (self.tokens, self.head, *(self.tokens for _ in others))
             return self.layout.shard_map(function, specs, outputs)(hidden, head, *others)
 
         return everywhere

@@ -1,0 +1,122 @@
+"""Log-probs, entropy and normalizer of tokens, fused with the output head so that all logits never exist at once."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Integer
+
+from eqx_decoders.core.input_checks import as_int32
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles, Scores, gradients, joined, scores
+from eqx_decoders.training.head.vocab_parallel import HeadWeights, VocabPart
+
+
+class LogProbs(NamedTuple):
+    """What a model's distribution says of tokens, in f32 and nats.
+
+    **Arguments:**
+
+    - `log_probs`: of the targets, `z[target] - log sum exp(z)`, never above 0.
+    - `entropy`: of the distribution at each position.
+    - `normalizer`: `log sum exp(z)`.
+    - `top`: 1 where a target has the highest logit, otherwise 0; without gradient.
+    """
+
+    log_probs: Float[Array, "batch length *targets"]
+    entropy: Float[Array, "batch length"]
+    normalizer: Float[Array, "batch length"]
+    top: Float[Array, "batch length *targets"]
+
+
+def linear_log_probs(
+    hidden: Float[Array, "batch length embed"],
+    head: HeadWeights,
+    targets: Integer[Array, "batch length *targets"],
+    *,
+    tied: bool,
+    soft_cap: float | None = None,
+    temperature: float = 1.0,
+    tiles: HeadTiles = HeadTiles(),
+    flatten: bool = False,
+    layout: Layout | None = None,
+) -> LogProbs:
+    """Compute `LogProbs` of `z = cap(hidden @ kernel + bias) / temperature`, a tile of positions at a time.
+
+    `cap(x) = soft_cap * tanh(x / soft_cap)`, `temperature` is that at which the targets were drawn. A position has one
+    target, or several along a last dimension. Meshes, tiles and parts of the vocabulary are those of
+    `linear_cross_entropy`; the gradient computes the logits again, a tile at a time: four products. It goes to `hidden`
+    and `head`, from log-probs, entropy and normalizer.
+
+    A target outside the vocabulary gives NaN. Options out of range raise ConfigError.
+    """
+    options: Any = dict(flatten=flatten, tiles=tiles, layout=Layout() if layout is None else layout)
+    form = HeadForm(tied=tied, soft_cap=soft_cap, temperature=temperature, **options)
+    form.check_kernel("linear_log_probs", hidden, head.kernel)
+    targets = jnp.asarray(as_int32("linear_log_probs: targets", targets))
+    single = targets.ndim == 2
+    found = _log_probs(form, hidden, head, targets[..., None] if single else targets)
+    return found._replace(log_probs=found.log_probs[..., 0], top=found.top[..., 0]) if single else found
+
+
+def _of_scores(found: Scores) -> LogProbs:
+    assert found.weighted is not None
+    normalizer = found.normalizer
+    entropy = jnp.maximum(normalizer - found.weighted / found.total, 0.0)
+    log_probs = jnp.minimum(found.picked - normalizer[..., None], 0.0)  # NaN stays
+    return LogProbs(log_probs, entropy, normalizer, found.right)
+
+
+def _forward(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -> LogProbs:
+    split = form.split(hidden, head.kernel)
+
+    def on_device(hidden, head, targets):
+        tiles = form.cut(split, head, hidden, targets)
+        found = _of_scores(scores(form, split, *tiles, head, entropy=True))
+        return jax.tree.map(lambda x: joined(x, hidden.shape[1]), found)
+
+    outputs = LogProbs(split.tokens, split.tokens, split.tokens, split.tokens)
+    return split.mapped(on_device, outputs)(hidden, head, targets)
+
+
+def _forward_saved(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -> Any:
+    found = _forward(form, hidden, head, targets)
+    return found, (hidden, head, targets, found.normalizer, found.entropy)
+
+
+def _by_logits(part: VocabPart, logits: Array, values: Any) -> Array:
+    """Compute `sum_k a_k one_hot_k + p (n - sum_k a_k - e (log p + entropy))` of the cotangents a, e, n."""
+    targets, to_log_probs, to_entropy, to_normalizer, normalizer, entropy = values
+    log_p = logits - normalizer[..., None]
+    slope = to_normalizer - jnp.sum(to_log_probs, axis=-1)
+    gradient = jnp.exp(log_p) * (slope[..., None] - to_entropy[..., None] * (log_p + entropy[..., None]))
+    ids = targets - part.first
+    if ids.shape[-1] == 1:
+        hits = lax.broadcasted_iota(ids.dtype, logits.shape, 2) == ids
+        return gradient + jnp.where(hits, to_log_probs, 0.0)
+    ids = jnp.where((ids >= 0) & (ids < logits.shape[-1]), ids, logits.shape[-1])  # negative ones would wrap
+    add = jax.vmap(jax.vmap(lambda row, ids, values: row.at[ids].add(values, mode="drop")))
+    return add(gradient, ids, to_log_probs)
+
+
+def _backward(form: HeadForm, saved: Any, cotangents: LogProbs) -> Any:
+    hidden, head, targets, normalizer, entropy = saved
+    split = form.split(hidden, head.kernel)
+
+    def prepare(part: VocabPart, _: Any) -> Any:
+        return functools.partial(_by_logits, part)
+
+    def on_device(hidden, head, *values):
+        tiles = form.cut(split, head, hidden, *values)
+        to_hidden, to_head = gradients(form, split, tiles[0], tiles[1:], head, prepare)
+        return joined(to_hidden, hidden.shape[1]), to_head
+
+    values = (targets, *cotangents[:3], normalizer, entropy)
+    found = split.mapped(on_device, (split.tokens, split.head_gradient))(hidden, head, *values)
+    return *jax.tree.map(lambda x, like: x.astype(like.dtype), found, (hidden, head)), None
+
+
+_log_probs = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)
+_log_probs.defvjp(_forward_saved, _backward)
