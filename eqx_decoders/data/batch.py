@@ -5,6 +5,7 @@ from jaxtyping import Bool, Integer, Num
 
 from eqx_decoders.context import Inputs
 from eqx_decoders.core.input_checks import as_int32
+from eqx_decoders.data.signals import Signals
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.sharding.axes import AnyArray
 
@@ -20,6 +21,7 @@ class Batch(eqx.Module):
     - `spans`: number of each token's span, whose tokens attend to each other in both directions where a layer says so
         (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
     - `media`: images and audio of these tokens, whose placeholders are no targets.
+    - `signals`: what an objective reads of each token; None: the loss of next tokens reads nothing more.
     - `contiguous`: promise that no document has padding inside or a gap in positions, as in those of `Batches`: ring
         attention with windows then sends no more than the windows reach, and choices of blocks of keys take fewer
         bits. Results are wrong where it is broken.
@@ -33,6 +35,7 @@ class Batch(eqx.Module):
     loss_mask: Num[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
     spans: Integer[AnyArray, "batch length"] | None = None
     media: Media | None = None
+    signals: Signals | None = None
     contiguous: bool = eqx.field(static=True, default=False)
 
     def __post_init__(self):

@@ -171,7 +171,7 @@ def _fused_forward(form: _LossForm, hidden, head, targets, weights):
     def on_device(hidden, head, targets, weights):
         tiles, length = form.cut(split, head, hidden, targets, weights), hidden.shape[1]
         make = _gradients if form.parts(split, hidden, head.kernel)[0] == 1 else _gradients_in_parts
-        losses, to_hidden, to_head = make(form, split, *tiles, head)
+        losses, to_hidden, to_head = make(form, split, tiles[0], tiles[1], tiles[2], head)
         to_weights = jnp.where(tiles[2] == 0, 0.0, losses[0])
         return _sums(split, losses, tiles[2]), (joined(to_hidden, length), to_head, joined(to_weights, length))
 

@@ -204,7 +204,9 @@ class Scores(NamedTuple):
         """Join the sums over two sets of ids; those of `other` are over at least one id."""
         top = jnp.maximum(self.highest, other.highest)
         one, two = (jnp.exp(each.highest - top) for each in (self, other))
-        weighted = None if self.weighted is None else self.weighted * one + other.weighted * two
+        weighted = None
+        if self.weighted is not None and other.weighted is not None:
+            weighted = self.weighted * one + other.weighted * two
         return Scores(top, self.total * one + other.total * two, self.picked + other.picked, weighted)
 
     def over_ids(self, split: HeadSplit, known: Array) -> "Scores":

@@ -57,7 +57,7 @@ def linear_log_probs(
     form.check_kernel("linear_log_probs", hidden, head.kernel)
     targets = jnp.asarray(as_int32("linear_log_probs: targets", targets))
     single = targets.ndim == 2
-    found = _log_probs(form, hidden, head, targets[..., None] if single else targets)
+    found: Any = _log_probs(form, hidden, head, targets[..., None] if single else targets)
     return found._replace(log_probs=found.log_probs[..., 0], top=found.top[..., 0]) if single else found
 
 
@@ -73,11 +73,11 @@ def _forward(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -
     split = form.split(hidden, head.kernel)
 
     def on_device(hidden, head, targets):
-        tiles = form.cut(split, head, hidden, targets)
-        found = _of_scores(scores(form, split, *tiles, head, entropy=True))
+        tiles, targets = form.cut(split, head, hidden, targets)
+        found = _of_scores(scores(form, split, tiles, targets, head, entropy=True))
         return jax.tree.map(lambda x: joined(x, hidden.shape[1]), found)
 
-    outputs = LogProbs(split.tokens, split.tokens, split.tokens, split.tokens)
+    outputs: Any = LogProbs(*(split.tokens for _ in LogProbs._fields))  # pyright: ignore[reportArgumentType]
     return split.mapped(on_device, outputs)(hidden, head, targets)
 
 

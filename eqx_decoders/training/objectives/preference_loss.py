@@ -248,7 +248,7 @@ def kto_loss(
     desirable: Bool[Array, "answers"],
     *,
     lengths: Int[Array, "answers"],
-    baseline: Float[Array, ""],
+    baseline: Float[Array, ""] | Answers,
 ) -> tuple[Float32[Array, "answers"], Sums]:
     """Compute the loss of each answer from the sums of the log-probs of its tokens, and sums for metrics.
 

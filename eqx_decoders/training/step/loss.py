@@ -97,7 +97,7 @@ def token_loss_sum(
     in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    inputs, promises = _model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **inputs, promises=promises)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
@@ -114,7 +114,7 @@ def token_loss_sum(
     return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=stats, mtp=mtp)
 
 
-def _model_inputs(model: Decoder, batch: Batch) -> dict[str, Any]:
+def model_inputs(model: Decoder, batch: Batch) -> dict[str, Any]:
     """Return the inputs of the model besides tokens; images are encoded once, for it and for MTP."""
     encoded = None if batch.media is None else model.encode(batch.media)
     return dict(inputs=batch.inputs, media=batch.media, encoded=encoded)
@@ -135,12 +135,12 @@ def _head_loss(
     if fused:
         loss, sums = linear_cross_entropy(
             model.head_input(hidden, key=key, depth=depth),
-            _head_weights(model),
+            head_weights(model),
             targets,
             weights,
             soft_cap=model.config.logit_soft_cap,
             z_loss=z_loss,
-            **_head_options(model),
+            **head_options(model),
         )
         return loss, sums.nll, sums.correct
     logits = model.logits(hidden, key=key, depth=depth)
@@ -149,11 +149,13 @@ def _head_loss(
     return loss, nll, jnp.sum(weights * (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32))
 
 
-def _head_weights(model: Decoder) -> HeadWeights:
+def head_weights(model: Decoder) -> HeadWeights:
+    """Return the plain weights of the output head."""
     return HeadWeights(as_weight(model.head_kernel).array(1 if model.head is None else 0), model.logit_bias)
 
 
-def _head_options(model: Decoder) -> dict[str, Any]:
+def head_options(model: Decoder) -> dict[str, Any]:
+    """Return how the head is computed together with the loss: options of `linear_cross_entropy`."""
     layout, most = model.execution.layout, model.execution.head_bytes
     if most is None:
         chip = chip_of(layout.device.device_kind)
@@ -260,7 +262,7 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    inputs, promises = _model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)
     _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)
     sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
@@ -280,4 +282,4 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
 
 def _argmax_tokens(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
     """Return the likeliest token at each position; a cap on logits does not change it."""
-    return linear_argmax(model.head_input(hidden, depth=depth), _head_weights(model), **_head_options(model))
+    return linear_argmax(model.head_input(hidden, depth=depth), head_weights(model), **head_options(model))

@@ -35,6 +35,7 @@ class LossMetrics(eqx.Module):
     - `stats`: statistics of the layers: of activations and largest scores if requested, of routing where there are
         experts, of indexers that learn; else None. The layers of multi-token prediction come last.
     - `mtp`: sums of multi-token prediction; None where there is none.
+    - `sums`: of an objective, by name; None of the loss of next tokens.
     """
 
     loss: Float32[Array, ""]
@@ -43,6 +44,7 @@ class LossMetrics(eqx.Module):
     tokens: Float32[Array, ""]
     stats: BlockStats | None = None
     mtp: MTPLossSums | None = None
+    sums: dict[str, Float32[Array, ""]] | None = None
 
     def add(self, other: "LossMetrics") -> "LossMetrics":
         """Add the sums of two batches."""

@@ -16,6 +16,7 @@ from eqx_decoders.sharding.axes import path_name
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.pipeline import cut_rows
 from eqx_decoders.training.step.loss_metrics import LossMetrics
+from eqx_decoders.training.step.zigzag import in_rows
 
 
 def cut_batch(batch: Batch, count: int) -> Batch:
@@ -34,9 +35,7 @@ def cut_batch(batch: Batch, count: int) -> Batch:
 def join_microbatch(batch: Batch, layout: Layout) -> Batch:
     """Reshape one of the microbatches of `cut_batch` to a batch."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: (
-            leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else layout.constrain(leaf, "batch length")
-        ),
+        lambda path, leaf: leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else in_rows(leaf, layout),
         batch,
     )
 

@@ -26,9 +26,10 @@ from eqx_decoders.sharding.offload import Offload, to_device, to_home
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.optimizer.state_layout import StateLayout
 from eqx_decoders.training.step.balance import expert_configs
-from eqx_decoders.training.step.loss import or_one, token_loss_sum
+from eqx_decoders.training.step.loss import or_one
 from eqx_decoders.training.step.loss_metrics import LossMetrics
 from eqx_decoders.training.step.microbatches import cut_batch, join_microbatch, mean_activations, zeros_to_add
+from eqx_decoders.training.step.next_token_loss import Loss, NextTokenLoss
 from eqx_decoders.training.step.offloaded_step import by_layer, check_offload, square_sum
 from eqx_decoders.training.step.qk_clip import clipped_weights, latent_attentions, qk_clip
 from eqx_decoders.training.step.router_bias import update_router_bias
@@ -51,12 +52,21 @@ class Trainer(eqx.Module):
     ema_decay: float | None = eqx.field(static=True)
     shard_over_data: bool = eqx.field(static=True)
     config: StepConfig = eqx.field(static=True)
+    loss: Loss = eqx.field(static=True)
 
     @classmethod
     def create(
-        cls, optimizer: OptimizerConfig, model: Decoder, *, steps: int, config: StepConfig = StepConfig()
+        cls,
+        optimizer: OptimizerConfig,
+        model: Decoder,
+        *,
+        steps: int,
+        config: StepConfig = StepConfig(),
+        loss: Loss | None = None,
     ) -> "Trainer":
         """Make a trainer of models shaped like `model` (arrays or `ShapeDtypeStruct`s) for runs of `steps` steps.
+
+        `loss` is what a step minimizes; None: the cross-entropy of next tokens.
 
         Weights that their layer declares frozen are left out, whatever the patterns say, and buffers unless named.
         """
@@ -86,6 +96,7 @@ class Trainer(eqx.Module):
             ema_decay=optimizer.ema_decay,
             shard_over_data=optimizer.shard_over_data,
             config=config,
+            loss=NextTokenLoss(config.z_loss, config.fused_loss) if loss is None else loss,
         )
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
@@ -181,10 +192,11 @@ class Trainer(eqx.Module):
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None
         gradient, sums = self._gradient(state.model, batch, key)
         tokens = or_one(sums.tokens)
+        divisor = tokens if self.loss.per_token else jnp.ones_like(tokens)
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
-        norm = jnp.sqrt(square_sum(gradient)) / tokens
+        norm = jnp.sqrt(square_sum(gradient)) / divisor
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
-        scale = 1.0 / tokens
+        scale = 1.0 / divisor
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
@@ -209,7 +221,9 @@ class Trainer(eqx.Module):
         groups = state_layout.streamed()
         names = tuple(name for name in old if not any(name in group for group in groups.values()))
         weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
-        model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
+        model = self._with_weights(state.model, weights)
+        # of a policy they are what tells it from its reference: an objective leaves them alone
+        model = _with_router_biases(model, sums.stats, finite) if self.loss.per_token else model
         clipped = self._clipped(model, sums.stats, finite)
         if ema is not None and clipped is not model:
             ema = in_parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
@@ -222,7 +236,7 @@ class Trainer(eqx.Module):
             ema=ema,
         )
         metrics = StepMetrics(
-            loss=sums.loss / tokens,
+            loss=sums.loss / divisor,
             nll=sums.nll / tokens,
             accuracy=sums.correct / tokens,
             tokens=sums.tokens,
@@ -231,6 +245,7 @@ class Trainer(eqx.Module):
             skipped=~finite,
             mtp_nll=None if sums.mtp is None else sums.mtp.nll / or_one(sums.mtp.tokens),
             stats=sums.stats,
+            objective=None if sums.sums is None else self.loss.figures(sums.sums),
         )
         return new, metrics
 
@@ -240,12 +255,12 @@ class Trainer(eqx.Module):
         count = config.gradient_accumulation_steps
 
         def loss(weights, rows, key):
-            trained, fused = self._with_weights(model, weights), config.fused_loss
+            trained = self._with_weights(model, weights)
             if self.shard_over_data:
                 trained = trained.replace(layout=_gradients_over_data(trained))
             if config.qk_clip_threshold is not None:
                 trained = trained.replace(attention_maxima=True)
-            return token_loss_sum(trained, rows, z_loss=config.z_loss, fused=fused, key=key, full_batch=batch)
+            return self.loss(trained, rows, key=key, full_batch=batch)
 
         def part(rows, key):
             (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)

@@ -111,7 +111,7 @@ class StepLog:
 
     def _of_layers(self, taken: _PendingStep) -> MetricsRow:
         """Return figures of single layers and of depths of multi-token prediction, where there are any."""
-        metrics, row = taken.metrics, {}
+        metrics, row = taken.metrics, dict(taken.metrics.objective or {})
         if metrics.mtp_nll is not None:
             row["mtp_nll"] = metrics.mtp_nll
         if metrics.stats is not None and metrics.stats.activations is not None:

@@ -48,6 +48,7 @@ class StepMetrics(eqx.Module):
     - `skipped`: whether the step changed nothing.
     - `mtp_nll`: of each depth of multi-token prediction, per target token of its own; None where there is none.
     - `stats`: of the layers: of their activations if requested, of routing where there are experts; None for neither.
+    - `objective`: figures of the loss, by name; None of the loss of next tokens.
     """
 
     loss: Float32[Array, ""]
@@ -59,3 +60,4 @@ class StepMetrics(eqx.Module):
     skipped: Bool[Array, ""]
     mtp_nll: Float32[Array, "depths"] | None = None
     stats: BlockStats | None = None
+    objective: dict[str, Float32[Array, ""]] | None = None

@@ -1,11 +1,13 @@
 """Tokens of rows in an order that gives devices which split their length equal work."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, PyTree, Shaped
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
@@ -19,22 +21,22 @@ from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.parallel_mixers import ParallelMixersConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.sharding.layout import Layout
 
 
 def in_context_order(
     config: DecoderConfig,
     execution: Execution,
     batch: Batch,
-    targets: Int[Array, "batch length"],
-    weights: Float32[Array, "batch length"],
-) -> tuple[Batch, Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """Put a batch, its targets and their weights in the order of `Execution.context_order`.
+    *others: PyTree[Shaped[Array, "batch length *rest"] | None],
+) -> tuple[Any, ...]:
+    """Put a batch, and other arrays of its tokens, in the order of `Execution.context_order`; leave out its signals.
 
     Positions and targets are computed first. Layers that go by positions, and a sum over targets, do not change.
     Raises ConfigError for a model with other layers, and for spans, which are computed from the order of tokens.
     """
     if execution.context_order == "plain":
-        return batch, targets, weights
+        return dataclasses.replace(batch, signals=None), *others
     rule = "Execution.context_order='zigzag' needs"
     ordered = next(_need_order(config, execution), None)
     check(ordered is None, f"{rule} layers that go by positions alone, but {ordered} goes by the order of tokens.")
@@ -42,17 +44,25 @@ def in_context_order(
     check(batch.media is None, f"{rule} batches without images and audio: their features are placed in order.")
     order = row_order(execution, batch.tokens.shape[1])
     if order is None:
-        return batch, targets, weights
+        return dataclasses.replace(batch, signals=None), *others
     tokens, segments, positions = (
         None if x is None else jnp.asarray(x) for x in (batch.tokens, batch.segment_ids, batch.positions)
     )
     positions, segments = document_positions(positions, segments, batch.tokens.shape)
 
     def reordered(x: Any) -> Any:
-        return None if x is None else execution.layout.constrain(x[:, order], "batch length")
+        return None if x is None else in_rows(x[:, order], execution.layout)
 
     batch = Batch(tokens=reordered(tokens), segment_ids=reordered(segments), positions=reordered(positions))
-    return batch, reordered(targets), reordered(weights)
+    return batch, *jax.tree.map(reordered, others)
+
+
+def in_rows(x: Shaped[Array, "batch length *rest"], layout: Layout) -> Shaped[Array, "batch length *rest"]:
+    """Tell XLA how to split numbers of tokens, of which each may have several."""
+    if x.ndim == 2:
+        return layout.constrain(x, "batch length")
+    flat = x.reshape(*x.shape[:2], -1)  # so that no axis of the table splits these
+    return jax.vmap(lambda one: layout.constrain(one, "batch length"), in_axes=2, out_axes=2)(flat).reshape(x.shape)
 
 
 def row_order(execution: Execution, length: int) -> np.ndarray | None:

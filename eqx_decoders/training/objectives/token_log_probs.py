@@ -1,0 +1,102 @@
+"""Log-probs of a batch's tokens under a model, and the signals that belong to its targets."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, PyTree, Shaped
+
+from eqx_decoders.context import Promises
+from eqx_decoders.core.auto_jit import jit_if_eager
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.signals import Signals
+from eqx_decoders.errors import check
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.axes import AnyArray
+from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
+from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens
+from eqx_decoders.training.step.zigzag import in_context_order, row_order
+
+
+class TargetLogProbs(NamedTuple):
+    """What a model says of the targets of a batch, each at the place of the token before it.
+
+    **Arguments:**
+
+    - `found`: log-probs, entropies and normalizers.
+    - `real`: whether there is a target.
+    - `signals`: what belongs to the target; weights and answers are 0 where there is none.
+    """
+
+    found: LogProbs
+    real: Bool[Array, "batch length"]
+    signals: Signals
+
+
+@typed
+def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> TargetLogProbs:
+    """Compute the log-probs of all targets of a batch, in float32, at the temperature at which they were drawn.
+
+    There is no dropout: of a policy, the weights that drew an answer and a reference all say what they would again.
+    """
+    targets, weights = next_tokens(batch)
+    signals = jax.tree.map(_of_next, Signals() if batch.signals is None else batch.signals)
+    ordered = in_context_order(model.config, model.execution, batch, targets, weights != 0, signals)
+    batch, targets, real, signals = ordered
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
+    inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)
+    found = linear_log_probs(
+        model.head_input(hidden),
+        head_weights(model),
+        targets,
+        soft_cap=model.config.logit_soft_cap,
+        temperature=temperature,
+        **head_options(model),
+    )
+    return TargetLogProbs(found, real, _of_targets(signals, real))
+
+
+def _of_next(x: Shaped[AnyArray, "batch length *rest"]) -> Shaped[Array, "batch length *rest"]:
+    """Put what is about a token at the place of the token before it."""
+    x = jnp.asarray(x)
+    return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
+
+
+def _of_targets(signals: Signals, real: Bool[Array, "batch length"]) -> Signals:
+    """Set weights and answers to 0 where there is no target: what is about the first token of a document."""
+
+    def kept(x: PyTree) -> PyTree:
+        return None if x is None else jnp.where(real, x, jnp.zeros_like(x))
+
+    names = ("policy", "nll", "divergence", "answers")
+    values = {name: getattr(signals, name) for name in Signals.__dataclass_fields__}
+    return Signals(**values | {name: kept(values[name]) for name in names})
+
+
+def token_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> Float32[Array, "batch length"]:
+    """Compute the log-prob of each token, given those before it, at its own place; 0 where it is no target.
+
+    What `Signals.old`, `reference` and `teacher` hold. Outside of `jax.jit` it is compiled, too.
+    """
+    return _token_log_probs(model, batch, temperature)
+
+
+@jit_if_eager
+@typed
+def _token_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float32[Array, "batch length"]:
+    found, real, _ = target_log_probs(model, batch, temperature=temperature)
+    log_probs = jnp.where(real, found.log_probs, 0.0)
+    order = row_order(model.execution, batch.tokens.shape[1])
+    if order is not None:
+        back = jnp.argsort(jnp.asarray(order))
+        log_probs = log_probs[:, back]
+    return jnp.concatenate([jnp.zeros_like(log_probs[:, :1]), log_probs[:, :-1]], axis=1)
+
+
+def needed(signals: Signals, *names: str) -> tuple[Array, ...]:
+    """Return signals that an objective needs. Raises ConfigError for what is missing."""
+    missing = [name for name in names if getattr(signals, name) is None]
+    check(not missing, f"Batch.signals needs {', '.join(missing)}: the objective reads {', '.join(names)}.")
+    return tuple(getattr(signals, name) for name in names)
