@@ -37,6 +37,7 @@ MOST_PROGRAMS = {
     "Engine(model, EngineConfig": 45,
     "synthetic_images": 40,
     "runs/tiny": 20,
+    "reward_margin": 30,
 }
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -106,6 +107,13 @@ def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
     out, expected = run_example("runs/tiny", tmp_path)
     assert [NUMBER.sub("0", line) for line in out[: len(expected)]] == [NUMBER.sub("0", line) for line in expected]
     assert len(expected) == 2 and len("".join(out[2:])) > 3  # most of its ids have no text: it has hardly learned
+
+
+@pytest.mark.slow
+def test_pairs_are_told_apart_by_a_loop_of_ones_own():
+    out, expected = run_example("reward_margin")
+    assert_printed(out, expected)
+    assert float(out[0]) == 0 < float(out[-1])
 
 
 @pytest.mark.slow

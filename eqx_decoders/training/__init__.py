@@ -18,6 +18,12 @@ Evaluate
 Fine-tune
     `LoRAConfig`, `add_lora`, `merge_lora`, and `LORA_WEIGHTS`, the pattern of the pairs.
 
+Align, reward, distil
+    `Signals` are what an objective reads beside the tokens of a `Batch`; `PairObjective` (`PairLoss`), `KTOObjective`
+    (`KTOLoss`) and `PolicyObjective` (`PolicyLoss`, `Correction`) are losses of a `Trainer`. `token_log_probs`,
+    `linear_log_probs`, `linear_divergence` and `top_divergence` (`Divergence`, `HeadForm`, `HeadWeights`) compute what
+    they are made of, `token_weights`, `group_advantages`, `generalized_advantages` and `whiten` what signals hold.
+
 Go on with a run
     `train` trains as a `TrainConfig` says, in its run directory; `load_run` reads the model of one, `load_text_run` its
     tokenizer, too.
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
     from eqx_decoders.data.config import DataConfig as DataConfig
     from eqx_decoders.data.dataset import make_dataset as make_dataset, make_held_out_sets as make_held_out_sets
     from eqx_decoders.data.host_rows import host_rows as host_rows, place as place
+    from eqx_decoders.data.signals import Signals as Signals
     from eqx_decoders.inference.stream_decoder import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
     from eqx_decoders.io.heartbeat import connected as connected
     from eqx_decoders.io.text.tokenizer import (
@@ -48,9 +55,31 @@ if TYPE_CHECKING:
         evaluate_sets as evaluate_sets,
         sample_text as sample_text,
     )
+    from eqx_decoders.training.head.divergence import (
+        Divergence as Divergence,
+        linear_divergence as linear_divergence,
+        top_divergence as top_divergence,
+    )
+    from eqx_decoders.training.head.head_tiles import HeadForm as HeadForm
+    from eqx_decoders.training.head.log_probs import linear_log_probs as linear_log_probs
+    from eqx_decoders.training.head.vocab_parallel import HeadWeights as HeadWeights
     from eqx_decoders.training.held_out import HeldOut as HeldOut
     from eqx_decoders.training.lora import add_lora as add_lora, merge_lora as merge_lora
     from eqx_decoders.training.lora_config import LORA_WEIGHTS as LORA_WEIGHTS, LoRAConfig as LoRAConfig
+    from eqx_decoders.training.objectives.advantages import (
+        generalized_advantages as generalized_advantages,
+        group_advantages as group_advantages,
+        whiten as whiten,
+    )
+    from eqx_decoders.training.objectives.objectives import (
+        KTOObjective as KTOObjective,
+        PairObjective as PairObjective,
+        PolicyObjective as PolicyObjective,
+    )
+    from eqx_decoders.training.objectives.policy_loss import Correction as Correction, PolicyLoss as PolicyLoss
+    from eqx_decoders.training.objectives.preference_loss import KTOLoss as KTOLoss, PairLoss as PairLoss
+    from eqx_decoders.training.objectives.token_log_probs import token_log_probs as token_log_probs
+    from eqx_decoders.training.objectives.token_weights import token_weights as token_weights
     from eqx_decoders.training.optimizer.optimizer import (
         OptimizerConfig as OptimizerConfig,
         make_optimizer as make_optimizer,
@@ -80,6 +109,17 @@ __getattr__, __all__, __dir__ = lazy(
         "training.lora": "add_lora merge_lora",
         "training.lora_config": "LORA_WEIGHTS LoRAConfig",
         "training.step.loss": "next_token_loss token_loss_sum",
+        "data.signals": "Signals",
+        "training.head.divergence": "Divergence linear_divergence top_divergence",
+        "training.head.head_tiles": "HeadForm",
+        "training.head.log_probs": "linear_log_probs",
+        "training.head.vocab_parallel": "HeadWeights",
+        "training.objectives.advantages": "generalized_advantages group_advantages whiten",
+        "training.objectives.objectives": "KTOObjective PairObjective PolicyObjective",
+        "training.objectives.policy_loss": "Correction PolicyLoss",
+        "training.objectives.preference_loss": "KTOLoss PairLoss",
+        "training.objectives.token_log_probs": "token_log_probs",
+        "training.objectives.token_weights": "token_weights",
         "training.step.loss_metrics": "LossMetrics",
         "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
         "data.host_rows": "host_rows place",

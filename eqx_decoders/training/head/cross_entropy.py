@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer
 
 from eqx_decoders.core.input_checks import as_int32
-from eqx_decoders.errors import check_number
+from eqx_decoders.errors import NonNegativeFloat
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.head.head_tiles import (
     HeadForm,
     HeadTiles,
-    Scores,
+    LogitSums,
     added,
     gradients,
     joined,
@@ -79,7 +79,6 @@ def linear_cross_entropy(
     Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
     vocabulary gives NaN. Options out of range raise ConfigError.
     """
-    check_number("linear_cross_entropy z_loss", z_loss, least=0.0)
     options: Any = dict(flatten=flatten, tiles=tiles, layout=Layout() if layout is None else layout)
     form = _LossForm(tied=tied, soft_cap=soft_cap, z_loss=z_loss, **options)
     form.check_kernel("linear_cross_entropy", hidden, head.kernel)
@@ -125,9 +124,9 @@ def _argmax(form: HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights) 
 class _LossForm(HeadForm):
     """Logits with the weight of their squared normalizer in the loss."""
 
-    z_loss: float = 0.0
+    z_loss: NonNegativeFloat = 0.0
 
-    def losses(self, scores: Scores) -> tuple[Array, Array, Array]:
+    def losses(self, scores: LogitSums) -> tuple[Array, Array, Array]:
         """Return (loss, nll, correct) of each token."""
         nll = scores.normalizer - scores.picked[..., 0]
         return _with_z_loss(nll, scores.normalizer, self.z_loss), nll, scores.right[..., 0]
@@ -191,7 +190,7 @@ def _gradients(
     def over_tile(total, tile):
         hidden, targets, weights, known = tile
         logits = form.logits(hidden, forth, dimension, whole.head.bias)
-        found = Scores.of(logits, targets[..., None], whole).over_ids(split, known[..., None])
+        found = LogitSums.of(logits, targets[..., None], whole).over_ids(split, known[..., None])
         gradient = form.by_logits(logits, targets - whole.first, weights, found.normalizer)
         gradient = form.before_cap(logits, gradient)
         total = added(total, form.weight_gradients(hidden, gradient, whole.head.bias))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import CheckedFields, PositiveFloat, check, check_integer
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.matmul import matmul, reads_weights_by_row, row_major_transpose
 from eqx_decoders.sharding.backend import Backend
@@ -78,23 +78,21 @@ def added(one: HeadWeights, other: HeadWeights) -> HeadWeights:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadForm:
+class HeadForm(CheckedFields):
     """The map from hidden states to logits, `cap(hidden @ kernel + bias) / temperature`, and its gradients.
 
     Raises ConfigError for options out of range.
     """
 
     tied: bool
-    soft_cap: float | None = None
-    temperature: float = 1.0
+    soft_cap: PositiveFloat | None = None
+    temperature: PositiveFloat = 1.0
     flatten: bool = False
     tiles: HeadTiles = HeadTiles()
     layout: Layout = Layout()
 
     def __post_init__(self):
-        if self.soft_cap is not None:
-            check_number("soft_cap of logits", self.soft_cap, above=0.0)
-        check_number("temperature of logits", self.temperature, above=0.0)
+        super().__post_init__()
         if self.tiles.positions is not None:
             check_integer("HeadTiles.positions", self.tiles.positions)
         if self.tiles.head_bytes is not None:
@@ -166,7 +164,7 @@ class HeadForm:
         return matmul(a.reshape(rows, a.shape[2]), b.reshape(rows, b.shape[2]), (0, 0), jnp.float32)
 
 
-class Scores(NamedTuple):
+class LogitSums(NamedTuple):
     """Sums of each token over some ids.
 
     **Arguments:**
@@ -183,7 +181,7 @@ class Scores(NamedTuple):
     weighted: Array | None = None
 
     @classmethod
-    def of(cls, logits: Array, targets: Array, part: VocabPart, entropy: bool = False) -> "Scores":
+    def of(cls, logits: Array, targets: Array, part: VocabPart, entropy: bool = False) -> "LogitSums":
         """Sum over the ids of a part."""
         logits, ids = part.without_repeated(logits, -jnp.inf), targets - part.first
         inside = (ids >= part.repeated) & (ids < logits.shape[-1])
@@ -194,28 +192,28 @@ class Scores(NamedTuple):
         return cls(highest, jnp.sum(terms, axis=-1), picked, weighted)
 
     @classmethod
-    def none(cls, targets: Array, entropy: bool = False) -> "Scores":
+    def none(cls, targets: Array, entropy: bool = False) -> "LogitSums":
         """Return the sums over no ids."""
         nothing = jnp.zeros(targets.shape[:-1], jnp.float32)
         picked = jnp.zeros(targets.shape, jnp.float32)
         return cls(jnp.full(nothing.shape, -jnp.inf, jnp.float32), nothing, picked, nothing if entropy else None)
 
-    def joined(self, other: "Scores") -> "Scores":
+    def joined(self, other: "LogitSums") -> "LogitSums":
         """Join the sums over two sets of ids; those of `other` are over at least one id."""
         top = jnp.maximum(self.highest, other.highest)
         one, two = (jnp.exp(each.highest - top) for each in (self, other))
         weighted = None
         if self.weighted is not None and other.weighted is not None:
             weighted = self.weighted * one + other.weighted * two
-        return Scores(top, self.total * one + other.total * two, self.picked + other.picked, weighted)
+        return LogitSums(top, self.total * one + other.total * two, self.picked + other.picked, weighted)
 
-    def over_ids(self, split: HeadSplit, known: Array) -> "Scores":
+    def over_ids(self, split: HeadSplit, known: Array) -> "LogitSums":
         """Join the sums over all devices' ids; the logit of a target that is not known is NaN."""
         highest = split.highest(self.highest)
         scale = jnp.exp(self.highest - highest)
         picked = jnp.where(known, split.over_ids(self.picked), jnp.nan)
         weighted = None if self.weighted is None else split.over_ids(self.weighted * scale)
-        return Scores(highest, split.over_ids(self.total * scale), picked, weighted)
+        return LogitSums(highest, split.over_ids(self.total * scale), picked, weighted)
 
     @property
     def normalizer(self) -> Array:
@@ -260,13 +258,13 @@ def over_logits(
 
 def scores(
     form: HeadForm, split: HeadSplit, hidden: Array, targets: Array, head: HeadWeights, entropy: bool = False
-) -> Scores:
-    """Compute `Scores` of all tiles over all ids; `targets` are `[tiles, batch, tile, targets]`."""
+) -> LogitSums:
+    """Compute `LogitSums` of all tiles over all ids; `targets` are `[tiles, batch, tile, targets]`."""
 
     def prepare(part: VocabPart, _: Any) -> Any:
-        return lambda logits, targets, before: before.joined(Scores.of(logits, targets, part, entropy))
+        return lambda logits, targets, before: before.joined(LogitSums.of(logits, targets, part, entropy))
 
-    found = over_logits(form, split, hidden, targets, head, prepare, Scores.none(targets, entropy))
+    found = over_logits(form, split, hidden, targets, head, prepare, LogitSums.none(targets, entropy))
     return found.over_ids(split, known_ids(split, targets, head.kernel))
 
 

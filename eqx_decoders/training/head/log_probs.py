@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles, Scores, gradients, joined, scores
+from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles, LogitSums, gradients, joined, scores
 from eqx_decoders.training.head.vocab_parallel import HeadWeights, VocabPart
 
 
@@ -61,7 +61,7 @@ def linear_log_probs(
     return found._replace(log_probs=found.log_probs[..., 0], top=found.top[..., 0]) if single else found
 
 
-def _of_scores(found: Scores) -> LogProbs:
+def _of_scores(found: LogitSums) -> LogProbs:
     assert found.weighted is not None
     normalizer = found.normalizer
     entropy = jnp.maximum(normalizer - found.weighted / found.total, 0.0)

@@ -1,7 +1,7 @@
 """Losses of a step beyond next tokens: of pairs of answers, of answers good and bad, of policies, and of teachers."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, PRNGKeyArray
@@ -22,7 +22,7 @@ Sums = dict[str, Float32[Array, ""]]
 class _Objective(CheckedFields):
     """A loss of the log-probs of targets, whose sum over a batch is final."""
 
-    per_token = False
+    per_token: ClassVar[bool] = False
 
     def __call__(
         self, model: Decoder, batch: Batch, *, key: PRNGKeyArray | None, full_batch: Batch

@@ -67,12 +67,12 @@ def _of_next(x: Shaped[AnyArray, "batch length *rest"]) -> Shaped[Array, "batch 
 def _of_targets(signals: Signals, real: Bool[Array, "batch length"]) -> Signals:
     """Set weights and answers to 0 where there is no target: what is about the first token of a document."""
 
-    def kept(x: PyTree) -> PyTree:
+    def of_targets(x: PyTree) -> PyTree:
         return None if x is None else jnp.where(real, x, jnp.zeros_like(x))
 
     names = ("policy", "nll", "divergence", "answers")
     values = {name: getattr(signals, name) for name in Signals.__dataclass_fields__}
-    return Signals(**values | {name: kept(values[name]) for name in names})
+    return Signals(**values | {name: of_targets(values[name]) for name in names})
 
 
 def token_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> Float32[Array, "batch length"]:

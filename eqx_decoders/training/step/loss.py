@@ -1,8 +1,8 @@
-"""The loss of a language model: cross-entropy of each next token of the same document."""
+"""What a step minimizes, and the loss of a language model: cross-entropy of each next token of the same document."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -17,7 +17,7 @@ from eqx_decoders.core.chips import chip_of
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.merge import without_placeholders
-from eqx_decoders.errors import check
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, check
 from eqx_decoders.layers.attention.indexer import IndexerStats
 from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.router import RoutingStats
@@ -238,6 +238,48 @@ def next_token_loss(
 def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PRNGKeyArray | None):
     loss, metrics = token_loss_sum(model, batch, z_loss=z_loss, fused=fused, key=key)
     return loss / or_one(metrics.tokens), metrics
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """What a step minimizes: a sum over a batch, of which a microbatch computes its part.
+
+    A loss must be hashable, and equal to others that compute the same: a program is compiled for each.
+    """
+
+    # whether the sum over the batch is to be divided by `LossMetrics.tokens`; otherwise it is final
+    per_token: ClassVar[bool]
+
+    def __call__(
+        self, model: Decoder, batch: Batch, *, key: PRNGKeyArray | None, full_batch: Batch
+    ) -> tuple[Float32[Array, ""], LossMetrics]:
+        """Compute the part of `batch`, which is a part of `full_batch`; `key` is for dropout."""
+        ...
+
+    def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
+        """Compute the figures that are reported of `LossMetrics.sums` over the whole batch."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NextTokenLoss(CheckedFields):
+    """Cross-entropy of next tokens, with the losses of routers, indexers and multi-token prediction."""
+
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of `log(Z)^2`."""
+    fused: bool = True
+    """Whether head and loss are computed together, tile by tile."""
+    per_token: ClassVar[bool] = True
+
+    def __call__(
+        self, model: Decoder, batch: Batch, *, key: PRNGKeyArray | None, full_batch: Batch
+    ) -> tuple[Float32[Array, ""], LossMetrics]:
+        """Compute `token_loss_sum`."""
+        return token_loss_sum(model, batch, z_loss=self.z_loss, fused=self.fused, key=key, full_batch=full_batch)
+
+    def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
+        """Return none."""
+        return {}
 
 
 class EvaluationSums(eqx.Module):

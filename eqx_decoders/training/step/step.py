@@ -26,10 +26,9 @@ from eqx_decoders.sharding.offload import Offload, to_device, to_home
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.optimizer.state_layout import StateLayout
 from eqx_decoders.training.step.balance import expert_configs
-from eqx_decoders.training.step.loss import or_one
+from eqx_decoders.training.step.loss import Loss, NextTokenLoss, or_one
 from eqx_decoders.training.step.loss_metrics import LossMetrics
 from eqx_decoders.training.step.microbatches import cut_batch, join_microbatch, mean_activations, zeros_to_add
-from eqx_decoders.training.step.next_token_loss import Loss, NextTokenLoss
 from eqx_decoders.training.step.offloaded_step import by_layer, check_offload, square_sum
 from eqx_decoders.training.step.qk_clip import clipped_weights, latent_attentions, qk_clip
 from eqx_decoders.training.step.router_bias import update_router_bias
