@@ -155,10 +155,7 @@ class Batches:
         With other weights each source of a mixture continues where it was. Raises DataError if the sequences of `state`
         differ from these.
         """
-        pairs = {key: (state.get(key), now) for key, now in self._identity().items()}
-        changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
-        remedy = "go on with the data and settings of the checkpoint, or start another run directory"
-        check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
+        check_same_data(state, self._identity())
         self.close()
         self._row = int(state["row"])
         if self.mixture is not None:
@@ -289,6 +286,14 @@ class Batches:
             return 0, row
         source, number = self.mixture.find(row - self._since)
         return source, self._before[source] + number
+
+
+def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise DataError unless the state of an iterator is that of the same data and settings, those in `identity`."""
+    pairs = {key: (state.get(key), now) for key, now in identity.items()}
+    changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
+    remedy = "go on with the data and settings of the checkpoint, or start another run directory"
+    check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
 
 
 def _check_images(part: Corpus, seq_len: int) -> None:

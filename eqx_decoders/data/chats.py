@@ -93,6 +93,24 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
         yield document._replace(text=talk.text.text, spans=turns, literal=literal, media=(*document.media, *names))
 
 
+def render_requests(documents: Sequence[Document], template: ChatTemplate) -> list[str]:
+    """Return the texts with which answers are requested: of the messages before `ChatDocument.first` of each document.
+
+    Raises DataError with file and line for a conversation that the template refuses.
+    """
+    chats = [(each.where, each.chat) for each in documents if each.chat is not None]
+    requests = [
+        Conversation(_checked(chat.messages[: chat.first], where)[0], chat.variables, add_generation_prompt=True)
+        for where, chat in chats
+    ]
+    texts = []
+    for (where, _), text in zip(chats, template.render_many(requests), strict=True):
+        if isinstance(text, ConversionError):
+            raise DataError(f"{where}: {text}") from text
+        texts.append(text.text)
+    return texts
+
+
 class _Talk(NamedTuple):
     """Conversation with its rendered text, and the numbers of the assistant's messages from `first` on (`turns`)."""
 

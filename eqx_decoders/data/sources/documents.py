@@ -131,14 +131,14 @@ def _form(names: list[str], field: str) -> Callable[[dict[str, Any], str, str], 
 def _text_or_messages(record: dict[str, Any], field: str, where: str) -> Document:
     value = record[field]
     if isinstance(value, list):
-        return Document(where, chat=ChatDocument(value, 0, _variables(record, where)))
+        return Document(where, chat=ChatDocument(value, 0, template_variables(record, where)))
     return Document(where, checked_text(value, field, where))
 
 
 def _pair(record: dict[str, Any], field: str, where: str) -> Document:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Document(where, chat=ChatDocument(prompt + completion, len(prompt), _variables(record, where)))
+        return Document(where, chat=ChatDocument(prompt + completion, len(prompt), template_variables(record, where)))
     both = isinstance(prompt, list) == isinstance(completion, list)
     check(both, f"{where}: prompt and completion must both be texts, or both lists of messages.", DataError)
     text = checked_text(prompt, "prompt", where)
@@ -181,8 +181,8 @@ def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(references)
 
 
-def _variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the template's variables in a record; `tools` may be a text of JSON."""
+def template_variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the variables of a chat template that a record has; `tools` may be a text of JSON."""
     variables = {name: record[name] for name in VARIABLES if record.get(name)}
     if isinstance(variables.get("tools"), str):
         variables["tools"] = parsed(variables["tools"].encode(), f"{where}: field 'tools'")

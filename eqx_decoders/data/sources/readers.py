@@ -7,7 +7,7 @@ and files of a streamed one. The documents of all parts in order are those of th
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -45,12 +45,20 @@ SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
 class ReadOptions(NamedTuple):
     """Options of readers: the text field of records, and the tokenizer of files that hold tokens.
 
-    copy: path of the copy of a remote file that is needed on this machine; None: a temporary file.
+    copy: path of the copy of a remote file that is needed on this machine; None: a temporary file. columns: those of a
+    table that are read; None: those that documents are made of.
     """
 
     text_field: str = "text"
     tokenizer: Tokenizer | None = None
     copy: Path | None = None
+    columns: Sequence[str] | None = None
+
+    def used_columns(self, names: Sequence[str], where: str) -> list[str]:
+        """Return which of a table's columns are read. Raises DataError if documents can be made of none."""
+        if self.columns is not None:
+            return [name for name in self.columns if name in names]
+        return used_columns(names, self.text_field, where)
 
 
 def read_source(source: Source, reading: ReadOptions, part: Part | None = None) -> Iterator[Document]:
@@ -69,6 +77,19 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
         for document in _READERS[kind_of(source.file)].read(source, reading, part):
             if document.text or document.chat or (document.tokens is not None and len(document.tokens)):
                 yield document._replace(folder=folder, drawn=document.draw())
+
+
+def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the records of a source, objects of JSON or rows of a table, each with its place for messages.
+
+    Of a table only these columns are read. Raises DataError for a source that holds no records.
+    """
+    with _as_data_errors(source.file):
+        records = _READERS[kind_of(source.file)].records
+        if records is None:
+            remedy = "give .jsonl or .json, also with .gz or .zst, .parquet or a dataset"
+            raise DataError(f"{source.file} holds no records: {remedy}.")
+        yield from records(source, ReadOptions(columns=columns), None)
 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
@@ -144,10 +165,13 @@ def _text_cuts(file: Location, size: int | None, most: int) -> list[int]:
 
 
 def _read_json(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
-    """Read the documents of JSON lines, or of a file that holds one list of records, which is read at once."""
+    return record_documents(_json_records(source, reading, part), reading.text_field)
+
+
+def _json_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
+    """Read the records of JSON lines, or of a file that holds one list of them, which is read at once."""
     with open_stream(_file(source)) as stream:
-        records = _records(stream, _file(source)) if part is None else _records_within(stream, _file(source), *part)
-        yield from record_documents(records, reading.text_field)
+        yield from _records(stream, _file(source)) if part is None else _records_within(stream, _file(source), *part)
 
 
 def _records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
@@ -187,15 +211,19 @@ def _numbered(where: str, records: Iterable[Any], start: int) -> Iterator[tuple[
 
 
 def _read_parquet(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
-    file, field = _file(source), reading.text_field
+    return record_documents(_parquet_records(source, reading, part), reading.text_field, from_table=True)
+
+
+def _parquet_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
+    file = _file(source)
     with _parquet(file, reading.copy) as table:
-        columns = used_columns(table.schema_arrow.names, field, str(file))
+        columns = reading.used_columns(table.schema_arrow.names, str(file))
         first, last = part or (0, table.num_row_groups)
         begin = sum(table.metadata.row_group(group).num_rows for group in range(first))
         groups = list(range(first, last))
         batches = table.iter_batches(batch_size=512, row_groups=groups, columns=columns)  # one row group at a time
         rows = (row for batch in batches for row in batch.to_pylist())
-        yield from record_documents(_numbered(f"{file}, row", rows, begin), field, from_table=True)
+        yield from _numbered(f"{file}, row", rows, begin)
 
 
 def _parquet_cuts(file: Location, size: int | None, most: int) -> list[int]:
@@ -229,11 +257,14 @@ def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
 
 
 def _read_saved(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
+    return record_documents(_saved_records(source, reading, part), reading.text_field, from_table=True)
+
+
+def _saved_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
     dataset = open_saved(cast(Path, source.file))
-    columns = used_columns(dataset.column_names, reading.text_field, str(source.file))
+    columns = reading.used_columns(dataset.column_names, str(source.file))
     start, stop = part or (0, dataset.num_rows)
-    rows = _numbered(f"{source.file}, row", saved_rows(dataset, (start, stop), columns), start)
-    yield from record_documents(rows, reading.text_field, from_table=True)
+    return _numbered(f"{source.file}, row", saved_rows(dataset, (start, stop), columns), start)
 
 
 def _saved_cuts(file: Location, size: int | None, most: int) -> list[int]:
@@ -241,10 +272,13 @@ def _saved_cuts(file: Location, size: int | None, most: int) -> list[int]:
 
 
 def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
+    return record_documents(_streamed_records(source, reading, part), reading.text_field, from_table=True)
+
+
+def _streamed_records(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[tuple[str, Any]]:
     dataset = cast(HubDataset, source.file)  # as its kind says
     files = "" if part is None else f", files {part[0]} to {part[1] - 1}"
-    rows = _numbered(f"{dataset}{files}, row", dataset.rows(part), 0)
-    yield from record_documents(rows, reading.text_field, from_table=True)
+    return _numbered(f"{dataset}{files}, row", dataset.rows(part), 0)
 
 
 def _streamed_cuts(file: Location, size: int | None, most: int) -> list[int]:
@@ -369,22 +403,28 @@ def _file(source: Source) -> File:
 
 
 class _SourceReader(NamedTuple):
-    """Reader of one kind of source: `read` yields documents, `cuts` the ends of parts of at most a size."""
+    """Reader of one kind of source: `read` yields documents, `cuts` the ends of parts of at most a size.
+
+    `records` yields the records that documents are made of; None for a kind without.
+    """
 
     read: Callable[[Source, ReadOptions, Part | None], Iterator[Document]]
     cuts: Callable[[Location, int | None, int], list[int]]
+    records: Callable[[Source, ReadOptions, Part | None], Iterator[tuple[str, Any]]] | None = None
 
 
 _KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "tokens", ".npy": "npy"}
 _KINDS |= dict.fromkeys(ARRAY_RECORDS, "arrayrecord")
 _READERS = {
     "text": _SourceReader(_read_text, _text_cuts),
-    "jsonl": _SourceReader(_read_json, lambda file, size, most: [] if size is None else _even_cuts(size, size, most)),
-    "json": _SourceReader(_read_json, lambda file, size, most: []),
-    "parquet": _SourceReader(_read_parquet, _parquet_cuts),
+    "jsonl": _SourceReader(
+        _read_json, lambda file, size, most: [] if size is None else _even_cuts(size, size, most), _json_records
+    ),
+    "json": _SourceReader(_read_json, lambda file, size, most: [], _json_records),
+    "parquet": _SourceReader(_read_parquet, _parquet_cuts, _parquet_records),
     "arrayrecord": _SourceReader(_read_array_record, _array_record_cuts),
     "tokens": _SourceReader(_read_tokens, lambda file, size, most: []),
     "npy": _SourceReader(_read_tokens, lambda file, size, most: []),
-    "saved dataset": _SourceReader(_read_saved, _saved_cuts),
-    "streamed dataset": _SourceReader(_read_streamed, _streamed_cuts),
+    "saved dataset": _SourceReader(_read_saved, _saved_cuts, _saved_records),
+    "streamed dataset": _SourceReader(_read_streamed, _streamed_cuts, _streamed_records),
 }

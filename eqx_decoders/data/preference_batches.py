@@ -1,0 +1,245 @@
+"""Batches of preferences: pairs, or answers with labels, packed into rows, with the signals that their losses read.
+
+Examples are drawn in another order in each epoch. A batch takes them in this order, each into the first row that has
+room for it, until one fits into no row: that one begins the next batch. So a batch follows from the number of examples
+before it, which is the whole state, and each process makes the rows that its devices hold of the same batches.
+
+Each answer is a segment of its own, with its prompt before it. `Signals.answers` numbers the answers of a row at their
+tokens. Weights are those of the whole batch, so that sums over microbatches and devices are its loss.
+
+**Pairs.** Both answers lie in one row, as numbers 2k - 1 (chosen) and 2k (rejected). `Signals.policy` is 1 / pairs.
+
+**Answers with labels.** `Signals.advantages` is 1 or -1, `policy` 1 / answers. KTO's z needs log-probs of answers to
+other prompts: a batch has as further segments each prompt with the answer of the next example, the last one with that
+of the first. They are numbered from `most_answers` / 2 + 1 on, have the label 0 and the weight 0, and in
+`Signals.divergence` the weight 1 / their number: `z = max(0, sum of divergence * (log p - log reference))`. Where the
+next example has the same prompt, or its answer does not fit behind this one, there is none.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.batches import check_same_data
+from eqx_decoders.data.packing_plans import permutation
+from eqx_decoders.data.preferences import Answer, Example, Preferences
+from eqx_decoders.data.signals import Signals
+from eqx_decoders.errors import check_integer, check_word
+
+
+Split = Literal["train", "held_out"]
+
+
+class _Segment(NamedTuple):
+    """Answer with its prompt in a row: its number there, its label, and whether it answers another example's prompt."""
+
+    row: int
+    number: int
+    answer: Answer
+    label: int
+    mismatched: bool
+
+
+class PreferenceBatches:
+    """Iterator over `Batch`es of NumPy arrays, `[len(rows), preferences.seq_len]`, with `signals`.
+
+    **Arguments:**
+
+    - `rows`: numbers of the rows of each batch of `batch_size` that are made (see `host_rows`).
+    - `examples_per_row`: the most pairs, or answers with labels, of a row.
+    - `split`: "train" never ends, "held_out" is one pass, its last batch filled up with padding.
+    """
+
+    def __init__(
+        self,
+        preferences: Preferences,
+        *,
+        rows: Sequence[int],
+        batch_size: int,
+        seed: int,
+        examples_per_row: int = 16,
+        split: Split = "train",
+    ):
+        check_integer("batch_size", batch_size)
+        check_integer("examples_per_row", examples_per_row)
+        self.preferences, self.examples_per_row = preferences, examples_per_row
+        self._rows, self._batch_size, self._seed = tuple(rows), batch_size, seed
+        self._split, self._taken = check_word("split", split, get_args(Split)), 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        segments, count = self._plan()
+        if count == 0:
+            raise StopIteration
+        self._taken += count
+        return self._batch(segments)
+
+    def __enter__(self) -> "PreferenceBatches":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Do nothing: no thread reads ahead."""
+
+    def rewind(self) -> "PreferenceBatches":
+        """Go back to the first batch: `for batch in held_out.rewind(): …` is one pass."""
+        self._taken = 0
+        return self
+
+    @property
+    def most_answers(self) -> int:
+        """The largest number that an answer may have in its row."""
+        return 2 * self.examples_per_row
+
+    @property
+    def epochs(self) -> float:
+        """Number of passes over the examples so far."""
+        return self._taken / len(self.preferences.examples)
+
+    def source_epochs(self) -> Mapping[str, float]:
+        """Return the passes over each source of a mixture: there is none."""
+        return {}
+
+    def describe(self, start: int, steps: int) -> str:
+        """Describe the examples of a training, and what was left out."""
+        return self.preferences.describe()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the iterator's state as plain JSON: the number of examples taken, and all that they depend on."""
+        return {"example": self._taken, **self._identity()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `get_state` was called; `batch_size` and the number of processes may differ.
+
+        Raises DataError if the examples of `state` differ from these.
+        """
+        check_same_data(state, self._identity())
+        self._taken = int(state["example"])
+
+    def _identity(self) -> dict[str, Any]:
+        settings = {"seed": self._seed, "seq_len": self.preferences.seq_len}
+        return {"split": self._split, "preferences": self.preferences.content_hash, **settings}
+
+    # --- which answer lies where --------------------------------------------------------------------------------------
+
+    def _stream(self) -> Iterator[Example]:
+        """Yield the examples that were not taken, in order."""
+        examples = self.preferences.examples
+        epoch, position = divmod(self._taken, len(examples))
+        while self._split == "train" or epoch == 0:
+            yield from (examples[index] for index in _order(len(examples), f"{self._seed}/epoch {epoch}")[position:])
+            epoch, position = epoch + 1, 0
+
+    def _plan(self) -> tuple[Sequence[_Segment], int]:
+        """Return the segments of the next batch, and the number of examples that they are of."""
+        plan = _plan_pairs if self.preferences.paired else _plan_labelled
+        return plan(self._stream(), _Rows(self._batch_size, self.preferences.seq_len, self.examples_per_row))
+
+    # --- arrays -------------------------------------------------------------------------------------------------------
+
+    def _batch(self, segments: Sequence[_Segment]) -> Batch:
+        shape, held = (len(self._rows), self.preferences.seq_len), {row: index for index, row in enumerate(self._rows)}
+        arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions")}
+        signals = {name: np.zeros(shape, np.float32) for name in ("policy", "advantages", "divergence")}
+        answers = np.zeros(shape, np.int32)
+        mismatched = sum(segment.mismatched for segment in segments)
+        examples = (len(segments) - mismatched) // (2 if self.preferences.paired else 1)
+        weighted = ("policy", 1 / examples), ("divergence", 1 / max(1, mismatched))
+        used, count = [0] * self._batch_size, [0] * self._batch_size
+        for segment in segments:
+            row, (tokens, targets) = segment.row, segment.answer
+            start, used[row] = used[row], used[row] + len(tokens)
+            count[row] += 1
+            if row not in held:
+                continue
+            span = held[row], slice(start, used[row])
+            arrays["tokens"][span], arrays["segment_ids"][span] = tokens, count[row]
+            arrays["positions"][span] = np.arange(len(tokens))
+            answers[span], signals["advantages"][span] = targets * segment.number, targets * segment.label
+            name, weight = weighted[segment.mismatched]
+            signals[name][span] = targets * weight
+        if self.preferences.paired:
+            signals = {"policy": signals["policy"]}
+        marks = Signals(**signals, answers=answers, most_answers=self.most_answers)
+        return Batch(**arrays, loss_mask=answers > 0, signals=marks, contiguous=True)
+
+
+@functools.lru_cache(2)
+def _order(count: int, seed: str) -> np.ndarray:
+    return permutation(count, seed)
+
+
+class _Rows:
+    """Rows that are filled: the room that each has, and its counts of answers, matching and mismatched ones."""
+
+    def __init__(self, rows: int, seq_len: int, most: int):
+        self.seq_len, self._most = seq_len, most
+        self._room, self._counts = [seq_len] * rows, ([0] * rows, [0] * rows)
+
+    def copy(self) -> "_Rows":
+        """Return rows that can be filled in another way."""
+        rows = _Rows(0, self.seq_len, self._most)
+        rows._room, rows._counts = [*self._room], ([*self._counts[0]], [*self._counts[1]])
+        return rows
+
+    def put(self, example: Example, *, mismatched: bool = False) -> list[_Segment] | None:
+        """Put all answers of an example into the first row that has room for them; None if there is none."""
+        size, counts = example.size, self._counts[mismatched]
+        for row, (room, count) in enumerate(zip(self._room, counts, strict=True)):
+            if room >= size and count < self._most:
+                first = count * len(example.answers) + 1 + mismatched * self._most
+                self._room[row] -= size
+                counts[row] += 1
+                numbered = enumerate(example.answers, first)
+                return [_Segment(row, number, answer, example.label, mismatched) for number, answer in numbered]
+        return None
+
+
+def _plan_pairs(examples: Iterator[Example], rows: _Rows) -> tuple[Sequence[_Segment], int]:
+    """Put pairs into rows until one fits into none; return their segments and their number."""
+    segments, count = list[_Segment](), 0
+    for example in examples:
+        if (more := rows.put(example)) is None:
+            break
+        segments += more
+        count += 1
+    return segments, count
+
+
+def _plan_labelled(examples: Iterator[Example], rows: _Rows) -> tuple[Sequence[_Segment], int]:
+    """Put answers into rows, and each prompt with the next example's answer, until one of these fits into none."""
+    segments, closing, taken = list[_Segment](), list[_Segment](), list[Example]()
+    for example in examples:
+        trial, more = rows.copy(), list[_Segment | None]()
+        more += trial.put(example) or [None]
+        if taken:
+            more += _put_mismatched(trial, taken[-1], example)
+            last = _put_mismatched(trial.copy(), example, taken[0])  # if no other example follows
+        else:
+            last = []
+        if None in more or None in last:
+            break
+        rows, closing = trial, [each for each in last if each is not None]
+        segments += [each for each in more if each is not None]
+        taken.append(example)
+    return segments + closing, len(taken)
+
+
+def _put_mismatched(rows: _Rows, one: Example, other: Example) -> list[_Segment | None]:
+    """Put the prompt of one example with the answer of another into a row; `[None]` if there is no room.
+
+    There is nothing to put where the prompt is the answer's own, or the answer would fit behind it into no row.
+    """
+    prompt, (_, targets), start = one.answers[0].prompt, other.answers[0], other.answers[0].start
+    tokens = np.concatenate([prompt, other.answers[0].tokens[start:]])
+    if len(tokens) > rows.seq_len or np.array_equal(prompt, other.answers[0].prompt):
+        return []
+    answer = Answer(tokens, np.concatenate([np.zeros(len(prompt), bool), targets[start:]]))
+    return [*(rows.put(Example((answer,)), mismatched=True) or [None])]

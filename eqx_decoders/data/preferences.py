@@ -1,0 +1,344 @@
+"""Preferences as tokens: pairs of a chosen and a rejected answer, and answers that are desirable or not.
+
+A record has a `prompt` (or `messages`) with `chosen` and `rejected`, or with a `completion` and its `label`. They are
+texts, or messages that a chat template writes as it writes the conversations of `chats`: what the assistant says behind
+the prompt is the answer, with the token that ends its turn. A text gets no template: its tokens are those of the
+prompt, those of the answer, and the one that ends documents.
+
+Malformed records are errors. Those that teach nothing (equal or empty answers) and those that are longer than a
+sequence are left out and counted. Nothing is cut: an answer would lose its end, and answers might become equal.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from eqx_decoders.data.chats import encode_spans, render_documents, render_requests
+from eqx_decoders.data.sources.documents import (
+    FILES,
+    VARIABLES,
+    ChatDocument,
+    Document,
+    checked_text,
+    template_variables,
+)
+from eqx_decoders.data.sources.readers import read_records
+from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
+from eqx_decoders.data.store.shard_writer import separators
+from eqx_decoders.errors import DataError, check
+from eqx_decoders.io.status import StatusLine
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import Tokenizer
+
+
+RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
+REASONS = {"identical": "with equal answers", "empty": "with an empty answer", "too_long": "longer than a sequence"}
+
+Messages = list[Any]
+
+
+class Answer(NamedTuple):
+    """Answer behind its prompt; `targets` are its tokens: what the assistant wrote, with the end of its turn."""
+
+    tokens: Int[np.ndarray, "length"]
+    targets: Bool[np.ndarray, "length"]
+
+    @property
+    def start(self) -> int:
+        """Number of tokens of the prompt."""
+        return int(np.argmax(self.targets))
+
+    @property
+    def prompt(self) -> Int[np.ndarray, "prompt"]:
+        """Tokens of the prompt."""
+        return self.tokens[: self.start]
+
+
+class Example(NamedTuple):
+    """Pair of answers, the chosen and the rejected one; or one answer with its label, 1 (desirable) or -1."""
+
+    answers: tuple[Answer, ...]
+    label: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of all answers, each with its prompt."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preferences:
+    """Examples of at most `seq_len` tokens each, all pairs or all answers with labels, in the order of their records.
+
+    `dropped` counts the records that were left out, by the reason: `identical`, `empty` and `too_long`.
+    """
+
+    examples: Sequence[Example]
+    seq_len: int
+    dropped: Mapping[str, int]
+
+    @property
+    def paired(self) -> bool:
+        """Whether the examples are pairs."""
+        return self.examples[0].label == 0
+
+    @functools.cached_property
+    def content_hash(self) -> str:
+        """Hash of the examples, in their order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for example in self.examples:
+            for tokens, targets in example.answers:
+                digest.update(len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes() + targets.tobytes())
+            digest.update(bytes([example.label + 1]))
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        """Describe the examples and what was left out, in one line."""
+        tokens = sum(example.size for example in self.examples)
+        targets = sum(int(answer.targets.sum()) for example in self.examples for answer in example.answers)
+        line = f"{len(self.examples):,} {_name(self.paired)}, {tokens:,} tokens, {targets:,} of them in answers"
+        return f"{line}; left out: {_counted(self.dropped) or 'none'}"
+
+
+class _Record(NamedTuple):
+    """Record: a prompt and answers to it, all texts or all lists of messages."""
+
+    where: str
+    prompt: str | Messages
+    answers: tuple[str | Messages, ...]
+    label: int
+    variables: Mapping[str, Any]
+
+
+def read_pairs(
+    path: Paths, tokenizer: Tokenizer, *, seq_len: int, template: ChatTemplate | None = None, flag: str = DATA
+) -> Preferences:
+    """Read pairs, `{"prompt": …, "chosen": …, "rejected": …}`, of at most `seq_len` tokens with both prompts.
+
+    Prompt and answers are texts, or lists of messages; an answer of the latter may be one message, or its text.
+    Answers may repeat the prompt's messages; without a list in `prompt` it is the messages with which both begin.
+
+    Raises DataError that names file and row for what is no such record, and if no pair is left.
+    """
+    return _read(_records(path, flag, ("chosen", "rejected"), _pair), path, tokenizer, seq_len, template)
+
+
+def read_labelled_answers(
+    path: Paths, tokenizer: Tokenizer, *, seq_len: int, template: ChatTemplate | None = None, flag: str = DATA
+) -> Preferences:
+    """Read answers with labels, `{"prompt": …, "completion": …, "label": true}`, of at most `seq_len` tokens.
+
+    They are read, and raise, as in `read_pairs`.
+    """
+    return _read(_records(path, flag, ("completion", "label"), _labelled), path, tokenizer, seq_len, template)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def _records(
+    path: Paths, flag: str, fields: Sequence[str], parse: Callable[[Mapping[str, Any], str], _Record]
+) -> Iterator[_Record]:
+    columns = ("prompt", "messages", *fields, *VARIABLES, *FILES)
+    for source in find_sources(path, flag):
+        for where, record in read_records(source, columns):
+            check(isinstance(record, dict), f"{where} must hold a JSON object with {_listed(fields)}.", DataError)
+            missing = [name for name in fields if record.get(name) is None]
+            names = ", ".join(name for name, value in record.items() if value is not None)
+            rule = f"a record needs a prompt with {_listed(fields)}; its fields: {names}"
+            check(not missing, f"{where} has no field {', '.join(map(repr, missing))}: {rule}.", DataError)
+            media = [name for name in FILES if record.get(name)]
+            check(not media, f"{where} has {', '.join(media)}: preferences are read as text alone.", DataError)
+            yield parse(record, where)
+
+
+def _listed(fields: Sequence[str]) -> str:
+    return " and ".join(map(repr, fields))
+
+
+def _pair(record: Mapping[str, Any], where: str) -> _Record:
+    return _with_prompt(record, where, ("chosen", "rejected"), 0)
+
+
+def _labelled(record: Mapping[str, Any], where: str) -> _Record:
+    label = record["label"]
+    check(isinstance(label, bool), f"{where}: label={str(label)[:60]!r} must be true or false.", DataError)
+    return _with_prompt(record, where, ("completion",), 1 if label else -1)
+
+
+def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], label: int) -> _Record:
+    """Make the record of a prompt, which may be the messages with which its answers begin."""
+    prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
+    prompt, *answers = [[each] if isinstance(each, dict) else each for each in (prompt, *map(record.get, fields))]
+    chats = [isinstance(value, list) for value in answers]
+    if not isinstance(prompt, list) and not any(chats):
+        rule = f"has no field 'prompt', and nothing to which {_listed(fields)} would be an answer"
+        check(prompt is not None, f"{where} {rule}.", DataError)
+        texts = [checked_text(value, name, where) for name, value in zip(fields, answers, strict=True)]
+        return _Record(where, checked_text(prompt, "prompt", where), tuple(texts), label, {})
+    if isinstance(prompt, list):
+        talks = [_as_messages(value, name, where) for name, value in zip(fields, answers, strict=True)]
+        if all(talk[: len(prompt)] == prompt for talk in talks):
+            talks = [talk[len(prompt) :] for talk in talks]
+    else:
+        check(all(chats), f"{where}: {_listed(fields)} must be lists of messages, or texts, all of them.", DataError)
+        prompt, talks = _shared_prompt(prompt, answers, where)
+    check(len(prompt) > 0, f"{where}: the prompt has no message: give what {_listed(fields)} answer.", DataError)
+    for name, talk in zip(fields, talks, strict=True):
+        _check_turns(talk, f"{where}: {name}")
+    return _Record(where, prompt, tuple(talks), label, template_variables(record, where))
+
+
+def _as_messages(value: Any, field: str, where: str) -> Messages:
+    if isinstance(value, list):
+        return value
+    return [{"role": "assistant", "content": checked_text(value, field, where)}]
+
+
+def _shared_prompt(prompt: Any, talks: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
+    """Split talks behind the messages with which all begin; if there are none, the prompt is what the user says."""
+    least = min(map(len, talks)) - 1  # the last message is an answer, whatever the others are
+    shared = next((n for n in range(least) if any(talk[n] != talks[0][n] for talk in talks)), max(0, least))
+    if len(talks) == 1 or shared == 0:
+        rule = "has no field 'prompt', and answers that do not begin with the same messages"
+        check(prompt is not None, f"{where} {rule}.", DataError)
+        return [{"role": "user", "content": checked_text(prompt, "prompt", where)}], list(talks)
+    return talks[0][:shared], [talk[shared:] for talk in talks]
+
+
+def _check_turns(talk: Messages, where: str) -> None:
+    """Raise DataError unless the messages of an answer begin and end with one of the assistant."""
+    for place, turn in (("begin", talk[0]), ("end", talk[-1])) if talk else (("begin", None),):
+        by_assistant = isinstance(turn, dict) and turn.get("role") == "assistant"
+        rule = f"must {place} with a message of the assistant behind the prompt, not with {str(turn)[:60]}"
+        check(by_assistant, f"{where} {rule}.", DataError)
+
+
+def _is_empty(answer: str | Messages) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    turns = [turn for turn in answer if isinstance(turn, dict) and turn.get("role") == "assistant"]
+    return all(str(turn.get("content")).strip() == "" and not turn.get("tool_calls") for turn in turns)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _read(
+    records: Iterator[_Record], path: Paths, tokenizer: Tokenizer, seq_len: int, template: ChatTemplate | None
+) -> Preferences:
+    examples, dropped, name = list[Example](), dict.fromkeys(REASONS, 0), "records"
+    with StatusLine("tokenizing preferences", remains="nothing of them is kept"):
+        while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
+            name = _name(group[0].label == 0)
+            for example in _examples(group, tokenizer, template, seq_len):
+                if isinstance(example, Example):
+                    examples.append(example)
+                else:
+                    dropped[example] += 1
+    reasons = _counted(dropped) or "there are no records"
+    rule = f"none of the {sum(dropped.values()):,} {name} in {path} can be trained on: {reasons}"
+    remedy = f"raise --seq-len {seq_len}, or give others" if dropped["too_long"] else "give others"
+    check(bool(examples), f"{rule}; {remedy}.", DataError)
+    return Preferences(examples, seq_len, dropped)
+
+
+def _name(paired: bool) -> str:
+    return "pairs" if paired else "labelled answers"
+
+
+def _counted(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in dropped.items() if count)
+
+
+def _examples(
+    records: Sequence[_Record], tokenizer: Tokenizer, template: ChatTemplate | None, seq_len: int
+) -> Iterator[Example | str]:
+    """Yield the example of each record, or the reason to leave it out."""
+    reasons = [_reason(record.answers, map(_is_empty, record.answers)) for record in records]
+    useful = [record for record, reason in zip(records, reasons, strict=True) if reason is None]
+    chats = iter(_encode_chats([each for each in useful if isinstance(each.prompt, list)], tokenizer, template))
+    texts = iter(_encode_texts([each for each in useful if isinstance(each.prompt, str)], tokenizer))
+    for record, reason in zip(records, reasons, strict=True):
+        if reason is not None:
+            yield reason
+            continue
+        answers = next(chats if isinstance(record.prompt, list) else texts)
+        example = Example(answers, record.label)
+        same = [answer.tokens.tolist() for answer in answers]
+        reason = _reason(same, (not answer.targets.any() for answer in answers))
+        yield reason or ("too_long" if example.size > seq_len else example)
+
+
+def _reason(answers: Sequence[Any], empty: Iterable[bool]) -> str | None:
+    """Return why answers teach nothing."""
+    if len(answers) == 2 and answers[0] == answers[1]:
+        return "identical"
+    return "empty" if any(empty) else None
+
+
+def _encode_chats(
+    records: Sequence[_Record], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Iterator[tuple[Answer, ...]]:
+    documents = [
+        [_document(record, answer, f"{number} {index}") for index, answer in enumerate(record.answers)]
+        for number, record in enumerate(records)
+    ]
+    rendered = list(render_documents(itertools.chain(*documents), template))  # without those that have no answer
+    requests = [] if template is None else render_requests([each[0] for each in documents], template)
+    parts = [(document.text or "", document.spans or (), document.literal) for document in rendered]
+    encoded = encode_spans(tokenizer, *zip(*parts, strict=True)) if parts else []
+    pairs = {document.key: (document, ids) for document, ids in zip(rendered, encoded, strict=True)}
+    for each, request in zip(documents, requests, strict=True):
+        answers = [pairs.get(document.key) for document in each]
+        for answer in answers:
+            if answer is not None and template is not None:
+                _check_prompt(answer[0], request, template)
+        yield tuple(_nothing() if answer is None else _answer(*answer[1]) for answer in answers)
+
+
+def _document(record: _Record, answer: str | Messages, key: str) -> Document:
+    chat = ChatDocument([*record.prompt, *answer], len(record.prompt), dict(record.variables))
+    return Document(record.where, key=key, chat=chat)
+
+
+def _check_prompt(document: Document, request: str, template: ChatTemplate) -> None:
+    """Raise DataError unless the text before an answer is what a model would be given to answer."""
+    check(not document.media, f"{document.where} has images or other files: preferences are read as texts.", DataError)
+    start = min(start for start, stop in document.spans or () if start < stop)
+    before = (document.text or "")[:start]
+    rule = f"{template.where} writes the prompt in another way when an answer follows"
+    remedy = "Leave the record out, or give a template that does not change what was said (--chat-template)"
+    same = request.startswith(before) or before.startswith(request)
+    check(same, f"{document.where}: {rule}. {remedy}.", DataError)
+
+
+def _answer(ids: np.ndarray, targets: np.ndarray) -> Answer:
+    """Return an answer whose first token is no target: nothing predicts it."""
+    return Answer(ids.astype(np.int32), targets & (np.arange(len(ids)) > 0))
+
+
+def _nothing() -> Answer:
+    return Answer(np.zeros(0, np.int32), np.zeros(0, bool))
+
+
+def _encode_texts(records: Sequence[_Record], tokenizer: Tokenizer) -> Iterator[tuple[Answer, ...]]:
+    if not records:
+        return
+    begin, end = separators(tokenizer)
+    texts = [str(text) for record in records for text in (record.prompt, *record.answers)]
+    encoded = (ids for ids, _ in encode_spans(tokenizer, texts, [()] * len(texts)))
+    for record in records:
+        prompt, answers = next(encoded), [next(encoded) for _ in record.answers]
+        prompt = np.concatenate([[begin] if prompt[:1].tolist() != [begin] else [], prompt])
+        ends = [[end] if end is not None and answer[-1:].tolist() != [end] else [] for answer in answers]
+        behind = [np.concatenate([*pieces]) for pieces in zip(answers, ends, strict=True)]
+        yield tuple(
+            _answer(np.concatenate([prompt, ids]), np.arange(len(prompt) + len(ids)) >= len(prompt)) for ids in behind
+        )

@@ -1,0 +1,329 @@
+"""Preferences: records as pairs and labelled answers, token by token, and their batches, whatever the packing."""
+
+import collections
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.preference_batches import PreferenceBatches
+from eqx_decoders.data.preferences import read_labelled_answers, read_pairs
+from eqx_decoders.data.store.open_store import open_store
+from eqx_decoders.errors import DataError
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from tests.data.test_chats import CHATML, template_of, tokenizer, write
+
+
+__all__ = ["tokenizer"]  # a fixture
+
+BYTES = ByteTokenizer()
+BOS, EOS = 256, 257
+CHAT = ChatTemplate(source=CHATML, where="chatml.jinja")
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "hello"), ("assistant", "go"))
+)
+
+
+def bytes_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def pair_of(rng: random.Random, most: int = 12) -> dict[str, str]:
+    prompt, chosen, rejected = ("".join(rng.choices("abcde", k=rng.randint(1, most))) for _ in range(3))
+    return {"prompt": prompt, "chosen": "+" + chosen, "rejected": "-" + rejected}
+
+
+def labelled_of(rng: random.Random) -> dict[str, object]:
+    pair = pair_of(rng)
+    return {"prompt": pair["prompt"], "completion": pair["chosen"], "label": rng.random() < 0.5}
+
+
+def preferences(tmp_path, count: int, seq_len: int = 64, *, kind=pair_of):
+    rng, read = random.Random(count), read_pairs if kind is pair_of else read_labelled_answers
+    return read(write(tmp_path / "a.jsonl", *(kind(rng) for _ in range(count))), BYTES, seq_len=seq_len)
+
+
+def batches_of(examples, rows: int, /, **options) -> PreferenceBatches:
+    options = {"rows": range(rows), "batch_size": rows, "seed": 3} | options
+    return PreferenceBatches(examples, **options)
+
+
+def answers_of(batch) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], float, float]]:
+    """By row and number: the prompt and the answer, its label and its weight; all that must hold of any batch is."""
+    signals, answers = batch.signals, {}
+    assert batch.contiguous and batch.loss_mask.tolist() == (signals.answers > 0).tolist()
+    for row, numbers in enumerate(signals.answers):
+        segments = batch.segment_ids[row]
+        for segment in range(1, segments.max() + 1):
+            here = np.flatnonzero(segments == segment)
+            assert (np.diff(here) == 1).all() and batch.positions[row][here].tolist() == list(range(len(here)))
+            target = numbers[here] > 0
+            (number,) = set(numbers[here][target].tolist())
+            labels = None if signals.advantages is None else signals.advantages[row][here]
+            prompt, answer = (tuple(batch.tokens[row][here[keep]].tolist()) for keep in (~target, target))
+            (weight,) = set(signals.policy[row][here][target].tolist())
+            (label,) = {0.0} if labels is None else set(labels[target].tolist())
+            assert (row, number) not in answers and 0 < number <= signals.most_answers and target[-1]
+            assert not signals.policy[row][here][~target].any() and not target[0]
+            answers[row, number] = prompt, answer, label, weight
+        padding = segments == 0
+        assert not batch.tokens[row][padding].any() and not numbers[padding].any()
+    return answers
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3"])
+def test_tokens_are_those_of_conversations_and_of_the_request(name, tokenizer, tmp_path):
+    prompt = [{"role": "user", "content": "What is the answer?"}, GOOD, {"role": "user", "content": "and then?"}]
+    template, answers = template_of(name), [{"role": "assistant", "content": text} for text in ("the fox", "sea")]
+    path = write(tmp_path / "a.jsonl", {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+    (pair,) = read_pairs(path, tokenizer, seq_len=256, template=template).examples
+    chats = write(tmp_path / "b.jsonl", *({"prompt": prompt, "completion": [one]} for one in answers))
+    store = open_store(tmp_path / "s", tokenizer, path=chats, held_out_fraction=0.0, template=template)
+    request = tokenizer.encode(template.render(prompt), special=True).tolist()
+    for number, answer in enumerate(pair.answers):
+        assert answer.tokens.tolist() == store[number].tolist()
+        assert answer.targets.tolist() == store.targets(number).tolist()
+        assert answer.prompt.tolist() == request and answer.targets[answer.start :].all()
+        end = {"llama3": "<|eot_id|>", "qwen3": "<|im_end|>", "gemma3": "<end_of_turn>"}[name]
+        assert tokenizer.decode(answer.tokens[answer.start :], special=True).count(end) == 1
+        assert answer.tokens.tolist().count(tokenizer.bos_id) <= 1
+
+
+def test_all_spellings_of_a_pair_mean_the_same(tmp_path):
+    chosen, rejected = [USER, GOOD], [USER, BAD]
+    records = [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"messages": [USER], "chosen": GOOD, "rejected": BAD},
+        {"prompt": USER, "chosen": "hello", "rejected": "go"},
+        {"prompt": [USER], "chosen": chosen, "rejected": rejected},
+        {"chosen": chosen, "rejected": rejected},
+        {"prompt": "hi", "chosen": chosen, "rejected": rejected},
+        {"prompt": "hi", "chosen": GOOD, "rejected": [BAD], "score": 1.0},
+    ]
+    found = read_pairs(write(tmp_path / "a.jsonl", *records), BYTES, seq_len=256, template=CHAT)
+    wanted = [("<|user|>hi<|end|><|assistant|>", answer) for answer in ("hello<|end|>", "go<|end|>")]
+    for example in found.examples:
+        texts = [(one.prompt.tolist(), one.tokens[one.start :].tolist()) for one in example.answers]
+        assert texts == [(bytes_of(prompt), bytes_of(answer)) for prompt, answer in wanted]
+    assert len(found.examples) == len(records) and found.paired and not any(found.dropped.values())
+
+
+def test_texts_get_the_begin_and_the_end_of_documents_once(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "ab ", "chosen": "c", "rejected": ""}, pair_of(random.Random(0)))
+    found = read_pairs(path, BYTES, seq_len=64)
+    assert found.dropped == {"identical": 0, "empty": 1, "too_long": 0}
+    (chosen, _), answer = found.examples[0].answers, found.examples[0].answers[0]
+    assert chosen.prompt[0] == BOS and answer.tokens[-1] == EOS and answer.targets[-1]
+    begin, end = (tokenizer.name_of(index) for index in (tokenizer.bos_id, tokenizer.eos_id))
+    spelled = {"prompt": f"{begin}one", "completion": f"two{end}", "label": True}
+    plain = {"prompt": "one", "completion": "two", "label": False}
+    with_names, without = read_labelled_answers(
+        write(tmp_path / "b.jsonl", spelled, plain), tokenizer, seq_len=64
+    ).examples
+    assert with_names.answers[0].tokens.tolist() == without.answers[0].tokens.tolist()
+    assert with_names.answers[0].tokens.tolist()[-1] == tokenizer.eos_id
+    assert (with_names.label, without.label) == (1, -1)
+
+
+def test_files_of_all_kinds_are_read(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    pairs = [{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}]
+    write(tmp_path / "a.jsonl", *pairs)
+    lines = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.json").write_text(json.dumps(pairs))
+    table = arrow.Table.from_pylist([{"prompt": None, **pair, "more": 1} for pair in pairs])
+    parquet.write_table(table, tmp_path / "d.parquet")
+    paths = [str(tmp_path / "*.json*"), str(tmp_path / "d.parquet")]
+    found = read_pairs(paths, BYTES, seq_len=128, template=CHAT)
+    assert len(found.examples) == 8
+    assert len({tuple(one.answers[0].tokens.tolist()) for one in found.examples}) == 1
+    assert found.describe().startswith("8 pairs, ") and found.describe().endswith("left out: none")
+
+
+ASSISTANT = "must {} with a message of the assistant behind the prompt"
+TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+IMAGE = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+MALFORMED = {
+    "a.jsonl:2 is not valid JSON": "{",
+    "a.jsonl:2 must hold a JSON object with 'chosen' and 'rejected'": [1],
+    "a.jsonl:2 has no field 'rejected': a record needs a prompt": {"prompt": "a", "chosen": "b"},
+    "a.jsonl:2 has no field 'prompt', and nothing to which": {"chosen": "b", "rejected": "c"},
+    "has no field 'prompt', and answers that do not begin with": {"chosen": [GOOD], "rejected": [BAD]},
+    "a.jsonl:2: field 'chosen' must be a text or a list of messages, not int": TEXTS | {"chosen": 3},
+    "a.jsonl:2: field 'prompt' must be a text or a list of messages, not float": TEXTS | {"prompt": 0.5},
+    "a.jsonl:2: 'chosen' and 'rejected' must be lists of messages, or texts": TEXTS | {"chosen": [GOOD]},
+    "a.jsonl:2: the prompt has no message": TEXTS | {"prompt": []},
+    f"a.jsonl:2: chosen {ASSISTANT.format('begin')}": {"prompt": [USER], "chosen": [USER, GOOD, USER], "rejected": "b"},
+    f"a.jsonl:2: rejected {ASSISTANT.format('end')}": {"prompt": [USER], "chosen": "b", "rejected": [GOOD, USER]},
+    "a.jsonl:2 has images: preferences are read as text alone": TEXTS | {"images": ["a.png"]},
+    "a.jsonl:2 has images or other files": {"prompt": [IMAGE], "chosen": "b", "rejected": "c"},
+    "content='None' must be a text": {"prompt": [USER], "chosen": {"role": "assistant"}, "rejected": "c"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", MALFORMED)
+def test_malformed_records_are_named(sentence, tmp_path):
+    path, record = tmp_path / "a.jsonl", MALFORMED[sentence]
+    content = record if isinstance(record, str) else json.dumps(record)
+    path.write_text(f"{json.dumps(TEXTS)}\n{content}\n")
+    with pytest.raises(DataError) as error:
+        read_pairs(str(path), BYTES, seq_len=64, template=CHAT)
+    assert sentence in str(error.value), str(error.value)
+
+
+def test_more_bad_input_is_named(tmp_path):
+    records = {"label='yes' must be true or false": {"label": "yes"}, "has no field 'label'": {}}
+    for sentence, label in records.items():
+        path = write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"} | label)
+        with pytest.raises(DataError, match=f"a.jsonl:1.* {sentence}"):
+            read_labelled_answers(path, BYTES, seq_len=64)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"a\.txt holds no records: give \.jsonl"):
+        read_pairs(str(tmp_path / "a.txt"), BYTES, seq_len=64)
+    chat = write(tmp_path / "c.jsonl", {"prompt": [USER], "chosen": GOOD, "rejected": BAD})
+    with pytest.raises(DataError, match=r"c\.jsonl:1 is a conversation, and there is no chat template"):
+        read_pairs(chat, BYTES, seq_len=64)
+    source = CHATML.replace("m.content", "(m.content if loop.last else 'gone')")
+    with pytest.raises(DataError, match=r"c\.jsonl:1: x\.jinja writes the prompt in another way when an answer"):
+        read_pairs(chat, BYTES, seq_len=64, template=ChatTemplate(source=source, where="x.jinja"))
+
+
+def test_what_teaches_nothing_is_left_out_and_counted(tmp_path):
+    trims = ChatTemplate(source=CHATML.replace("m.content", "m.content | trim"))
+    chat = {"prompt": [USER], "chosen": "same", "rejected": "same "}  # equal once they are written
+    empty = {"prompt": [USER], "chosen": "b", "rejected": " \n"}
+    long = [TEXTS | {"chosen": "b" * size} for size in (5, 6)]  # with the other answer 12 tokens, and 13
+    records = [TEXTS | {"chosen": "c"}, TEXTS | {"rejected": ""}, *long, chat, empty, TEXTS]
+    path = write(tmp_path / "a.jsonl", *records)
+    found = read_pairs(path, BYTES, seq_len=12, template=trims)
+    assert found.dropped == {"identical": 2, "empty": 2, "too_long": 1} and len(found.examples) == 2
+    counts = "left out: 2 with equal answers, 2 with an empty answer, 1 longer than a sequence"
+    assert found.describe() == f"2 pairs, 20 tokens, 12 of them in answers; {counts}"
+    with pytest.raises(DataError) as error:
+        read_pairs(path, BYTES, seq_len=4, template=trims)
+    assert "none of the 7 pairs in" in str(error.value) and "raise --seq-len 4" in str(error.value)
+    with pytest.raises(DataError, match="there are no records; give others"):
+        read_pairs(write(tmp_path / "b.jsonl"), BYTES, seq_len=4)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def epoch_of(batches: PreferenceBatches) -> list:
+    """The batches of a pass, each as pairs or as answers with their labels."""
+    passes = []
+    for batch in batches:
+        answers = answers_of(batch)
+        if batches.preferences.paired:
+            assert {weight for *_, weight in answers.values()} == {np.float32(2 / len(answers))}
+            pairs = [(row, number) for row, number in answers if number % 2]
+            assert len(pairs) * 2 == len(answers)
+            answers = {place: (answers[place][:2], answers[place[0], place[1] + 1][:2]) for place in pairs}
+        passes.append(answers)
+    return passes
+
+
+def test_packed_pairs_are_those_of_one_pair_a_row(tmp_path):
+    """Whatever the rows, their number and the split of the pass: the same pairs, each once, both answers in one row."""
+    examples = preferences(tmp_path, 40)
+    wanted = collections.Counter(
+        tuple((tuple(one.prompt.tolist()), tuple(one.tokens[one.start :].tolist())) for one in example.answers)
+        for example in examples.examples
+    )
+    sizes = []
+    for rows, most in ((1, 16), (4, 1), (4, 2), (3, 16), (50, 1)):
+        passes = epoch_of(batches_of(examples, rows, examples_per_row=most, split="held_out"))
+        assert sum((collections.Counter(answers.values()) for answers in passes), collections.Counter()) == wanted
+        sizes.append(len(passes))
+        signs = {(chosen[1][0], rejected[1][0]) for one in passes for chosen, rejected in one.values()}
+        assert signs == {(ord("+"), ord("-"))}
+    assert sizes[0] > sizes[3] and sizes[4] == 1 and sizes[1] == 10
+
+
+def test_each_epoch_has_every_pair_once_in_another_order(tmp_path):
+    examples = preferences(tmp_path, 11)
+    batches, pairs = batches_of(examples, 2, examples_per_row=2), []
+    while batches.epochs < 3:
+        answers = answers_of(next(batches))
+        pairs += [answers[row, number][:2] for row, number in answers if number % 2]
+    epochs = [pairs[start : start + 11] for start in (0, 11, 22)]
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1 and len(set(epochs[0])) == 11
+    assert len({tuple(epoch) for epoch in epochs}) == 3 and batches.source_epochs() == {}
+
+
+@pytest.mark.parametrize("kind", [pair_of, labelled_of])
+def test_a_resumed_iterator_goes_on_as_if_unbroken(kind, tmp_path):
+    examples = preferences(tmp_path, 17, kind=kind)
+    unbroken = batches_of(examples, 3)
+    for _ in range(5):
+        next(unbroken)
+    resumed = batches_of(examples, 3)
+    resumed.set_state(json.loads(json.dumps(unbroken.get_state())))
+    parts = [batches_of(examples, 3, rows=rows) for rows in ((0, 2), (1,))]  # two processes
+    for part in parts:
+        part.set_state(unbroken.get_state())
+    for _ in range(4):
+        one, other, (first, second) = next(unbroken), next(resumed), map(next, parts)
+        for name in ("tokens", "segment_ids", "positions", "loss_mask"):
+            whole = getattr(one, name)
+            assert (whole == getattr(other, name)).all()
+            assert (whole[[0, 2]] == getattr(first, name)).all() and (whole[[1]] == getattr(second, name)).all()
+        for name in ("policy", "answers") if kind is pair_of else ("policy", "answers", "advantages", "divergence"):
+            whole = getattr(one.signals, name)
+            assert (whole == getattr(other.signals, name)).all()
+            assert (whole[[0, 2]] == getattr(first.signals, name)).all()
+    for changed in (batches_of(examples, 3, seed=4), batches_of(preferences(tmp_path, 16, kind=kind), 3)):
+        with pytest.raises(DataError, match=r"the checkpoint's data differ: (seed was 3 and is 4|preferences was)"):
+            changed.set_state(unbroken.get_state())
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_labelled_answers_come_with_answers_to_other_prompts(count, tmp_path):
+    """Each prompt with the answer of the next example, in any number of rows; a batch of three has no middle."""
+    examples = preferences(tmp_path, count, kind=labelled_of)
+    batches = batches_of(examples, 4 * count, split="held_out")
+    (batch,) = batches
+    answers, most = answers_of(batch), batches.examples_per_row
+    own = [answer for (_, number), answer in answers.items() if number <= most]
+    other = [answer for (_, number), answer in answers.items() if number > most]
+    singles = [(example.answers[0], example.label) for example in examples.examples]
+    labels = {(tuple(one.prompt), tuple(one.tokens[one.start :])): label for one, label in singles}
+    assert len(own) == len(other) == count and batch.signals.most_answers == 2 * most
+    assert {answer[:2]: answer[2] for answer in own} == labels
+    assert {answer[3] for answer in own} == {np.float32(1 / count)} and {answer[2:] for answer in other} == {(0.0, 0.0)}
+    assert {answer[0] for answer in other} == {answer[0] for answer in own}
+    assert sorted(answer[1] for answer in other) == sorted(answer[1] for answer in own)
+    assert not {answer[:2] for answer in other} & set(labels)
+    shares, others = batch.signals.divergence, batch.signals.answers > most
+    assert set(shares[others].tolist()) == {np.float32(1 / count)} and not shares[~others].any()
+
+
+def test_all_labelled_answers_and_their_counterparts_fit(tmp_path):
+    """In small rows, too, where an answer that fits alone may not fit behind another prompt."""
+    examples = preferences(tmp_path, 60, seq_len=26, kind=labelled_of)
+    for rows, most in ((1, 16), (2, 3), (5, 16)):
+        count = 0
+        for batch in batches_of(examples, rows, examples_per_row=most, split="held_out"):
+            answers = answers_of(batch)
+            own, other = [[a for (_, n), a in answers.items() if (n > most) == kind] for kind in (False, True)]
+            pairs = [answer[:2] for answer in own]
+            assert len(other) <= len(own) and not {answer[:2] for answer in other} & set(pairs)
+            count += len(own)
+        assert count == len(examples.examples) == 60 - sum(examples.dropped.values())
+
+
+def test_an_answer_to_the_same_prompt_is_no_counterpart(tmp_path):
+    one = {"prompt": "a", "completion": "b", "label": True}
+    same = read_labelled_answers(write(tmp_path / "a.jsonl", one, one | {"completion": "c"}), BYTES, seq_len=16)
+    alone = read_labelled_answers(write(tmp_path / "b.jsonl", one), BYTES, seq_len=16)
+    for examples in (same, alone):
+        (batch,) = batches_of(examples, 4, split="held_out")
+        assert not batch.signals.divergence.any() and batch.signals.answers.max() <= 16
+        assert len(answers_of(batch)) == len(examples.examples)
