@@ -738,7 +738,7 @@ DATA = {
     "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "DecodingPlan", "PlannedStep", "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring",
-    "StateLayout", "ExternalCall",
+    "StateLayout", "ExternalCall", "Preferences",
     "CachedBlock", "Echo", "EngineStats",
     "Change", "Comparison", "Likeness", "Note", "Notes", "Ranking", "Reading", "Rename", "TensorGroup", "Vocabulary",
     "Architecture", "BlocksTensor", "Description", "FactorTensor", "Found", "GGUFFile", "HalvesOfHeads", "InTurn",
