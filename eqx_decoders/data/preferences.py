@@ -175,7 +175,8 @@ def _labelled(record: Mapping[str, Any], where: str) -> _Record:
 def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], label: int) -> _Record:
     """Make the record of a prompt, which may be the messages with which its answers begin."""
     prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
-    prompt, *answers = [[each] if isinstance(each, dict) else each for each in (prompt, *map(record.get, fields))]
+    values: list[Any] = [prompt, *map(record.get, fields)]
+    prompt, *answers = ([value] if isinstance(value, dict) else value for value in values)
     chats = [isinstance(value, list) for value in answers]
     if not isinstance(prompt, list) and not any(chats):
         rule = f"has no field 'prompt', and nothing to which {_listed(fields)} would be an answer"
