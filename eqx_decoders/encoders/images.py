@@ -190,6 +190,18 @@ def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Ima
     )
 
 
+def frames_apart(videos: Sequence[Image]) -> list[Image]:
+    """Return the frames of videos, each an image."""
+    images = []
+    for video in videos:
+        count = video.grid[0]
+        parts = (np.split(x, count) for x in (video.patches, video.rows, video.columns))
+        for patches, rows, columns in zip(*parts, strict=True):
+            first = np.zeros(len(rows), video.frames.dtype)
+            images.append(Image(patches=patches, grid=(1, *video.grid[1:]), rows=rows, columns=columns, frames=first))
+    return images
+
+
 def learned_positions(stem: PatchStemConfig, image: Image) -> Taps | None:
     """Return the rows of the position table for each patch, and their weights."""
     positions, (_, height, width) = stem.positions, image.grid
@@ -210,8 +222,9 @@ def _on_learned_grid(positions: LearnedGrid, image: Image, height: int, width: i
     side = positions.side
     if positions.resample == "bilinear":
         return _bilinear(side, (image.rows, height), (image.columns, width))
-    if positions.resample == "antialias":
-        return _pairs(side, *(_triangles(side, *axis) for axis in ((image.rows, height), (image.columns, width))))
+    if positions.resample in ("antialias", "bicubic"):
+        taps = _triangles if positions.resample == "antialias" else _cubics
+        return _pairs(side, *(taps(side, *axis) for axis in ((image.rows, height), (image.columns, width))))
     if positions.resample == "fraction":
         rows, columns = (_at_fraction(side, *axis) for axis in ((image.rows, height), (image.columns, width)))
     else:
@@ -251,6 +264,16 @@ def _triangles(side: int, index: np.ndarray, count: int) -> Taps:
     order = np.argsort(weights == 0, axis=1, kind="stable")[:, :most]
     taps, weights = (np.take_along_axis(x, order, axis=1) for x in (np.minimum(taps, side - 1), weights))
     return taps, weights / weights.sum(axis=1, keepdims=True)
+
+
+def _cubics(side: int, index: np.ndarray, count: int) -> Taps:
+    """Return the four rows of a grid around each patch, and their weights: cubic convolution with a = -0.75."""
+    center = (index.astype(np.float32) + np.float32(0.5)) / np.float32(count) * np.float32(side) - np.float32(0.5)
+    low = np.floor(center).astype(np.int64)
+    taps = low[:, None] + np.arange(-1, 3)
+    x = np.abs(center[:, None] - taps)
+    near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
+    return np.clip(taps, 0, side - 1), np.where(x <= 1, near, far)
 
 
 def _at_fraction(side: int, index: np.ndarray, count: int) -> np.ndarray:

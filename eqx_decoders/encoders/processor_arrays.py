@@ -8,7 +8,14 @@ import numpy as np
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.audio import Audio, from_spectra
-from eqx_decoders.encoders.images import Image, from_patches, from_pixels, from_positions, positions_within
+from eqx_decoders.encoders.images import (
+    Image,
+    frames_apart,
+    from_patches,
+    from_pixels,
+    from_positions,
+    positions_within,
+)
 from eqx_decoders.encoders.protocols import EncoderInputs
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO
 from eqx_decoders.errors import DataError, check
@@ -137,18 +144,26 @@ def read_segments(ids: np.ndarray, arrays: TokenArrays) -> np.ndarray:
     return np.where(mask > 0, segments, 0).astype(np.int32)
 
 
-def read_images(media: EncoderInputs, arrays: ImageArrays) -> list[Image]:
-    """Return the images, cut into patches."""
+def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image]:
+    """Return the images, cut into patches; also the frames of videos for a model that takes these for images."""
     extent = {"sizes": arrays.get("image_sizes"), "mask": arrays.get("pixel_attention_mask")}
     pixels, grids, positions = (arrays.get(name) for name in ("pixel_values", "image_grid_thw", "image_position_ids"))
     shapes = arrays.get("spatial_shapes")
     if pixels is not None and shapes is not None:
         positions = positions_within(shapes, np.shape(pixels), extent["mask"])
-    return _in_patches(media, pixels, grids, positions, "pixel_values", "image", **extent)
+    images = _in_patches(media, pixels, grids, positions, "pixel_values", "image", **extent)
+    frames = [] if media.video_token is not None else frames_apart(_read_videos(media, arrays))
+    rule = "give the frames of videos among the images, in the order of their tokens: both have one placeholder"
+    check(not images or not frames, f"Media.create: pixel_values and pixel_values_videos: {rule}.", DataError)
+    return images + frames
 
 
 def read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:
-    """Return the videos, cut into patches."""
+    """Return the videos, cut into patches; none for a model that takes their frames for images."""
+    return [] if media.video_token is None else _read_videos(media, arrays)
+
+
+def _read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:
     name = "pixel_values_videos"
     pixels, grids, positions = (arrays.get(key) for key in (name, "video_grid_thw", "video_position_ids"))
     return _in_patches(media, pixels, grids, positions, name, "video")

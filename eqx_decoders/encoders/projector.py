@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt, check
-from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
+from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -19,24 +19,26 @@ from eqx_decoders.sharding.axes import BUFFER
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProjectionConfig(CheckedFields):
-    """Configuration of a linear layer with an activation: `act(kernel^T norm(x) + bias)`.
+    """Configuration of a linear layer with an activation: `act(out_norm(kernel^T norm(x) + bias))`.
 
     **Arguments:**
 
     - `dim`: number of output features.
     - `bias`: whether a bias is added.
     - `activation`: one of `ACTIVATIONS`.
-    - `norm`: norm of the input features; None for none.
+    - `norm`, `out_norm`: norms of the input features, and before the activation; None for none.
     """
 
     dim: PositiveInt
     bias: bool = False
     activation: ActivationName = "identity"
     norm: NormConfig | None = None
+    out_norm: NormConfig | None = None
 
     def build(self, input_dim: int, *, key: PRNGKeyArray) -> "Projection":
         return Projection(
             norm=None if self.norm is None else self.norm.build(input_dim),
+            out_norm=None if self.out_norm is None else self.out_norm.build(self.dim),
             kernel=fan_in(key, (input_dim, self.dim), jnp.float32, input_dim),
             bias=jnp.zeros((self.dim,)) if self.bias else None,
             config=self,
@@ -44,9 +46,10 @@ class ProjectionConfig(CheckedFields):
 
 
 class Projection(eqx.Module):
-    """Linear layer with an activation: `act(kernel^T norm(x) + bias)`."""
+    """Linear layer with an activation: `act(out_norm(kernel^T norm(x) + bias))`."""
 
     norm: Norm | None
+    out_norm: Norm | None
     kernel: Float[Array, "inner outer"]
     bias: Float[Array, "outer"] | None
     config: ProjectionConfig = eqx.field(static=True)
@@ -54,7 +57,47 @@ class Projection(eqx.Module):
     def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch length outer"]:
         x = x if self.norm is None else self.norm(x)
         y = ctx.einsum("batch length inner, inner outer -> batch length outer", x, self.kernel)
-        return ACTIVATIONS[self.config.activation](add_bias(y, self.bias))
+        y = add_bias(y, self.bias)
+        return ACTIVATIONS[self.config.activation](y if self.out_norm is None else self.out_norm(y))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupConvolutionConfig(CheckedFields):
+    """Configuration of a convolution that makes one row of each group of patches: `sum_rc kernel_rc^T x_rc + bias`.
+
+    **Arguments:**
+
+    - `side`: rows and columns of patches in a group.
+    - `dim`: number of output features.
+    - `bias`: whether a bias is added.
+    """
+
+    side: PositiveInt
+    dim: PositiveInt
+    bias: bool = True
+
+    def build(self, input_dim: int, *, key: PRNGKeyArray) -> "GroupConvolution":
+        shape = (self.side, self.side, input_dim, self.dim)
+        return GroupConvolution(
+            kernel=fan_in(key, shape, jnp.float32, input_dim * self.side**2),
+            bias=jnp.zeros((self.dim,)) if self.bias else None,
+            config=self,
+        )
+
+
+class GroupConvolution(eqx.Module):
+    """Convolution that makes one row of each group of patches: `sum_rc kernel_rc^T x_rc + bias`."""
+
+    kernel: Float[Array, "patch_rows patch_columns inner outer"]
+    bias: Float[Array, "outer"] | None
+    config: GroupConvolutionConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch rows outer"]:
+        side = self.config.side
+        x = x.reshape(x.shape[0], x.shape[1] // side**2, side, side, x.shape[2])
+        words = "patch_rows patch_columns inner"
+        pattern = f"batch length {words}, {words} outer -> batch length outer"
+        return add_bias(ctx.einsum(pattern, x, self.kernel), self.bias)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,33 +109,62 @@ class ProjectorConfig(CheckedFields):
     - `group`: number of patches of a row, which stand one behind the other.
     - `combine`: `"join"`, their features one after the other; `"interleave"`, the first feature of each, then the
         second (Mistral 3); or `"mean"`.
+    - `convolution`: combines them instead, with a matrix for each place in a group (GLM-4.1V); None for none.
     - `norm`: norm of the features; None for none.
     - `norm_of`: `"patches"`, a norm before they are combined, or `"groups"`, after it.
     - `scale`: multiplies the combined features (Gemma 4: the root of their number).
     - `standardize`: whether a mean is then subtracted, and a scale multiplied, neither of which is trained (Gemma 4).
-    - `layers`: one after the other; the last one makes the features of the residual stream.
+    - `layers`: one after the other; the last one makes the features of the residual stream. An MLP has as many
+        features behind it as before it.
     """
 
     group: PositiveInt = 1
     combine: Literal["join", "interleave", "mean"] = "join"
+    convolution: GroupConvolutionConfig | None = None
     norm: NormConfig | None = None
     norm_of: Literal["patches", "groups"] = "groups"
     scale: PositiveFloat = 1.0
     standardize: bool = False
-    layers: Annotated[tuple[ProjectionConfig, ...], NonEmpty("ProjectionConfig")]
+    layers: Annotated[tuple[ProjectionConfig | MLPConfig, ...], NonEmpty("ProjectionConfig")]
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            isinstance(self.layers[0], ProjectionConfig), "ProjectorConfig.layers must begin with a ProjectionConfig."
+        )
+        if self.convolution is not None:
+            rule = f"must be the square of ProjectorConfig.convolution.side={self.convolution.side}"
+            check(self.group == self.convolution.side**2, f"ProjectorConfig.group={self.group} {rule}.")
+            rule = "says how groups are combined without ProjectorConfig.convolution: leave one of them out"
+            check(self.combine == "join", f"ProjectorConfig.combine={self.combine!r} {rule}.")
 
     @property
     def out_dim(self) -> int:
         """Number of features of a row."""
-        return self.layers[-1].dim
+        return self._dims[-1]
+
+    @property
+    def _dims(self) -> list[int]:
+        """Numbers of features behind the layers."""
+        dims: list[int] = []
+        for layer in self.layers:
+            dims.append(layer.dim if isinstance(layer, ProjectionConfig) else dims[-1])
+        return dims
+
+    def _combined_dim(self, embed_dim: int) -> int:
+        if self.convolution is not None:
+            return self.convolution.dim
+        return embed_dim * (1 if self.combine == "mean" else self.group)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Projector":
-        size = embed_dim * (1 if self.combine == "mean" else self.group)
-        sizes = [size, *(layer.dim for layer in self.layers)]
+        size, convolution = self._combined_dim(embed_dim), self.convolution
+        sizes = [size, *self._dims]
         keys = jax.random.split(key, len(self.layers))
         inputs = zip(self.layers, sizes, keys, strict=False)
         normed = embed_dim if self.norm_of == "patches" else size
+        convolution_key = jax.random.fold_in(key, 0)
         return Projector(
+            convolution=None if convolution is None else convolution.build(embed_dim, key=convolution_key),
             norm=None if self.norm is None else self.norm.build(normed),
             bias=jnp.zeros((size,)) if self.standardize else None,
             scale=jnp.ones((size,)) if self.standardize else None,
@@ -104,33 +176,34 @@ class ProjectorConfig(CheckedFields):
 class Projector(eqx.Module):
     """Projector of groups of patches: `layers(norm(combine(patches)))`."""
 
+    convolution: GroupConvolution | None
     norm: Norm | None
     bias: Float[Array, "norm"] | None = eqx.field(metadata=BUFFER)
     scale: Float[Array, "norm"] | None = eqx.field(metadata=BUFFER)
-    layers: tuple[Projection, ...]
+    layers: tuple[Projection | MLP, ...]
     config: ProjectorConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch rows features"]:
         """Return a row of features for every group of patches."""
         config, first = self.config, self.norm is not None and self.config.norm_of == "patches"
         x = self.norm(x) if first and self.norm is not None else x
-        x = self._combined(x)
+        x = self._combined(x, ctx)
         x = self.norm(x) if self.norm is not None and not first else x
         for layer in self.layers:
             x = layer(x, ctx)
         check(x.shape[-1] == config.out_dim, "Projector: its layers do not make the features that its config says.")
         return x
 
-    def _combined(self, x: Array) -> Array:
+    def _combined(self, x: Array, ctx: Context) -> Array:
         config, dtype = self.config, x.dtype
-        x = x.reshape(x.shape[0], x.shape[1] // config.group, config.group, x.shape[2])
-        if config.combine != "mean":
+        if self.convolution is not None:
+            x = self.convolution(x, ctx)
+        else:
+            x = x.reshape(x.shape[0], x.shape[1] // config.group, config.group, x.shape[2])
             x = x.swapaxes(2, 3) if config.combine == "interleave" else x
-            x = x.reshape(*x.shape[:2], -1)
-        if config.combine == "mean" or config.scale != 1.0 or self.bias is not None:
-            x = x.astype(jnp.float32)
-            x = jnp.mean(x, axis=2) if config.combine == "mean" else x
-            x = x * config.scale
+            x = x.reshape(*x.shape[:2], -1) if config.combine != "mean" else jnp.mean(x.astype(jnp.float32), axis=2)
+        if config.scale != 1.0 or self.bias is not None:
+            x = x.astype(jnp.float32) * config.scale
         if self.bias is not None and self.scale is not None:
             x = (x - self.bias.astype(jnp.float32)[None, None]) * self.scale.astype(jnp.float32)[None, None]
         return x.astype(dtype)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.encoders.packed_rows import PatchRows
 from eqx_decoders.errors import CheckedFields, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in, normal
 
@@ -25,12 +26,12 @@ class LearnedGrid(CheckedFields):
     - `resample`: the positions of an image with other rows and columns: `"none"`, an error;
         `"bilinear"`, between four neighbors, corners on corners (Qwen3-VL); `"fraction"`, the one at the same fraction
         of the side (Idefics 3); `"antialias"`, as a picture that is resized, which averages more of them where there
-        are fewer patches (SigLIP 2).
+        are fewer patches (SigLIP 2); `"bicubic"`, between sixteen neighbors, centers on centers (GLM-4.1V).
     - `class_first`: whether the row of a class token stands before those of the grid (InternVL), and not behind them.
     """
 
     side: PositiveInt
-    resample: Literal["none", "bilinear", "fraction", "antialias"] = "none"
+    resample: Literal["none", "bilinear", "fraction", "antialias", "bicubic"] = "none"
     class_first: bool = False
 
     def build(self, embed_dim: int, *, class_tokens: int, key: PRNGKeyArray) -> "GridTable":
@@ -89,7 +90,7 @@ def _weighted(table: Array, index: Array, weight: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchStemConfig(CheckedFields):
-    """Linear layer over patches, `kernel^T patch + bias + position`, of `channels x frames x size x size` numbers.
+    """Linear layer over patches of `channels x frames x size x size` numbers: `norm(kernel^T patch + bias) + position`.
 
     **Arguments:**
 
@@ -98,6 +99,7 @@ class PatchStemConfig(CheckedFields):
     - `frames`: images of a patch, one behind the other in time.
     - `merge`: rows and columns of patches that become one row of features; they stand one behind the other.
     - `bias`: whether a bias is added.
+    - `norm`: norm of the sum, before positions are added (GLM-4.1V); None for none.
     - `positions`: learned positions; None for none.
     - `class_token`: whether a learned token stands behind each image's patches (Llama 4).
     - `pixel_scale`, `pixel_shift`: the kernel multiplies `pixel_scale * pixel + pixel_shift`.
@@ -112,6 +114,7 @@ class PatchStemConfig(CheckedFields):
     frames: PositiveInt = 1
     merge: PositiveInt = 1
     bias: bool = True
+    norm: NormConfig | None = None
     positions: PatchPositions | None = None
     class_token: bool = False
     pixel_scale: PositiveFloat = 1.0
@@ -152,6 +155,7 @@ class PatchStemConfig(CheckedFields):
         return PatchStem(
             kernel=fan_in(kernel_key, (*self.shape, embed_dim), jnp.float32, inputs),
             bias=jnp.zeros((embed_dim,)) if self.bias else None,
+            norm=None if self.norm is None else self.norm.build(embed_dim),
             class_embedding=normal(class_key, (embed_dim,), jnp.float32, 0.02) if self.class_token else None,
             positions=at,
             config=self,
@@ -159,10 +163,11 @@ class PatchStemConfig(CheckedFields):
 
 
 class PatchStem(eqx.Module):
-    """Linear layer over patches: `kernel^T patch + bias + position`."""
+    """Linear layer over patches: `norm(kernel^T patch + bias) + position`."""
 
     kernel: Float[Array, "channels frames patch_rows patch_columns embed"]
     bias: Float[Array, "embed"] | None
+    norm: Norm | None
     class_embedding: Float[Array, "embed"] | None
     positions: GridTable | AxisTables | None
     config: PatchStemConfig = eqx.field(static=True)
@@ -175,6 +180,7 @@ class PatchStem(eqx.Module):
         words = "channels frames patch_rows patch_columns"
         x = ctx.einsum(f"batch length {words}, {words} embed -> batch length embed", pixels, self.kernel)
         x = add_bias(x, self.bias)
+        x = x if self.norm is None else self.norm(x)
         if self.class_embedding is not None and rows.class_tokens is not None:
             class_embedding = self.class_embedding.astype(dtype)[None, None]
             x = jnp.where(jnp.asarray(rows.class_tokens)[:, :, None], class_embedding, x)

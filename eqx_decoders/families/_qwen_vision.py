@@ -23,7 +23,14 @@ from eqx_decoders.families.settings_table import (
     Table,
     activation,
 )
-from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, square_grid, vision_config
+from eqx_decoders.families.vision_fields import (
+    KERNEL_IN_TIME,
+    EncoderSizes,
+    axial_theta,
+    encoder_sizes,
+    square_grid,
+    vision_config,
+)
 from eqx_decoders.families.weight_rows import Weight, sharing
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -121,25 +128,23 @@ IGNORED_KEYS = dict.fromkeys(_AROUND, "a token around placeholders: part of the 
 }
 
 
+def media_keys(ignored: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the keys of placeholders, and of tokens around them."""
+    return ("image_token_id", "video_token_id", *(key for key in ignored if key.endswith("token_id")))
+
+
 def vision_weights(
     visual: str, merger: str, deepstack: str, first: str, second: str, normed: str
 ) -> tuple[Weight, ...]:
     """Return the rows of the encoder; the arguments are prefixes and names of its tensors."""
     layer = visual + "blocks.{layer}."
     rows = [
-        Weight(
-            visual + "patch_embed.proj.weight",
-            "vision.stem.kernel",
-            "embed channels frames patch_rows patch_columns -> channels frames patch_rows patch_columns embed",
-        ),
+        Weight(visual + "patch_embed.proj.weight", "vision.stem.kernel", KERNEL_IN_TIME),
         Weight(visual + "patch_embed.proj.bias", "vision.stem.bias", "embed -> embed"),
         Weight(visual + "pos_embed.weight", "vision.stem.positions.table", "positions embed -> positions embed"),
         *norm(layer + "norm1", "vision.pre_mixer_norm"),
         *norm(layer + "norm2", "vision.pre_mlp_norm"),
-        *_joint(layer + "attn.qkv.weight", "", "({heads} head_dim) embed -> embed {heads} head_dim"),
-        *_joint(layer + "attn.qkv.bias", "_bias", "({heads} head_dim) -> {heads} head_dim"),
-        Weight(layer + "attn.proj.weight", "vision.mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
-        Weight(layer + "attn.proj.bias", "vision.mixer.out_bias", "embed -> embed"),
+        *joint_attention(layer),
         *plain_mlp(layer + "mlp.", "vision.mlp.", "linear_fc1", "linear_fc2"),
     ]
     levels = [(merger, "vision.projector")]
@@ -148,6 +153,16 @@ def vision_weights(
         rows += norm(name + normed, f"{path}.norm")
         rows += (*linear(name + first, f"{path}.layers.0"), *linear(name + second, f"{path}.layers.1"))
     return tuple(rows)
+
+
+def joint_attention(layer: str) -> tuple[Weight, ...]:
+    """Return the rows of attention with one matrix for queries, keys and values."""
+    return (
+        *_joint(layer + "attn.qkv.weight", "", "({heads} head_dim) embed -> embed {heads} head_dim"),
+        *_joint(layer + "attn.qkv.bias", "_bias", "({heads} head_dim) -> {heads} head_dim"),
+        Weight(layer + "attn.proj.weight", "vision.mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        Weight(layer + "attn.proj.bias", "vision.mixer.out_bias", "embed -> embed"),
+    )
 
 
 def _joint(name: str, ending: str, pattern: str) -> tuple[Weight, ...]:

@@ -70,6 +70,35 @@ def text_fields(fields: Fields) -> Fields:
     return table
 
 
+# keys that are not the decoder's where all settings stand in one object
+_OUTSIDE = {
+    *("architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "transformers_version"),
+    *("vision_config", "text_config", _TIED),
+}
+
+
+def nested(*outside: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Return a function that nests the decoder's settings: old files have them next to the encoder's, or twice.
+
+    `outside` are keys that are not the decoder's.
+    """
+    own = _OUTSIDE | set(outside)
+
+    def settings(content: Mapping[str, Any]) -> Mapping[str, Any]:
+        inner = content.get("text_config")
+        if isinstance(inner, Mapping):
+            inner = {key: value for key, value in inner.items() if key != "architectures"}
+            outer = {key: value for key, value in content.items() if key in own or key not in inner}
+            outer[_TIED] = outer.get(_TIED) or inner.get(_TIED) or False
+            return {**outer, "text_config": inner}
+        if inner is not None:
+            return content
+        inner = {key: value for key, value in content.items() if key not in own}
+        return {**{key: value for key, value in content.items() if key in own}, "text_config": inner}
+
+    return settings
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderAlone(Family):
     """Family of checkpoints with encoders that are not implemented: their decoder, `text`, is read by itself."""

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
@@ -15,12 +13,13 @@ from eqx_decoders.families._qwen_vision import (
     IGNORED_VISION_KEYS,
     QWEN_KEYS,
     SAME_OUT_DIM,
+    media_keys,
     media_tokens,
     vision_weights,
     with_media,
 )
 from eqx_decoders.families.common import NO_BIAS, decoder_sizes, gated_mlp
-from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, with_rope
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, nested, with_rope
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Defaults, Integer, Numbers, Rule, activation, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, vision_config
@@ -111,29 +110,6 @@ _RATE = Integer(
 )
 
 
-_TIED = "tie_word_embeddings"
-# keys that are not the decoder's where all settings stand in one object
-_OUTSIDE = {
-    *("architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "transformers_version"),
-    *("vision_config", "text_config", _TIED, "image_token_id", "video_token_id"),
-    *(key for key in IGNORED_KEYS if key.endswith("token_id")),
-}
-
-
-def _nested(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Nest the decoder's settings; old files have them next to the encoder's, or in both positions."""
-    inner = content.get("text_config")
-    if isinstance(inner, Mapping):
-        inner = {key: value for key, value in inner.items() if key != "architectures"}
-        outer = {key: value for key, value in content.items() if key in _OUTSIDE or key not in inner}
-        outer[_TIED] = outer.get(_TIED) or inner.get(_TIED) or False
-        return {**outer, "text_config": inner}
-    if inner is not None:
-        return content
-    inner = {key: value for key, value in content.items() if key not in _OUTSIDE}
-    return {**{key: value for key, value in content.items() if key in _OUTSIDE}, "text_config": inner}
-
-
 FAMILY = MultimodalFamily(
     text_type="qwen2",
     changes=dict(
@@ -166,7 +142,7 @@ FAMILY = MultimodalFamily(
     renamed={r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."},
     modules={r"^model\.": "model.language_model.", r"^visual\.": "model.visual."},
     ignored_keys=IGNORED_KEYS,
-    own_settings=_nested,
+    own_settings=nested(*media_keys(IGNORED_KEYS)),
 )  # fmt: skip
 
 

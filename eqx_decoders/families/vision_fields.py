@@ -25,6 +25,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 
 # the pattern of a convolution's weights
 KERNEL = "embed (channels frames) patch_rows patch_columns -> channels frames patch_rows patch_columns embed"
+KERNEL_IN_TIME = "embed channels frames patch_rows patch_columns -> channels frames patch_rows patch_columns embed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import dataclasses
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
-from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.projector import GroupConvolutionConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
@@ -89,7 +89,17 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     PatchStemConfig: (
         STEM,
         stem,
-        dict(size=3, channels=1, frames=1, merge=1, bias=False, positions=None, class_token=True, pixel_scale=2.0)
+        dict(
+            size=3,
+            channels=1,
+            frames=1,
+            merge=1,
+            bias=False,
+            norm=RMS,
+            positions=None,
+            class_token=True,
+            pixel_scale=2.0,
+        )
         | dict(pixel_shift=0.5, coordinates="column_row", first_coordinate=1, window=2),
     ),
     LearnedGrid: (
@@ -105,12 +115,26 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     ProjectorConfig: (
         JOIN,
         lambda c: vision(projector=c),
-        dict(group=1, combine="mean", norm=RMS, norm_of="groups", scale=2.0, standardize=True, layers=INTO[1:]),
+        dict(
+            group=1,
+            combine="mean",
+            convolution=GroupConvolutionConfig(side=2, dim=6),
+            norm=RMS,
+            norm_of="groups",
+            scale=2.0,
+            standardize=True,
+            layers=INTO[1:],
+        ),
     ),
     ProjectionConfig: (
         ProjectionConfig(dim=EMBED),
         lambda c: vision(projector=dataclasses.replace(JOIN, layers=(INTO[0], c))),
-        dict(dim=12, bias=True, activation="relu", norm=RMS),
+        dict(dim=12, bias=True, activation="relu", norm=RMS, out_norm=RMS),
+    ),
+    GroupConvolutionConfig: (
+        GroupConvolutionConfig(side=2, dim=6),
+        lambda c: vision(projector=dataclasses.replace(JOIN, convolution=c)),
+        dict(side=1, dim=12, bias=False),
     ),
     AudioStemConfig: (
         CHUNK_AUDIO.stem,

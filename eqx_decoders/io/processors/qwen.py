@@ -36,6 +36,8 @@ class QwenImages(CheckedFields):
     - `size`: rows and columns of pixels in a patch.
     - `frames`: number of times that an image is repeated in each patch, as if it were a video.
     - `merge`: rows and columns of patches that become one token.
+    - `counted`: whether bounds on pixels count the image `frames` times, and sides are first enlarged to those of a
+        token (GLM-4.1V).
     - `placeholder`: text of the special token, which is repeated.
     """
 
@@ -44,6 +46,7 @@ class QwenImages(CheckedFields):
     merge: PositiveInt = 2
     least: PositiveInt = 56 * 56
     most: PositiveInt = 28 * 28 * 1280
+    counted: bool = False
     resample: int = BICUBIC
     normalization: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     placeholder: str = "<|image_pad|>"
@@ -51,9 +54,14 @@ class QwenImages(CheckedFields):
     @classmethod
     def read(cls, settings: Settings) -> "QwenImages":
         """Read the rules from the settings of a directory."""
+        return cls(**cls._settings(settings, 56 * 56, 28 * 28 * 1280, "<|image_pad|>"))
+
+    @staticmethod
+    def _settings(settings: Settings, least: int, most: int, placeholder: str) -> dict[str, Any]:
+        """Return the fields that the settings of a directory say, with defaults of the bounds and the placeholder."""
         fields = settings.images
-        least, most = read_pixels(fields, 56 * 56, 28 * 28 * 1280)
-        return cls(
+        least, most = read_pixels(fields, least, most)
+        return dict(
             size=fields.integer("patch_size", 14),
             frames=fields.integer("temporal_patch_size", 2),
             merge=fields.integer("merge_size", 2),
@@ -61,13 +69,15 @@ class QwenImages(CheckedFields):
             most=most,
             resample=read_resample(fields, BICUBIC),
             normalization=read_normalization(fields, CLIP_MEAN, CLIP_STD),
-            placeholder=settings.token("image_token", "<|image_pad|>"),
+            placeholder=settings.token("image_token", placeholder),
         )
 
     def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """Return `pixel_values`: patches, `merge x merge` neighbors one behind the other; `image_grid_thw`."""
-        height, width = pixels.shape[:2]
-        target = fit(height, width, self.size * self.merge, self.least, self.most, where)
+        (height, width), side, count = pixels.shape[:2], self.size * self.merge, self.frames if self.counted else 1
+        if self.counted:
+            height, width = enlarged(height, width, side)
+        target = fit(height, width, side, self.least, self.most, where, frames=count, counted=count)
         values = self.normalization(resize(pixels, target, self.resample, limits, where))
         frames = np.broadcast_to(values, (self.frames, *values.shape))
         patches, grid = cut(frames, self.size, self.frames, self.merge)
@@ -130,7 +140,7 @@ class QwenVideos(CheckedFields):
         least, most = read_pixels(settings.videos, 128 * 28 * 28, 768 * 28 * 28)
         capped = settings.videos.flag("cap_pixels_per_frame", False)
         tokens = settings.videos.integer("max_video_tokens", 128_000)
-        sizes = _read_videos(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
+        sizes = read_videos(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
         return cls(**sizes, least=least, most=most, share=tokens if capped else None)
 
     @classmethod
@@ -217,7 +227,7 @@ class Qwen3Videos(QwenVideos):
         size = read_size(fields, "size", {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
         if not {"shortest_edge", "longest_edge"} <= size.keys():
             raise fields.error(f"size={size} must have shortest_edge and longest_edge.")
-        options = _read_videos(settings, 16, HALVES, HALVES, choose=True)
+        options = read_videos(settings, 16, HALVES, HALVES, choose=True)
         if options["count"] is None and options["fps"] is None:
             options["fps"] = 2.0
         capped, tokens = fields.flag("cap_pixels_per_frame", False), fields.integer("max_video_tokens", 768)
@@ -244,9 +254,7 @@ class Qwen3Videos(QwenVideos):
         side, most, (height, width) = self.size * self.merge, self.most, (clip.height, clip.width)
         if self.share is not None:
             most = max(min(self.share * side * side, most // count), int(self.least * 1.05)) * count
-        if min(height, width) < side:
-            factor = max(side / height, side / width)
-            height, width = int(height * factor), int(width * factor)
+        height, width = enlarged(height, width, side)
         count = max(count, self.frames)
         counted = round(count / self.frames) * self.frames
         return fit(height, width, side, self.least, most, clip.where, frames=count, counted=counted)
@@ -260,7 +268,10 @@ class Qwen3Videos(QwenVideos):
         )
 
 
-def _read_videos(settings: Settings, size: int, mean: Triple, std: Triple, *, choose: bool) -> dict[str, Any]:
+def read_videos(
+    settings: Settings, size: int, mean: Triple, std: Triple, *, choose: bool, placeholder: str = "<|video_pad|>"
+) -> dict[str, Any]:
+    """Read the rules of videos that all families with Qwen's patches share; the arguments are defaults."""
     fields = settings.videos
     fps = fields.number("fps", None)
     return dict(
@@ -274,7 +285,7 @@ def _read_videos(settings: Settings, size: int, mean: Triple, std: Triple, *, ch
         count=fields.integer("num_frames", None),
         least_frames=fields.integer("min_frames", 4),
         most_frames=fields.integer("max_frames", 768),
-        placeholder=settings.token("video_token", "<|video_pad|>"),
+        placeholder=settings.token("video_token", placeholder),
     )
 
 
@@ -320,6 +331,14 @@ def fit(
         factor = math.sqrt(least / (frames * height * width))
         rows, columns = (math.ceil(length * factor / side) for length in (height, width))
     return rows * side, columns * side
+
+
+def enlarged(height: int, width: int, side: int) -> tuple[int, int]:
+    """Return the height and width of the same shape, both at least `side`."""
+    if min(height, width) >= side:
+        return height, width
+    factor = max(side / height, side / width)
+    return int(height * factor), int(width * factor)
 
 
 def cut(values: np.ndarray, size: int, frames: int, merge: int) -> tuple[np.ndarray, tuple[int, int, int]]:

@@ -66,6 +66,7 @@ GEMMA_AUDIO = {
 
 _SMOL = dict(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})
 _INTERNVL = dict(size={"height": 14, "width": 14})
+_GLM = dict(patch_size=4, size={"shortest_edge": 500, "longest_edge": 4000})
 _GEMMA = dict(patch_size=2, pooling_kernel_size=2)
 # Family, settings of its video processor, frames, frames per second or None for a list of frames, height and width.
 VIDEOS = {
@@ -105,6 +106,10 @@ VIDEOS = {
         30,
     ),
     "gemma4 listed": ("gemma4", _GEMMA, 2, None, 28, 20),
+    "glm4v published": ("glm4v", _GLM, 50, 10.0, 31, 47),
+    "glm4v long": ("glm4v", {**_GLM, "max_duration": 3, "fps": 1.5}, 30, 7.5, 20, 33),
+    "glm4v few": ("glm4v", {**_GLM, "max_duration": 1, "fps": 4}, 3, 1.5, 2, 9),
+    "glm4v listed": ("glm4v", _GLM, 5, None, 16, 16),
     "internvl published": ("internvl", _INTERNVL, 3, 10.0, 31, 47),
     "internvl some": ("internvl", {**_INTERNVL, "do_sample_frames": True, "num_frames": 3}, 11, 10.0, 20, 33),
     "internvl rate": (

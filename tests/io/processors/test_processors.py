@@ -12,6 +12,7 @@ from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import LogMel, QwenAudio
 from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
+from eqx_decoders.io.processors.glm import GlmImages
 from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.internvl import InternVLImages, InternVLWords
 from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
@@ -40,6 +41,7 @@ RULES = {
     "qwen3": QwenImages(size=16, least=4096, most=65_536, normalization=Normalization()),
     "smolvlm": SmolVLMImages(longest=512, tile=128),
     "idefics3": SmolVLMImages(longest=512, tile=128),
+    "glm4v": GlmImages(least=4096, most=65_536),
     "internvl": InternVLImages(side=56, most=6, words=InternVLWords(tokens=2)),
     "lfm2_vl": Lfm2VLImages(size=4, tile=32, least=16, most=48, most_tiles=6),
     "pixtral": PixtralImages(longest=(280, 280), size=14, merge=2),
@@ -106,6 +108,7 @@ def test_videos_are_read_frame_by_frame():
 def video_rules(folder, family, settings):
     """What a directory with these settings says."""
     names = {"smolvlm": "SmolVLMProcessor", "gemma4": "Gemma4Processor", "internvl": "InternVLProcessor"}
+    names |= {"glm4v": "Glm4vProcessor"}
     whole = {"processor_class": names[family], "image_seq_len": 2, "image_seq_length": 2}
     (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 1}}))

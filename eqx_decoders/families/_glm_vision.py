@@ -1,0 +1,157 @@
+"""Vision encoder of GLM-4.1V and GLM-4.5V (GLM-V Team 2025), and their settings and tensors."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
+from eqx_decoders.encoders.projector import GroupConvolutionConfig, ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.rope_positions import GridPositions
+from eqx_decoders.encoders.stem import LearnedGrid
+from eqx_decoders.families._qwen_vision import (
+    QWEN_KEYS,
+    SAME_OUT_DIM,
+    VL_NAMES,
+    joint_attention,
+    media_keys,
+    with_media,
+)
+from eqx_decoders.families.common import gated_mlp, norm
+from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, linear, nested, token, with_rope
+from eqx_decoders.families.settings_table import Flag, Integer, Number, Rule, activation
+from eqx_decoders.families.vision_fields import (
+    KERNEL_IN_TIME,
+    EncoderSizes,
+    axial_theta,
+    encoder_sizes,
+    grid_side,
+    squares,
+    vision_config,
+)
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import AxialRope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+SECTIONS = (8, 12, 12)
+
+
+def glm_vision(
+    sizes: EncoderSizes,
+    *,
+    hidden_dim: int,
+    side: int = 24,
+    frames: int = 2,
+    eps: float = 1e-5,
+    qkv_bias: bool = False,
+    theta: float = 10_000.0,
+) -> EncoderConfig:
+    """Return the encoder; `hidden_dim` is the width of the MLP behind it, that of its layers is `out_dim`."""
+    rms, mlp = RMSNormConfig(eps=eps), sizes.mlp(gated=True, bias=False)
+    rope = AxialRope(theta=theta)
+    block = encoder_layer(sizes.embed_dim, sizes.heads, mlp, rms, rope=rope, bias=False, qkv_bias=qkv_bias)
+    first = ProjectionConfig(dim=sizes.out_dim, out_norm=LayerNormConfig(), activation="gelu")
+    return EncoderConfig(
+        embed_dim=sizes.embed_dim,
+        stem=sizes.stem(frames=frames, norm=rms, positions=LearnedGrid(side=side, resample="bicubic")),
+        blocks=(block,) * sizes.layers,
+        post_norm=rms,
+        projector=ProjectorConfig(
+            group=sizes.merge**2,
+            convolution=GroupConvolutionConfig(side=sizes.merge, dim=sizes.out_dim),
+            layers=(first, MLPConfig(mlp_dim=hidden_dim, activation=sizes.activation)),
+        ),
+    )
+
+
+def glm_v(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
+    """Return a decoder with this encoder; the frames of videos are images."""
+    return with_media(text, MediaConfig(vision=vision, image_token=image_token, positions=GridPositions()))
+
+
+def with_glm_vision(hidden_dim: int, image_token: int) -> Callable[[DecoderConfig], DecoderConfig]:
+    """Return a function that adds the published encoder, with an MLP of this width behind it."""
+
+    def model(text: DecoderConfig) -> DecoderConfig:
+        size: dict[str, Any] = dict(mlp_dim=text.embed_dim, out_dim=text.embed_dim, activation="silu")
+        sizes = EncoderSizes(embed_dim=1536, layers=24, heads=12, size=14, **size)
+        text = with_rope(text, sections=SECTIONS, interleaved_sections=False)
+        return glm_v(text, glm_vision(sizes, hidden_dim=hidden_dim), image_token=image_token)
+
+    return model
+
+
+# --- config.json ---
+
+
+def glm_vision_config(model_type: str) -> Any:
+    """Return the rows of `vision_config`."""
+    sizes = encoder_sizes(width=1536, heads=12, layers=24, mlp_dim=13_696, size=14, keys=QWEN_KEYS)
+    return vision_config(
+        glm_vision,
+        squares("image_size", "patch_size", "temporal_patch_size"),
+        Integer("out_hidden_size", "projector.out_dim", 4096, name="_out_dim"),
+        SAME_OUT_DIM,
+        Integer("intermediate_size", "projector.layers.1.mlp_dim", 13_696, name="hidden_dim"),
+        *(row for row in sizes if getattr(row, "key", "") != "intermediate_size"),
+        Rule("mlp_dim", lambda fields, values: values["out_dim"]),
+        *grid_side(336),
+        Integer("spatial_merge_size", "stem.merge", 2),
+        Integer("temporal_patch_size", "stem.frames", 2),
+        activation("hidden_act", "mlp.activation", "silu"),
+        Flag("attention_bias", "attention.qkv_bias", False, name="qkv_bias"),
+        Number("rms_norm_eps", "post_norm.eps", 1e-5),
+        axial_theta("axial", "default", key=""),
+        model_type=model_type,
+        ignored={"initializer_range": "of new weights"},
+    )
+
+
+_VISUAL = "model.visual."
+_LAYER = _VISUAL + "blocks.{layer}."
+WEIGHTS = (
+    Weight(_VISUAL + "patch_embed.proj.weight", "vision.stem.kernel", KERNEL_IN_TIME),
+    Weight(_VISUAL + "patch_embed.proj.bias", "vision.stem.bias", "embed -> embed"),
+    *norm(_VISUAL + "post_conv_layernorm", "vision.stem.norm"),
+    Weight(
+        _VISUAL + "embeddings.position_embedding.weight",
+        "vision.stem.positions.table",
+        "positions embed -> positions embed",
+    ),
+    *norm(_LAYER + "norm1", "vision.pre_mixer_norm"),
+    *norm(_LAYER + "norm2", "vision.pre_mlp_norm"),
+    *joint_attention(_LAYER),
+    *gated_mlp(_LAYER + "mlp.", "vision.mlp."),
+    *norm(_VISUAL + "post_layernorm", "vision.post_norm"),
+    Weight(
+        _VISUAL + "downsample.weight",
+        "vision.projector.convolution.kernel",
+        "outer inner patch_rows patch_columns -> patch_rows patch_columns inner outer",
+    ),
+    Weight(_VISUAL + "downsample.bias", "vision.projector.convolution.bias", "outer -> outer"),
+    *linear(_VISUAL + "merger.proj", "vision.projector.layers.0"),
+    *norm(_VISUAL + "merger.post_projection_norm", "vision.projector.layers.0.out_norm"),
+    *gated_mlp(_VISUAL + "merger.", "vision.projector.layers.1."),
+)
+IGNORED_KEYS = dict.fromkeys(
+    ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"),
+    "a token around placeholders: part of the prompt",
+) | {"video_token_id": "the frames of videos have the placeholder of images", "initializer_range": "of new weights"}
+
+
+def glm_v_family(text: str, changes: Mapping[str, Any], *, image: int, **options: Any) -> MultimodalFamily:
+    """Return the family with encoders of a text family of GLM; `image` is the default of the placeholder."""
+    kind = options["model_type"]
+    return MultimodalFamily(
+        text_type=text,
+        changes=changes,
+        reads_as_text=True,
+        settings=(token("image_token_id", "image_token", image), glm_vision_config(f"{kind}_vision")),
+        build=glm_v,
+        weights=WEIGHTS,
+        text_names=VL_NAMES,
+        ignored_keys=IGNORED_KEYS,
+        own_settings=nested(*media_keys(IGNORED_KEYS)),
+        **options,
+    )

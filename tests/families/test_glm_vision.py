@@ -1,0 +1,142 @@
+"""GLM-4.1V and GLM-4.5V: as in transformers, files there and back, and videos whose frames are images."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import eqx_decoders as ed
+from eqx_decoders.encoders.images import from_pixels, learned_positions
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.families import FAMILIES
+from tests.families.samples import FIXTURES, decode
+
+
+NAMES = ("glm4v", pytest.param("glm4v_moe", marks=pytest.mark.slow))
+WEIGHTS = "model.safetensors"
+
+
+def content_of(directory) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+@functools.cache
+def opened(name):
+    """A model, the arguments of transformers' forward, and what it computed."""
+    arrays = dict(np.load(FIXTURES / name / "media.npz"))
+    inputs = {key.removeprefix("inputs/"): x for key, x in arrays.items() if key.startswith("inputs/")}
+    return ed.load_hf(FIXTURES / name), inputs, arrays
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_logits_and_positions_are_those_of_transformers(name):
+    model, inputs, wanted = opened(name)
+    media = ed.Media.create(model.config, **inputs)
+    features = model.encode(media).features[: len(wanted["features"])]
+    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
+    np.testing.assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
+    assert np.array_equal(media.rope_positions, wanted["rope_positions"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_transformers(name):
+    model, inputs, wanted = opened(name)
+    ids, media, count = inputs["input_ids"], ed.Media.create(model.config, **inputs), wanted["generated_ids"].shape[1]
+    assert np.array_equal(
+        ed.generate(model, ids, media=media, max_new_tokens=count, sampler=ed.Greedy()), wanted["generated_ids"]
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_is_the_same_to_the_bit(name, tmp_path):
+    directory, model = FIXTURES / name, opened(name)[0]
+    ed.save_hf(model, tmp_path / "new")
+    before, after = (load_file(folder / WEIGHTS) for folder in (directory, tmp_path / "new"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    old, new = content_of(directory), content_of(tmp_path / "new")
+    assert decode(new) == model.config and new["video_token_id"] == old["video_token_id"]
+
+
+@pytest.mark.parametrize(
+    "name, plain", [("glm4v", "glm4"), pytest.param("glm4v_moe", "glm4_moe", marks=pytest.mark.slow)]
+)
+def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
+    whole, text = opened(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
+    ids = np.arange(1, 9)[None]
+    np.testing.assert_array_equal(text(ids).logits, whole(ids).logits)
+    ed.save_hf(text, tmp_path / "new")
+    assert content_of(tmp_path / "new")["model_type"] == plain
+    assert ed.load_hf(tmp_path / "new").config == text.config
+
+
+def test_frames_of_videos_are_images():
+    config, (image, *_) = decode(content_of(FIXTURES / "glm4v")), [53]
+    numbers = np.random.default_rng(0).normal(size=(3 * 8 + 2 * 4, 24)).astype(np.float32)
+    ids = [[1, *[image] * 2, 2, *[image] * 2, 3, *[image] * 2, 4, image, 5, image]]
+    frames = [(1, 2, 4)] * 3 + [(1, 2, 2)] * 2
+    alone = ed.Media.create(config, ids, pixel_values=numbers, image_grid_thw=frames)
+    video = ed.Media.create(config, ids, pixel_values_videos=numbers, video_grid_thw=[(3, 2, 4), (2, 2, 2)])
+    np.testing.assert_array_equal(alone.rope_positions, video.rope_positions)
+    assert alone.images is not None and video.images is not None
+    for name in ("patches", "positions", "coordinates", "position_index", "position_weights"):
+        np.testing.assert_array_equal(getattr(alone.images, name), getattr(video.images, name))
+    with pytest.raises(ed.DataError, match="give the frames of videos among the images"):
+        both = dict(pixel_values_videos=numbers, video_grid_thw=[(3, 2, 4), (2, 2, 2)])
+        ed.Media.create(config, ids, pixel_values=numbers, image_grid_thw=frames, **both)
+
+
+def dense(rows, columns):
+    """The weight of each place of a grid of 4 x 4 for each patch of an image."""
+    stem = PatchStemConfig(size=1, positions=LearnedGrid(side=4, resample="bicubic"))
+    (image,) = from_pixels(stem, np.ones((1, 3, rows, columns), np.float32))
+    found = learned_positions(stem, image)
+    assert found is not None and found[0].shape == (rows * columns, 16)
+    weights = np.zeros((rows * columns, 16))
+    np.add.at(weights, (np.arange(rows * columns)[:, None], found[0]), found[1])
+    return weights.reshape(rows, columns, 4, 4)
+
+
+def test_positions_lie_between_sixteen():
+    """By cubic convolution with a = -0.75; places beyond the border are those at it."""
+    np.testing.assert_allclose(dense(4, 4).reshape(16, 16), np.eye(16), atol=1e-6)
+    # halfway between two rows the near ones count 0.59375, the far ones -0.09375
+    rows = np.array([[0.5, 0.59375, -0.09375, 0], [0, -0.09375, 0.59375, 0.5]])
+    np.testing.assert_allclose(dense(2, 4), np.einsum("ri,cj->rcij", rows, np.eye(4)), atol=1e-6)
+
+
+PARAMETERS = {"glm4.1v-9b": 10_292_777_472, "glm4.5v-106b-a12b": 107_710_933_120}
+
+
+@pytest.mark.parametrize("name, kind", [("glm4.1v-9b", "glm4v"), ("glm4.5v-106b-a12b", "glm4v_moe")])
+def test_published_models(name, kind):
+    config = ed.get_config(name)
+    assert ed.count_parameters(config) == PARAMETERS[name]
+    assert decode(FAMILIES[kind].encode(config)) == config
+
+
+def test_old_settings_mean_the_same():
+    """The first files have the decoder's settings beside those of the encoder."""
+    content = FAMILIES["glm4v"].encode(ed.get_config("glm4.1v-9b"))
+    text = {key: x for key, x in content["text_config"].items() if key not in ("rope_parameters", "model_type")}
+    rope = {"rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}, "partial_rotary_factor": 0.5}
+    outer = {key: x for key, x in content.items() if key != "text_config"}
+    assert decode({**text, **outer, **rope, "attention_bias": True}) == ed.get_config("glm4.1v-9b")
+
+
+@pytest.mark.parametrize(
+    "table, keys, message",
+    [
+        ("vision_config", dict(out_hidden_size=8), "out_hidden_size=8 must be the decoder's hidden_size=16"),
+        ("vision_config", dict(image_size=[8, 4]), "must be two equal numbers"),
+        ("text_config", dict(attention_bias=False), "attention_bias=false"),
+        ("text_config", dict(use_qk_norm=True), "use_qk_norm"),
+    ],
+)
+def test_what_is_not_understood_is_refused(table, keys, message):
+    content = content_of(FIXTURES / "glm4v")
+    with pytest.raises(ed.ConversionError, match=message):
+        decode(content | {table: content[table] | keys})
