@@ -147,7 +147,8 @@ def positions_within(shapes: Any, padded: Sequence[int], mask: Any = None) -> np
     - `mask`: 0 where a patch is padding, `[images, patches]`; None for no such array.
     """
     shapes, index = np.asarray(shapes), np.arange(padded[1] if len(padded) == 3 else 0)
-    good = shapes.shape == (padded[0], 2) and bool(np.all(shapes > 0)) and shapes.prod(axis=1).max() <= len(index)
+    good = shapes.shape == (padded[0], 2) and bool(np.all(shapes > 0))
+    good = good and int(shapes.prod(axis=1).max(initial=0)) <= len(index)
     rule = f"must be rows and columns of images whose patches, pixel_values of shape {tuple(padded)}, are no fewer"
     check(good, f"Media.create: spatial_shapes={shapes.tolist()} {rule}.", DataError)
     real = index < shapes.prod(axis=1)[:, None]
