@@ -134,7 +134,7 @@ _PUBLISHED = (
     *(qwen2_moe, dots1, hy_v3, solar_open, youtu),
     *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),
     *(starcoder2, gpt_neox, falcon, cohere, cohere2, minimax_m2, minimax_m3_vl_text),
-    *(nemotron, stablelm, ministral, internlm3, vaultgemma, gpt_bigcode, mamba2, bamba),
+    *(nemotron, stablelm, ministral, ministral3, internlm3, vaultgemma, gpt_bigcode, mamba2, bamba),
     *(granite, smollm3, exaone4, seed_oss, ernie4_5, arcee, hyperclovax, helium),
     *(granite_moe, granite_moe_shared, ernie4_5_moe, afmoe),
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
@@ -142,7 +142,7 @@ _PUBLISHED = (
     *(llama4_vision, mistral3, smolvlm, idefics3, internvl, glm4v, glm4v_moe),
     *(phi, gptj, opt, modernbert_decoder, bloom, mpt, gemma3n),
     mimo_v2_flash,
-    *(olmo, olmoe, nanochat, bitnet, ministral3, lfm2, lfm2_moe, lfm2_vl, hunyuan, hunyuan_moe, phi3),
+    *(olmo, olmoe, nanochat, bitnet, lfm2, lfm2_moe, lfm2_vl, hunyuan, hunyuan_moe, phi3),
     *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax, zamba2),
     *(recurrent_gemma, rwkv, xlstm),
 )

@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 (Mistral AI 2025): Mistral with the vision encoder of Pixtral (Agrawal et al. 2024).
+"""Mistral Small 3.1 and Ministral 3 (Mistral AI 2025), with the vision encoder of Pixtral (Agrawal et al. 2024).
 
 Images keep their sizes; four neighboring patches become one token.
 """
@@ -8,15 +8,15 @@ from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.families.common import DecoderSizes, gated_mlp, norm
 from eqx_decoders.families.multimodal import (
     LANGUAGE_MODEL,
+    ExtendedModel,
     MultimodalFamily,
     attention,
     encoder_layer,
     linear,
-    needs_model_type,
     token,
     with_images,
 )
-from eqx_decoders.families.settings_table import Check, Flag, Integer, Only, Renamed, Rule, activation
+from eqx_decoders.families.settings_table import Check, Flag, Integer, Only, Renamed, Rule, activation, value_at
 from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes, axial_theta, encoder_sizes, vision_config
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -99,7 +99,7 @@ WEIGHTS = (
 )
 FAMILY = MultimodalFamily(
     text_type="mistral",
-    text_settings=(needs_model_type("mistral"),),
+    other_texts=("ministral3",),
     model_type="mistral3",
     architecture="Mistral3ForConditionalGeneration",
     settings=(
@@ -122,11 +122,17 @@ def _small_31() -> DecoderConfig:
         vocab_size=131_072, embed_dim=5120, num_layers=40, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=32_768,
         eps=1e-5,
     )  # fmt: skip
+    return _with_vision(shape.decoder(shape.block(shape.attention(rope=Rope(theta=1e9)))))
+
+
+def _with_vision(text: DecoderConfig) -> DecoderConfig:
     sizes = EncoderSizes(
-        embed_dim=1024, layers=24, heads=16, mlp_dim=4096, out_dim=shape.embed_dim, size=14, activation="silu"
+        embed_dim=1024, layers=24, heads=16, mlp_dim=4096, out_dim=text.embed_dim, size=14, activation="silu"
     )
-    text = shape.decoder(shape.block(shape.attention(rope=Rope(theta=1e9))))
-    return with_images(text, pixtral(sizes, eps=shape.eps), image_token=IMAGE)
+    return with_images(text, pixtral(sizes, eps=value_at(text, "final_norm.eps")), image_token=IMAGE)
 
 
-MODELS = {"mistral-small-3.1-24b": _small_31}
+MODELS = {
+    "mistral-small-3.1-24b": _small_31,
+    "ministral3-8b-vision": ExtendedModel("ministral3-8b", _with_vision),
+}

@@ -239,6 +239,7 @@ PARAMETERS = {
     "smolvlm2-500m": 507_482_304,
     "smolvlm2-2.2b": 2_246_784_880,
     "mistral-small-3.1-24b": 24_011_361_280,
+    "ministral3-8b-vision": 8_918_026_240,
     "internvl3-1b": 938_193_024,
     "internvl3-2b": 2_088_957_440,
     "internvl3-8b": 7_944_373_760,
@@ -399,12 +400,20 @@ def test_idefics_3_has_the_same_settings():
     assert decode(written) == ed.get_config("smolvlm2-2.2b")
 
 
-@pytest.mark.parametrize("name, text", [("3-1b", "qwen2"), ("3.5-1b", "qwen3"), ("3.5-30b-a3b", "qwen3_moe")])
-def test_decoders_of_several_families(name, text):
-    config = ed.get_config(f"internvl{name}")
-    written = FAMILIES["internvl"].encode(config)
+@pytest.mark.parametrize(
+    "name, kind, text",
+    [
+        ("internvl3-1b", "internvl", "qwen2"),
+        ("internvl3.5-1b", "internvl", "qwen3"),
+        ("internvl3.5-30b-a3b", "internvl", "qwen3_moe"),
+        ("ministral3-8b-vision", "mistral3", "ministral3"),
+    ],
+)
+def test_decoders_of_several_families(name, kind, text):
+    config = ed.get_config(name)
+    written = FAMILIES[kind].encode(config)
     assert written["text_config"]["model_type"] == text and decode(written) == config
-    chosen = FAMILIES["internvl"].described_by(written)
+    chosen = FAMILIES[kind].described_by(written)
     assert chosen.text is not None and chosen.text.model_type == text
 
 
@@ -429,7 +438,7 @@ REFUSED = [
     (SMOLVLM, "vision_config", dict(image_size=15), "image_size=15 must be at least patch_size=16"),
     (SMOLVLM, None, dict(vision_config=None), "vision_config is missing"),
     (MISTRAL3, None, dict(vision_feature_layer=-2), "vision_feature_layer=-2"),
-    (MISTRAL3, "text_config", dict(model_type="ministral3"), "model_type=ministral3 is not known here"),
+    (MISTRAL3, "text_config", dict(model_type="qwen2"), "model_type=qwen2 is not known here"),
     (MISTRAL3, "vision_config", dict(head_dim=32), "head_dim=32 must be hidden_size / num_attention_heads=64"),
     (MISTRAL3, "vision_config", dict(rope_parameters=dict(rope_type="yarn")), "rope_type=yarn"),
     (
