@@ -28,6 +28,7 @@ from eqx_decoders.model.weight_table import describe
 from eqx_decoders.training import train
 from eqx_decoders.training.config import (
     DataSettings,
+    MethodSettings,
     ProcessSettings,
     RunSettings,
     TrainConfig,
@@ -47,6 +48,7 @@ BASIC = (
     "run_dir",
     "model",
     "init_from",
+    "method",
     "dataset.path",
     "steps",
     "dataset.batch_size",
@@ -62,6 +64,7 @@ TITLES = {
     ModelSettings: "model",
     TrainedModelSettings: "model",
     DataSettings: "evaluation",
+    MethodSettings: "method",
     StepSettings: "step",
     ExecutionConfig: "execution",
     ProcessSettings: "process",

@@ -78,6 +78,11 @@ def merge_lora(model: Decoder) -> Decoder:
     return replaced(model, jax.jit(merged, out_shardings=like)(nodes)) if nodes else model
 
 
+def without_lora(model: Decoder) -> Decoder:
+    """Leave out every pair: the model before any was trained, of the same arrays."""
+    return replaced(model, {path: node.base for path, node in low_rank_weights(model).items()})
+
+
 def _merged_shapes(model: Decoder, nodes: Mapping[str, LowRank]) -> dict[str, Any]:
     """Return an array or shape like each merged weight: a plain one stays where it is."""
     plain = {path: node.base for path, node in nodes.items() if not isinstance(node.base, eqx.Module)}

@@ -21,6 +21,7 @@ ALIASES = {"data": "dataset.path", "held_out": "dataset.held_out_path"}
 
 # Which run it is: never changed.
 _IDENTITY = (
+    "method",
     "model",
     "model_config",
     "set",
@@ -34,7 +35,7 @@ _IDENTITY = (
     "optimizer.moments_dtype",
 )
 # How the run learns: changed only with `allow_changes`.
-_LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss", "step.qk_clip_threshold")
+_LEARNING = ("preference.*", "kto.*", "optimizer.*", "dataset.batch_size", "step.z_loss", "step.qk_clip_threshold")
 # Where state is stored, not what: changed at will.
 _STORAGE = ("optimizer.shard_over_data",)
 # Of one start, not of the run.

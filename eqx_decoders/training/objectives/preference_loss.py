@@ -71,7 +71,9 @@ class PairLoss(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         kind, name = _KINDS[self.kind], f"PairLoss.kind={self.kind!r}"
-        check_unused(self, "kind", ("beta", "nll_weight", *kind.options))
+        names = [field.name for field in dataclasses.fields(self)]
+        others = [name for name in names if name not in PairLoss.__dataclass_fields__]  # of settings with more
+        check_unused(self, "kind", ("beta", "nll_weight", *kind.options, *others))
         check(self.kind != "ipo" or self.over is not None, f"{name} needs over='sums' (its paper) or 'tokens' (TRL).")
         check(self.kind != "exo" or self.smoothing > 0, f"{name} needs a smoothing above 0, such as 1e-3.")
 

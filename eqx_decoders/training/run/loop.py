@@ -9,6 +9,7 @@ import time
 import jax
 
 from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.io.coordination import AHEAD, LONG, Stop, all_gather_json
@@ -103,7 +104,8 @@ class TrainingLoop:
         self.progress = Progress(config.steps, start=start)
         show = self.progress.message
         file, most = run.directory.metrics, config.max_skipped
-        self.metrics = MetricsReporter(file, run.checkpoints, most, self.log, trackers, self.progress)
+        notes = {} if run.method is None else {"note": run.method.note}
+        self.metrics = MetricsReporter(file, run.checkpoints, most, self.log, trackers, self.progress, **notes)
         self.trace = TraceHook(run, self.metrics)
         self.checkpoints = CheckpointHook(run, self.metrics, self.time)
         self.evaluation = EvaluationHook(run, trackers, show, self.time, self.stop)
@@ -159,7 +161,7 @@ class TrainingLoop:
                 self.metrics.read(step)
                 return state, step, True
             started = time.perf_counter()
-            batch = batch or self._next_batch()
+            batch = batch or self._next_batch(state)
             self.trace.before_step(step + 1)
             if self.interrupt.at_once:
                 self._compile(state, batch)
@@ -172,17 +174,19 @@ class TrainingLoop:
             self.log.take(step, metrics, run.epochs(), started)
             # where a hook has work it comes first: the next batch may be an error
             due = any(hook.is_due(step) for hook in self.hooks)
-            batch = None if due else self._next_batch()
+            batch = None if due else self._next_batch(state)
             self.metrics.read(step, ahead=0 if due else AHEAD)
             for hook in self.hooks:
                 hook.after_step(step, state)
         return state, step, False
 
-    def _next_batch(self) -> Batch:
-        """Put the next batch on the devices."""
+    def _next_batch(self, state: TrainState) -> Batch:
+        """Put the next batch on the devices, with what they compute of it before the step."""
+        run = self.run
         with self.log.waiting(), self.time.doing("waiting for data"):
-            rows = next(self.run.data)
-        return hand_over(rows, self.execution.layout, self.run.config.dataset.batch_size)
+            rows = next(run.data)
+        batch = hand_over(rows, self.execution.layout, run.config.dataset.batch_size)
+        return batch if run.method is None else run.method.prepare(batch, state)
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
         status = StatusLine("compiling the first step", remains=self.run.progress_so_far(), show=self.progress.wait)
@@ -199,7 +203,7 @@ class TrainingLoop:
                 plot_loads(loads, run.directory.path / "expert_load.png")
         goodput = f"; goodput of the run {self.log.last['goodput']:.0%}" if self.log.last else ""
         print_status(f"time of this process: {self.time.text()}{goodput}")
-        sets = {name: batches.parts[0].counts for name, batches in run.held_out.items()}
+        sets = {name: batches.parts[0].counts for name, batches in run.held_out.items() if isinstance(batches, Batches)}
         print("\n".join(summary(run.config, run.directory.path, loads, steps, self.evaluation.results, sets)))
         if self.samples.text:
             print(f"sample:\n{self.samples.text}")

@@ -1,13 +1,16 @@
 """A training run before its first step: everything that the steps need besides the state."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from eqx_decoders.context import Execution
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.media_reader import MediaReader
+from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.errors import CheckpointError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import GROWING
@@ -15,9 +18,34 @@ from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import Changes
+from eqx_decoders.training.step.loss import Loss
 from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.train_state import TrainState
+
+
+@runtime_checkable
+class Method(Protocol):
+    """What a run that learns from more than texts computes beside its steps."""
+
+    @property
+    def loss(self) -> Loss:
+        """What a step minimizes."""
+        ...
+
+    def prepare(self, batch: Batch, state: TrainState) -> Batch:
+        """Add to the signals of a batch what models say of it, before the step."""
+        ...
+
+    def evaluate(self, state: TrainState, batches: Iterable[Batch], rows: int) -> dict[str, float]:
+        """Compute the figures of held-out batches of `rows` sequences."""
+        ...
+
+    def note(self, row: MetricsRow) -> str | None:
+        """Return what there is to say of a step's row beside its numbers."""
+        ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,6 +58,7 @@ class PreparedRun:
     - `target`: the shapes of the model.
     - `reader`: the reader of images, videos and audio; None for a model of text alone.
     - `data`, `held_out`: training batches, and batches of each held-out set.
+    - `method`: what a run computes that learns from preferences; None for one on texts.
     - `data_state`: the position in the data of the next step, which a checkpoint saves.
     - `writes`: whether this is the one process that writes settings, metrics and images.
     """
@@ -41,9 +70,10 @@ class PreparedRun:
     trainer: Trainer
     tokenizer: Tokenizer
     reader: MediaReader | None
-    data: Batches
-    held_out: dict[str, Batches]
+    data: Batches | PreferenceBatches
+    held_out: Mapping[str, Batches | PreferenceBatches]
     checkpoints: Checkpoints
+    method: Method | None = None
     data_state: Any = None
 
     @property

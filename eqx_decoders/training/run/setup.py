@@ -26,6 +26,7 @@ from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import flat_settings
 from eqx_decoders.training.flags import flag
+from eqx_decoders.training.methods.preference_run import PreferenceRun, preference_data
 from eqx_decoders.training.run.media_eval import placeholders, with_images
 from eqx_decoders.training.run.messages import describe_model, format_setting, print_status
 from eqx_decoders.training.run.prepared_run import PreparedRun
@@ -62,12 +63,19 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
     tokenizer = first_then_all(
         "tokenizer", lambda: make_tokenizer(run, target, data_config, reader), run.path / "tokenizer"
     )
-    options = _data_options(run, execution, target, reader)
-    data = stack.enter_context(make_dataset(data_config, tokenizer, **options))  # all processes make tokens together
-    held_out = make_held_out_sets(data_config, tokenizer, **options)
-    for batches in held_out.values():
-        stack.enter_context(batches)
-    _check_tokens(tokenizer, [data, *held_out.values()], target)
+    options, method = _data_options(run, execution, target, reader), None
+    if config.method == "sft":
+        data = stack.enter_context(
+            make_dataset(data_config, tokenizer, **options)
+        )  # all processes make tokens together
+        held_out = make_held_out_sets(data_config, tokenizer, **options)
+        for batches in held_out.values():
+            stack.enter_context(batches)
+        _check_tokens(tokenizer, [data, *held_out.values()], target)
+    else:
+        check(reader is None, f"method={config.method!r} reads text alone: the model of {config.init_from!r} sees.")
+        method = PreferenceRun(run, target, execution)
+        data, held_out = preference_data(config, tokenizer, options["template"], options["rows"])
     return PreparedRun(
         directory=run,
         changes=changes,
@@ -78,7 +86,14 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
         data=data,
         held_out=held_out,
         checkpoints=stack.enter_context(Checkpoints(run.checkpoint_directory, max_checkpoints=config.max_checkpoints)),
-        trainer=Trainer.create(config.optimizer_config(), target, steps=config.steps, config=config.step),
+        method=method,
+        trainer=Trainer.create(
+            config.optimizer_config(),
+            target,
+            steps=config.steps,
+            config=config.step,
+            loss=None if method is None else method.loss,
+        ),
     )
 
 

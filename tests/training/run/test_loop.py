@@ -433,7 +433,7 @@ def test_means_of_the_weights_that_do_not_fit_end_no_run(monkeypatch):
     told = []
     monkeypatch.setattr(TrainState, "averaged", property(fail))
     run, stop, time = (mock.MagicMock(spec=kind) for kind in (PreparedRun, Stop, WallTime))
-    run.writes = True
+    run.writes, run.method = True, None
     evaluation = evaluation_hook.EvaluationHook(run, mock.MagicMock(spec=Trackers), told.append, time, stop)
     sample = sample_hook.SampleHook(run, told.append, time, stop)
     for hook in (evaluation, sample):
@@ -805,6 +805,7 @@ OPTIMIZER, OVER_DATA = (f"tests/training/optimizer/test_{name}.py" for name in (
 PIPELINE = "tests/sharding/test_pipeline.py"
 # Settings whose effect a test of another file asserts.
 ELSEWHERE = {
+    "TrainConfig.method": "tests/training/run/test_preference_run.py::test_answers_with_labels",
     "TrainConfig.init_from": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
     "TrainConfig.init_weights": "tests/training/run/test_run_directory.py::test_only_some_weights_are_taken",
     "TrainConfig.export": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
@@ -854,7 +855,8 @@ ELSEWHERE = {
 }
 # their fields stand for them
 GROUPS = {
-    f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "low_precision", "offload", "optimizer", "step")
+    f"TrainConfig.{name}"
+    for name in ("preference", "kto", "dataset", "mesh", "pipeline", "low_precision", "offload", "optimizer", "step")
 }
 
 

@@ -11,7 +11,7 @@ from eqx_decoders.training.held_out import HeldOut
 from eqx_decoders.training.run.goodput import WallTime
 from eqx_decoders.training.run.hooks.base import Hook, evaluates_after, failures_as_warnings
 from eqx_decoders.training.run.metrics import MetricsRow
-from eqx_decoders.training.run.prepared_run import PreparedRun
+from eqx_decoders.training.run.prepared_run import Method, PreparedRun
 from eqx_decoders.training.run.trackers import Trackers
 from eqx_decoders.training.step.train_state import TrainState
 
@@ -43,7 +43,20 @@ class EvaluationHook(Hook):
     def _measure(self, step: int, state: TrainState) -> None:
         self.results = {}
         with failures_as_warnings("the evaluation", step, self.show):
-            self.results = self.evaluate(state.averaged, step)  # a copy of the weights, which may not fit
+            if self.run.method is None:
+                self.results = self.evaluate(state.averaged, step)  # a copy of the weights, which may not fit
+            else:
+                self._measure_figures(self.run.method, step, state)
+
+    def _measure_figures(self, method: Method, step: int, state: TrainState) -> None:
+        """Evaluate the objective on held-out examples; write and show its figures."""
+        config, sets = self.run.config, self.run.held_out
+        most = config.eval_batches if step < config.steps else config.final_eval_batches
+        for batches in sets.values():
+            examples = itertools.islice(batches.rewind(), most)
+            figures = method.evaluate(state, examples, config.dataset.batch_size)
+            self.trackers.write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
+            self.show(f"step {step}: held-out {', '.join(f'{name} {value:.4f}' for name, value in figures.items())}")
 
     def evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
         """Evaluate a model on the held-out sets; write and show the losses."""

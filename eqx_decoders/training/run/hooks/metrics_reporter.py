@@ -1,5 +1,6 @@
 """Metrics of the steps of a run: read from the devices, written, shown, and watched for divergence."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from eqx_decoders.errors import EqxDecodersError
@@ -18,6 +19,7 @@ class MetricsReporter:
 
     - `file`: `metrics.jsonl` of the run.
     - `max_skipped`: steps in a row that may be not finite.
+    - `note`: returns what there is to say of a row beside its numbers.
     - `skipped_in_a_row`: newest steps that were not finite.
     """
 
@@ -29,10 +31,11 @@ class MetricsReporter:
         steps: StepLog,
         trackers: Trackers,
         progress: Progress,
+        note: Callable[[MetricsRow], str | None] = lambda row: None,
     ):
         self.file, self.checkpoints, self.max_skipped = file, checkpoints, max_skipped
         self.steps, self.trackers, self.progress = steps, trackers, progress
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row, self.note = 0, note
 
     def read(self, step: int, *, ahead: int = 0) -> None:
         """Report the metrics of all steps but the newest `ahead`; end the run after too many that were not finite."""
@@ -50,3 +53,5 @@ class MetricsReporter:
         self.trackers.write(row)
         self.progress.update(row["step"], row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
+        if (text := self.note(row)) is not None:
+            self.progress.message(text)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from eqx_decoders.data.batches import Batches
 from eqx_decoders.io.coordination import Stop
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.evaluation import sample_text
@@ -54,7 +55,7 @@ class SampleHook(Hook):
         if config.sample_tokens == 0 or self.stop.agreed:
             return ""
         if run.reader is not None and run.held_out:
-            stores = [batches.store for batches in run.held_out.values()]
+            stores = [batches.store for batches in run.held_out.values() if isinstance(batches, Batches)]
             sizes = {"most_new": config.sample_tokens, "at_once": config.dataset.batch_size * config.dataset.seq_len}
             answered = answers(model, run.reader, run.tokenizer, stores, **sizes)
             if draw and answered:

@@ -1,0 +1,31 @@
+"""Settings of training on preferences."""
+
+import dataclasses
+
+from eqx_decoders.errors import PositiveInt
+from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.training.objectives.preference_loss import PairLoss
+
+
+REFERENCES = ("auto", "base", "start", "ema")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(PairLoss):
+    """Settings of training on pairs of answers (`method="dpo"`), or on answers with labels (`"kto"`)."""
+
+    reference: str = "auto"
+    """Model that answers are compared with. base: this one without its low-rank pairs, which takes no memory; start:
+    the weights that the run began with, held beside; ema: the running means of `optimizer.ema_decay`; else the
+    directory of a Hugging Face checkpoint. auto: base with `lora_rank`, otherwise start."""
+    examples_per_row: PositiveInt = 16
+    """Most pairs, or answers with labels, in one sequence."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reference not in REFERENCES:
+            expand_paths(self, "reference")
+
+    def pair_loss(self) -> PairLoss:
+        """Return the loss of a pair."""
+        return PairLoss(**{field.name: getattr(self, field.name) for field in dataclasses.fields(PairLoss)})

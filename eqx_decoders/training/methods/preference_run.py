@@ -1,0 +1,150 @@
+"""What a run on preferences needs beside one on texts: its data, its loss, and the log-probs of its reference."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from eqx_decoders.context import Execution
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.dataset import written_by
+from eqx_decoders.data.host_rows import hand_over
+from eqx_decoders.data.preference_batches import PreferenceBatches
+from eqx_decoders.data.preferences import Preferences, read_labelled_answers, read_pairs
+from eqx_decoders.errors import ConfigError, DataError, check
+from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.huggingface.load import load_hf
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.lora import without_lora
+from eqx_decoders.training.objectives.objectives import KTOObjective, PairObjective
+from eqx_decoders.training.objectives.token_log_probs import token_log_probs
+from eqx_decoders.training.run.metrics import MetricsRow
+from eqx_decoders.training.run.run_directory import RunDirectory
+from eqx_decoders.training.run.run_model import new_base
+from eqx_decoders.training.step.train_state import TrainState
+
+
+FALLING = 50  # steps in a row
+
+
+class PreferenceRun:
+    """Loss of a run on preferences, and what it computes of a batch before a step.
+
+    **Arguments:**
+
+    - `run`: the run directory, with settings of a method other than `sft`.
+    - `target`: the shapes of the model.
+    """
+
+    def __init__(self, run: RunDirectory, target: Decoder, execution: Execution):
+        config = run.settings
+        self.loss = loss_of(config)
+        self._run, self._execution, self._target = run, execution, target
+        self._kind = reference_of(config)
+        self._reference, self._falling = self._load_reference(), 0
+
+    def prepare(self, batch: Batch, state: TrainState) -> Batch:
+        """Add the log-probs of the reference, and KTO's estimate of the divergence, to the signals of a batch."""
+        if self._kind is None:
+            return batch
+        reference = self._reference_of(state)
+        policy = state.model if isinstance(self.loss, KTOObjective) else None
+        return _with_reference(reference, policy, batch)
+
+    def evaluate(self, state: TrainState, batches: Iterable[Batch], rows: int) -> dict[str, float]:
+        """Compute the loss and the figures of held-out examples, with the means of the weights where there are any."""
+        model, layout, totals, count = state.averaged, self._execution.layout, dict[str, float](), 0.0
+        for batch in batches:
+            batch = self.prepare(hand_over(batch, layout, rows), state)
+            loss, figures = jax.device_get(_evaluated(self.loss, model, batch))
+            examples = float(figures.get("pairs", figures.get("answers", 0.0)))
+            count += examples
+            for name, value in ({"loss": loss} | figures).items():
+                totals[name] = totals.get(name, 0.0) + float(value) * examples
+        return {name: total / max(count, 1.0) for name, total in totals.items() if name not in ("pairs", "answers")}
+
+    def note(self, row: MetricsRow) -> str | None:
+        """Count steps in which chosen answers are less likely than under the reference; return a warning after many."""
+        reward = row.get("chosen_reward")
+        self._falling = self._falling + 1 if reward is not None and float(reward) < 0 else 0
+        if self._falling != FALLING or self._kind is None:
+            return None
+        rule = f"warning: for {FALLING} steps chosen answers have been less likely than under the reference"
+        return f"{rule}, while margins grow: what the model writes gets worse. Raise preference.nll_weight or beta."
+
+    def _load_reference(self) -> Decoder | None:
+        if self._kind in (None, "base", "ema"):
+            return None
+        if self._kind == "start":
+            key = jax.random.fold_in(jax.random.key(self._run.settings.dataset.seed), 0)
+            return new_base(self._run, self._execution, key)
+        model, size = load_hf(str(self._kind), **vars(self._execution)), self._target.config.vocab_size
+        rule = f"preference.reference={self._kind!r} has {model.config.vocab_size} ids, but the model {size}"
+        check(model.config.vocab_size == size, f"{rule}: a reference must have the model's tokenizer.")
+        return model
+
+    def _reference_of(self, state: TrainState) -> Decoder:
+        if self._reference is not None:
+            return self._reference
+        return state.averaged if self._kind == "ema" else without_lora(state.model)
+
+
+def loss_of(config: TrainConfig) -> PairObjective | KTOObjective:
+    """Return the loss of a run on preferences."""
+    return KTOObjective(kto=config.kto) if config.method == "kto" else PairObjective(pair=config.preference.pair_loss())
+
+
+def reference_of(config: TrainConfig) -> str | None:
+    """Return which model answers are compared with; None for a loss without one."""
+    if config.method == "dpo" and not config.preference.needs_reference:
+        return None
+    chosen = config.preference.reference
+    return ("start" if config.lora_rank is None else "base") if chosen == "auto" else chosen
+
+
+def preference_data(
+    config: TrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None, rows: Any
+) -> tuple[PreferenceBatches, dict[str, PreferenceBatches]]:
+    """Read the examples of a run, and the held-out ones, if there is a `held_out_path`."""
+    data, read = config.dataset, read_labelled_answers if config.method == "kto" else read_pairs
+    template = written_by(data, template, tokenizer)
+
+    def batches(path: Any, split: Any, flag: str) -> PreferenceBatches:
+        found: Preferences = read(path, tokenizer, seq_len=data.seq_len, template=template, flag=flag)
+        sizes = dict(batch_size=data.batch_size, examples_per_row=config.preference.examples_per_row)
+        return PreferenceBatches(found, rows=rows, seed=data.seed, split=split, **sizes)
+
+    data_batches = batches(data.path, "train", "--data")
+    held_out = {} if data.held_out_path is None else {"": batches(data.held_out_path, "held_out", "--held-out")}
+    hashes = [each.preferences.content_hash for each in (data_batches, *held_out.values())]
+    rule = f"the answers of process {jax.process_index()} are others than those of the first"
+    check(hashes == from_first("made", hashes), f"{rule}: all must read the same files.", DataError)
+    return data_batches, held_out
+
+
+@jax.jit
+def _with_reference(reference: Decoder, policy: Decoder | None, batch: Batch) -> Batch:
+    signals = batch.signals
+    if signals is None:
+        raise ConfigError("Batch.signals=None: preferences need answers and weights. Take PreferenceBatches.")
+    log_probs = token_log_probs(reference, batch)
+    changes: dict[str, Array] = {"reference": log_probs}
+    if policy is not None:
+        gap = token_log_probs(policy, batch) - log_probs
+        weights = jnp.asarray(signals.divergence)
+        changes["baseline"] = jnp.full_like(gap, jnp.maximum(jnp.sum(weights * gap), 0.0))
+    return dataclasses.replace(batch, signals=dataclasses.replace(signals, divergence=None, **changes))
+
+
+def _evaluated(loss: Any, model: Decoder, batch: Batch) -> tuple[Float32[Array, ""], dict[str, Any]]:
+    value, metrics = _loss(loss, model, batch)
+    return value, loss.figures(metrics.sums)
+
+
+_loss = jax.jit(lambda loss, model, batch: loss(model, batch, key=None, full_batch=batch), static_argnums=0)

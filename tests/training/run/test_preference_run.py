@@ -1,0 +1,159 @@
+"""Runs on preferences: pairs and labels, with any reference, that go on bit for bit, on meshes as on one device."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.methods.preference_run import FALLING, PreferenceRun
+from eqx_decoders.training.run.run_loading import load_run
+from tests.commands import ROOT, call, steps_of
+
+
+BASE = ROOT / "tests" / "fixtures" / "chat_llama"
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "the",
+    "mat",
+    "a",
+    "dog",
+    "ran",
+    "in",
+    "the",
+    "park",
+    "many",
+    "birds",
+    "sing",
+    "at",
+    "noon",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, draws = tmp_path_factory.mktemp("preferences"), np.random.default_rng(0)
+    text = lambda count: " ".join(draws.choice(WORDS, count))  # noqa: E731
+    pairs, labels = [], []
+    for number in range(24):
+        prompt = [{"role": "user", "content": text(3)}]
+        pairs.append({"prompt": prompt, "chosen": text(4), "rejected": text(2 + number % 3)})
+        labels.append({"prompt": text(3), "completion": text(4), "label": bool(number % 3)})
+    for name, rows in {"pairs": pairs, "labels": labels}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def train(folder, name, *more, code=0, devices=1, **changes):
+    wanted = {
+        "run-dir": folder / name,
+        "method": "dpo",
+        "init-from": BASE,
+        "data": folder / "pairs.jsonl",
+        "steps": 4,
+        "batch-size": 4,
+        "seq-len": 96,
+        "sample-tokens": 0,
+        "eval-every": 0,
+        "optimizer.learning-rate": "1e-2",
+        "optimizer.warmup-steps": 0,
+    }
+    changes = {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
+    words = [str(word) for key, value in (wanted | changes).items() for word in (f"--{key}", value)]
+    return call("train", *words, *more, code=code, devices=devices)
+
+
+NAMES = ("loss", "nll", "grad_norm", "reward_margin", "chosen_reward")
+
+
+def figures(folder, name):
+    return [[row[each] for each in NAMES if each in row] for row in steps_of(folder / name)]
+
+
+@pytest.fixture(scope="module")
+def adapted(folder):
+    """A run of low-rank pairs: the reference is the model without them."""
+    _, err = train(folder, "adapted", lora_rank=4, held_out=folder / "pairs.jsonl", final_eval_batches=1)
+    assert "24 pairs" in err and "held-out loss" in err
+    return folder
+
+
+def test_the_first_loss_is_that_of_a_coin(adapted):
+    """The reference is the model: log 2 to the last bits; then chosen answers are told from rejected ones."""
+    rows = steps_of(adapted / "adapted")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["reward_margin"] == 0
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["reward_margin"] > 0
+
+
+def test_a_broken_run_is_the_whole_one(adapted):
+    train(adapted, "broken", lora_rank=4, steps=2, optimizer__schedule="constant")
+    train(adapted, "broken", lora_rank=4, steps=4, optimizer__schedule="constant")
+    train(adapted, "whole", lora_rank=4, steps=4, optimizer__schedule="constant")
+    assert figures(adapted, "broken") == figures(adapted, "whole")
+    one, other = (named_leaves(load_run(adapted / name)) for name in ("broken", "whole"))
+    assert all(np.array_equal(one[name], other[name]) for name in other)
+    before = named_leaves(ed.load_hf(BASE))
+    assert any(not np.array_equal(other[name], before[name]) for name in other)
+
+
+@pytest.mark.slow
+def test_a_mesh_microbatches_and_a_reference_beside_the_model(folder):
+    """The weights that the run began with, and the same from a path: one run, on any mesh."""
+    train(folder, "start", preference__beta=0.3)
+    reference = {"preference__beta": 0.3, "preference__reference": BASE}
+    train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **reference)
+    train(folder, "parts", "--step.gradient-accumulation-steps", "2", **reference)
+    want = np.array(figures(folder, "start"))
+    assert want[0][0] == pytest.approx(math.log(2), abs=1e-6)
+    for name in ("mesh", "parts"):
+        np.testing.assert_allclose(figures(folder, name), want, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_answers_with_labels(folder):
+    """KTO's first loss is one half; then desirable answers gain."""
+    train(folder, "kto", method="kto", data=folder / "labels.jsonl", kto__desirable_weight=0.5, steps=6)
+    rows = steps_of(folder / "kto")
+    assert rows[-1]["desirable_reward"] > rows[-1]["undesirable_reward"]
+    train(folder, "even", method="kto", data=folder / "labels.jsonl", steps=1)
+    assert steps_of(folder / "even")[0]["loss"] == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_running_means_as_the_reference(folder):
+    train(folder, "ema", optimizer__ema_decay=0.9, preference__reference="ema", **{"preference.examples_per_row": 1})
+    rows = steps_of(folder / "ema")
+    assert rows[0]["reward_margin"] == 0 < rows[-1]["reward_margin"] and rows[0]["pairs"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"method": "sft", "preference__beta": 0.3}, 2, "--preference.beta=0.3 is not read with --method='sft'"),
+        ({"kto__beta": 0.3}, 2, "--kto.beta=0.3 is not read"),
+        ({"method": "kto", "preference__smoothing": 0.1}, 2, "--preference.smoothing=0.1 is not read"),
+        ({"preference__kind": "ipo"}, 2, "needs over='sums'"),
+        ({"preference__reference": "base"}, 2, "needs --lora-rank"),
+        ({"preference__reference": "ema"}, 2, "needs --optimizer.ema-decay"),
+        ({"step__z_loss": 0.1}, 2, "not read with --method='dpo'"),
+        ({"data": "labels"}, 3, "has no field 'chosen', 'rejected'"),
+        ({"preference__reference": "nowhere/at-all"}, 4, "nowhere/at-all"),
+    ],
+)
+def test_bad_settings_are_refused(folder, changes, code, says):
+    changes = {name: folder / f"{value}.jsonl" if name == "data" else value for name, value in changes.items()}
+    _, err = train(folder, "bad", code=code, **changes)
+    assert says in " ".join(err.split()) and not (folder / "bad").exists()
+
+
+def test_a_model_that_gets_worse_is_told_of():
+    """After many steps in a row, and once."""
+    run = PreferenceRun.__new__(PreferenceRun)
+    run._kind, run._falling = "base", 0
+    said = [run.note({"chosen_reward": reward}) for reward in [-1.0] * (FALLING - 1) + [1.0] + [-1.0] * (2 * FALLING)]
+    assert [number for number, text in enumerate(said) if text] == [2 * FALLING - 1]
