@@ -7,6 +7,8 @@ from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import GroupConvolutionConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid
+from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import DEPTHS, expert_settings, v3_router_settings
 from eqx_decoders.families._qwen_vision import (
     QWEN_KEYS,
     SAME_OUT_DIM,
@@ -15,9 +17,10 @@ from eqx_decoders.families._qwen_vision import (
     media_keys,
     with_media,
 )
-from eqx_decoders.families.common import gated_mlp, norm
+from eqx_decoders.families.common import NO_BIAS, decoder_sizes, gated_mlp, norm
 from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, linear, nested, token, with_rope
-from eqx_decoders.families.settings_table import Flag, Integer, Number, Rule, activation
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Rule, activation
 from eqx_decoders.families.vision_fields import (
     KERNEL_IN_TIME,
     EncoderSizes,
@@ -140,14 +143,41 @@ IGNORED_KEYS = dict.fromkeys(
 ) | {"video_token_id": "the frames of videos have the placeholder of images", "initializer_range": "of new weights"}
 
 
-def glm_v_family(text: str, changes: Mapping[str, Any], *, image: int, **options: Any) -> MultimodalFamily:
-    """Return the family with encoders of a text family of GLM; `image` is the default of the placeholder."""
-    kind = options["model_type"]
+def dense_family(**options: Any) -> MultimodalFamily:
+    """Return a family of GLM-4-0414 with the encoder; the options are those of `_glm_v_family`."""
+    settings = (
+        Only("attention_bias", True),
+        decoder_sizes(num_kv_heads=2, eps=1e-5, attention_bias=True, keys=NO_BIAS),
+        rope_settings(fraction=1.0, pairing="interleaved", sections=SECTIONS, interleaved_sections=False),
+    )
+    changes = dict(model_type="glm4v_text", architecture="Glm4vTextModel", settings=settings)
+    return _glm_v_family("glm4", changes, vision_type="glm4v_vision", **options)
+
+
+def sparse_family(**options: Any) -> MultimodalFamily:
+    """Return a family of GLM-4.5 with the encoder; the options are those of `_glm_v_family`."""
+    settings = (
+        decoder_sizes(num_kv_heads=8, eps=1e-5, attention_bias=True),
+        rope_settings(fraction=0.5, sections=SECTIONS, interleaved_sections=False),
+        Only("use_qk_norm", False),
+        *v3_router_settings(scale=1.0),
+        *expert_settings(num_experts=128, chosen=8, shared=1, expert_dim=1408),
+        moe.dense_layers(1),
+        DEPTHS,
+    )
+    changes = dict(model_type="glm4v_moe_text", architecture="Glm4vMoeTextModel", settings=settings)
+    return _glm_v_family("glm4_moe", changes, vision_type="glm4v_moe_vision", **options)
+
+
+def _glm_v_family(
+    text: str, changes: Mapping[str, Any], *, vision_type: str, image: int, **options: Any
+) -> MultimodalFamily:
+    """Return the family with encoders of a text family; `image` is the default of the placeholder."""
     return MultimodalFamily(
         text_type=text,
         changes=changes,
         reads_as_text=True,
-        settings=(token("image_token_id", "image_token", image), glm_vision_config(f"{kind}_vision")),
+        settings=(token("image_token_id", "image_token", image), glm_vision_config(vision_type)),
         build=glm_v,
         weights=WEIGHTS,
         text_names=VL_NAMES,

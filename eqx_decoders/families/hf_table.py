@@ -57,6 +57,7 @@ class Family:
     - `aliases`: other names for `model_type`, which are read and never written.
     - `other_architectures`: the same of `architecture`: classes of code beside published files.
     - `fused`: rows that replace some of `weights` where all experts of a layer share a tensor.
+    - `writes_fused`: whether an export has the tensors of `fused`: where transformers opens no others.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
     - `with_depth`: the configuration with a layer of multi-token prediction, for checkpoints that store one and don't
         say so in `config.json`.
@@ -89,6 +90,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     other_architectures: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
+    writes_fused: bool = False
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     with_depth: Callable[[DecoderConfig], DecoderConfig] | None = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -150,13 +152,19 @@ class Family:
         return self.expressing(config)[1]
 
     def expressing(self, config: DecoderConfig) -> tuple["Family", dict[str, Any]]:
-        """Return the family, or the first of `variants`, that can express `config`, and the settings."""
+        """Return the family, or the first of `variants`, that can express `config`, and the settings.
+
+        Its weights are the tensors that are written.
+        """
         for family in self.variants:
             try:
-                return family, family._encode(config)
+                return family._as_written(), family._encode(config)
             except ConversionError:
                 continue
-        return self, self._encode(config)
+        return self._as_written(), self._encode(config)
+
+    def _as_written(self) -> "Family":
+        return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if self.writes_fused else self
 
     def _encode(self, config: DecoderConfig) -> dict[str, Any]:
         config = for_inference(config)

@@ -131,7 +131,7 @@ class MultimodalFamily(Family):
     **Arguments:**
 
     - `text_type`: the `model_type` of the text family.
-    - `other_texts`: those of further text families, for `variants`.
+    - `other_texts`: those of further text families, for `variants`; `alternatives` are variants that differ in more.
     - `changes`: fields of the text family that differ in these checkpoints.
     - `text_settings`: rows that stand before those of the text family, in `text_config`.
     - `reads_as_text`: whether the decoder is opened by itself as one of the text family without `changes`.
@@ -144,6 +144,7 @@ class MultimodalFamily(Family):
 
     text_type: str
     other_texts: tuple[str, ...] = ()
+    alternatives: tuple["MultimodalFamily", ...] = ()
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text_settings: tuple[Setting, ...] = ()
     reads_as_text: bool = False
@@ -154,6 +155,7 @@ class MultimodalFamily(Family):
     def with_texts(self, find: Callable[[str], Family]) -> Family:
         """Return the family with the decoders of its text families, which `find` returns by `model_type`."""
         variants = tuple(self._with_text(find(kind)) for kind in self.other_texts)
+        variants += tuple(each._with_text(find(each.text_type)) for each in self.alternatives)
         return dataclasses.replace(self._with_text(find(self.text_type)), variants=variants)
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
@@ -165,7 +167,7 @@ class MultimodalFamily(Family):
         """Return the family, or one of `variants`, whose decoder a `config.json` names."""
         inner = content.get("text_config")
         kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-        return next((each for each in self.variants if each.text is not None and each.text.model_type == kind), self)
+        return next((each for each in self.variants if kind == _inner_type(each)), self)
 
     def _with_text(self, base: Family) -> Family:
         """Return the family with the decoder of `base`, a text family."""
@@ -207,6 +209,11 @@ class _TextSettings(Setting):
         inner = write_all(self.family.settings, config)
         tied = {_TIED: inner[_TIED]} if _TIED in inner else {}
         return {"text_config": {"model_type": self.family.model_type, **inner}, **tied}
+
+
+def _inner_type(family: Family) -> str | None:
+    """Return the `model_type` of the decoder's settings, which stand inside of others."""
+    return next((row.family.model_type for row in family.settings if isinstance(row, _TextSettings)), None)
 
 
 def _opened_as(text: Family, plain: Family) -> Family:

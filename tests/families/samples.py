@@ -21,6 +21,7 @@ SEEING = {
     "gemma4": "gemma4-e2b-vision",
     "llama4": "llama4-17b-16e-vision",
     "idefics3": "smolvlm2-256m",
+    "glm46v": "glm4.6v-flash-9b",
     "qwen3_vl": "qwen3-vl-2b",
     "qwen3_vl_moe": "qwen3-vl-30b-a3b",
     "qwen3_5": "qwen3.5-0.8b-vision",

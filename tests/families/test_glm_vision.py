@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -109,13 +110,33 @@ def test_positions_lie_between_sixteen():
 
 
 PARAMETERS = {"glm4.1v-9b": 10_292_777_472, "glm4.5v-106b-a12b": 107_710_933_120}
+PARAMETERS |= {"glm4.6v-flash-9b": PARAMETERS["glm4.1v-9b"], "glm4.6v-106b-a12b": PARAMETERS["glm4.5v-106b-a12b"]}
+KINDS = dict(zip(PARAMETERS, ("glm4v", "glm4v_moe", "glm46v", "glm46v"), strict=True))
 
 
-@pytest.mark.parametrize("name, kind", [("glm4.1v-9b", "glm4v"), ("glm4.5v-106b-a12b", "glm4v_moe")])
+@pytest.mark.parametrize("name, kind", KINDS.items())
 def test_published_models(name, kind):
     config = ed.get_config(name)
     assert ed.count_parameters(config) == PARAMETERS[name]
     assert decode(FAMILIES[kind].encode(config)) == config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_glm46v_is_both(name, tmp_path):
+    """Its files have the same tensors, and name the decoder inside."""
+    content = content_of(FIXTURES / name) | dict(model_type="glm46v", architectures=["Glm46VForConditionalGeneration"])
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    shutil.copy(FIXTURES / name / WEIGHTS, tmp_path)
+    model = ed.load_hf(tmp_path)
+    assert model.config == opened(name)[0].config
+    ed.save_hf(model, tmp_path / "new")
+    again = content_of(tmp_path / "new")
+    assert again["model_type"] == "glm46v" and decode(again) == model.config
+    assert again["text_config"]["model_type"] == f"{name}_text"
+    names = load_file(tmp_path / "new" / WEIGHTS)
+    fused = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    assert (fused in names) == (name == "glm4v_moe")  # transformers opens no others under this name
+    assert ed.load_hf(tmp_path / "new").config == model.config
 
 
 def test_old_settings_mean_the_same():

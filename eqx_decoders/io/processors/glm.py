@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -79,10 +80,54 @@ class GlmVideos(Qwen3Videos):
         else:
             seconds = np.linspace(0, clip.seconds, long).tolist()
             indices = [min(last, math.ceil(second * clip.fps)) for second in seconds]
-        once = list(dict.fromkeys(indices))
-        return np.array(once + once[-1:] * (len(once) % 2))
+        return _even(indices)
+
+    def _time(self, seconds: float) -> str:
+        return str(int(seconds))
 
     def _text(self, clip: Clip, indices: np.ndarray, grid: tuple[int, int, int]) -> str:
         image = self.begin + self.token * (grid[1] * grid[2] // self.merge**2) + self.end
-        times = [int(index / clip.fps) for index in indices[:: self.frames].tolist()]
+        times = [self._time(index / clip.fps) for index in indices[:: self.frames].tolist()]
         return "".join(f"{image}{time}" for time in times)
+
+
+RATES = ((30.0, 3.0), (300.0, 1.0), (2400.0, 0.5))  # longest duration, images per second
+MOST_FRAMES = 640
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glm46Videos(GlmVideos):
+    """Videos of GLM-4.6V: as many images a second as their duration says."""
+
+    def _frame_indices(self, clip: Clip) -> np.ndarray:
+        if not self.choose:
+            return np.arange(clip.count)
+        longest = RATES[-1][0]
+        seconds = min(clip.seconds, longest)
+        rate = next(rate for most, rate in RATES if seconds <= most)
+        count = min(int(seconds * rate * self.frames), MOST_FRAMES)
+        indices = [] if clip.count < count else self._at_times(clip, 1 / (self.frames * rate))
+        ends = (indices[0], indices[-1]) if indices and len(indices) < count else (0, clip.count - 1)
+        if len(indices) != count:
+            indices = np.linspace(*ends, count, dtype=np.int64).tolist()
+        return _even(indices)
+
+    def _at_times(self, clip: Clip, step: float) -> list[int]:
+        """Return the first frame behind each time, up to the last whole second."""
+        indices, time = [], 0.0
+        for index in range(clip.count):
+            if index * (1 / clip.fps) >= time:
+                time += step
+                indices.append(index)
+                if time >= int(clip.seconds):
+                    break
+        return indices
+
+    def _time(self, seconds: float) -> str:
+        return f"{seconds:.1f} seconds"
+
+
+def _even(indices: Sequence[int]) -> np.ndarray:
+    """Return each of ascending indices once, and the last one twice if they were odd."""
+    once = list(dict.fromkeys(indices))
+    return np.array(once + once[-1:] * (len(once) % 2))

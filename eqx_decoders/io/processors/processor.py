@@ -17,7 +17,7 @@ from eqx_decoders.io.processors.audio import QwenAudio
 from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings, VideoRules, merge_arrays
 from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
 from eqx_decoders.io.processors.gemma_audio import Gemma4Audio
-from eqx_decoders.io.processors.glm import GlmImages, GlmVideos
+from eqx_decoders.io.processors.glm import Glm46Videos, GlmImages, GlmVideos
 from eqx_decoders.io.processors.images import image_size, name_of, open_image
 from eqx_decoders.io.processors.internvl import InternVLImages, InternVLVideos
 from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
@@ -56,6 +56,7 @@ FAMILIES: dict[str, tuple[ProcessorFamily, tuple[str, ...]]] = {
     "SmolVLMProcessor": (ProcessorFamily(images=SmolVLMImages.read, videos=SmolVLMVideos.read), ("smolvlm",)),
     "Idefics3Processor": (ProcessorFamily(images=SmolVLMImages.read), ("idefics3",)),
     "Glm4vProcessor": (ProcessorFamily(images=GlmImages.read, videos=GlmVideos.read), ("glm4v", "glm4v_moe")),
+    "Glm46VProcessor": (ProcessorFamily(images=GlmImages.read, videos=Glm46Videos.read), ("glm46v",)),
     "InternVLProcessor": (ProcessorFamily(images=InternVLImages.read, videos=InternVLVideos.read), ("internvl",)),
     "Lfm2VlProcessor": (ProcessorFamily(images=Lfm2VLImages.read), ("lfm2_vl",)),
     "Qwen2VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read_untimed), ("qwen2_vl",)),

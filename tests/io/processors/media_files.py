@@ -110,6 +110,9 @@ VIDEOS = {
     "glm4v long": ("glm4v", {**_GLM, "max_duration": 3, "fps": 1.5}, 30, 7.5, 20, 33),
     "glm4v few": ("glm4v", {**_GLM, "max_duration": 1, "fps": 4}, 3, 1.5, 2, 9),
     "glm4v listed": ("glm4v", _GLM, 5, None, 16, 16),
+    "glm46v published": ("glm46v", _GLM, 50, 10.0, 31, 47),
+    "glm46v long": ("glm46v", _GLM, 80, 2.0, 6, 9),
+    "glm46v few": ("glm46v", _GLM, 5, 1.5, 2, 9),
     "internvl published": ("internvl", _INTERNVL, 3, 10.0, 31, 47),
     "internvl some": ("internvl", {**_INTERNVL, "do_sample_frames": True, "num_frames": 3}, 11, 10.0, 20, 33),
     "internvl rate": (

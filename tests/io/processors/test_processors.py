@@ -108,7 +108,7 @@ def test_videos_are_read_frame_by_frame():
 def video_rules(folder, family, settings):
     """What a directory with these settings says."""
     names = {"smolvlm": "SmolVLMProcessor", "gemma4": "Gemma4Processor", "internvl": "InternVLProcessor"}
-    names |= {"glm4v": "Glm4vProcessor"}
+    names |= {"glm4v": "Glm4vProcessor", "glm46v": "Glm46VProcessor"}
     whole = {"processor_class": names[family], "image_seq_len": 2, "image_seq_length": 2}
     (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 1}}))
