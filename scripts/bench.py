@@ -24,7 +24,7 @@ from bench_accelerator import accelerator
 from bench_data import encode, make_text, plan, restart, tokenise
 from bench_images import bench_images
 from bench_inference import show_inference
-from bench_layers import delta_rule, experts
+from bench_layers import delta_rule, experts, log_probs
 from bench_serving import bench_serving
 from bench_sizes import SLICES, plan_sizes
 from bench_training import (
@@ -62,6 +62,7 @@ ONE = {
     "decode": lambda batch: decode(int(batch)),
     "experts": lambda repeats: experts(int(repeats)),
     "delta-rule": lambda length, repeats: delta_rule(int(length), int(repeats)),
+    "log-probs": lambda vocab, repeats: log_probs(int(vocab), int(repeats)),
     "aot-experts": aot_experts,
     "load": load_checkpoint,
     "make": make_checkpoint,
@@ -139,6 +140,16 @@ def show_delta_rule(options: argparse.Namespace) -> None:
         rows = alone("delta-rule", str(length), str(options.repeats))
         text = ", ".join(f"{name} {1000 * min(seconds):.1f}" for name, seconds in rows.items())
         print(f"{length:5} tokens: {text}", flush=True)
+
+
+def show_log_probs(options: argparse.Namespace) -> None:
+    print("\nlog-probs beside the loss of next tokens, 2048 tokens, 1024 features, forward and backward, float32: ms")
+    for vocab in (32_000, 128_000):
+        rows = alone("log-probs", str(vocab), str(options.repeats))
+        loss, found = rows.values()
+        ratio = statistics.median(b / a for a, b in zip(loss, found, strict=True))
+        text = ", ".join(f"{name} {1000 * min(seconds):.0f}" for name, seconds in rows.items())
+        print(f"{vocab:7,} ids: {text}; {ratio:.2f} times", flush=True)
 
 
 def show_load(options: argparse.Namespace) -> None:
@@ -235,6 +246,7 @@ SHOWN = {
     "pictures": bench_images,
     "experts": show_experts,
     "delta-rule": show_delta_rule,
+    "log-probs": show_log_probs,
     "load": show_load,
     "restart": show_restart,
     "tokenise": show_tokenise,
