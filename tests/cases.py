@@ -27,6 +27,8 @@ from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, Que
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
+from eqx_decoders.layers.attention.differential import DifferentialAttentionConfig
+from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
@@ -224,6 +226,8 @@ RECURRENT = {
         )
     ),
 }
+WRAPPED = ("head mixture", "differential", "dynamic mask")  # attention within a layer of its own
+SELECTING = ("selecting", "block indexer", "indexed", "dynamic mask")
 SPLITS_HEADS = (
     *("fsdp x tensor", "transpose", "sequence", "context", "expert"),
     *(name for name, (sizes, _) in FORMS.items() if "tensor" in sizes),
@@ -232,7 +236,7 @@ OWN_DROPOUT = tuple(name for name, (_, run) in FORMS.items() if {"pipeline", "ba
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
     "channel": tuple(CHANNELS),
-    "mixer": (*MIXERS, "latent", "indexed", "learned", "head mixture", *RECURRENT),
+    "mixer": (*MIXERS, "latent", "indexed", "learned", *WRAPPED, *RECURRENT),
     "rope": tuple(ROPES),
     "length": (1, 13, 32, 64, 97, 130),
     "norm": tuple(NORMS),
@@ -263,23 +267,30 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
     # rounded scores choose others
-    ("mixer", ("selecting", "block indexer", "indexed", "chosen", "head mixture"), "dtype", ("bfloat16",)),
+    ("mixer", (*SELECTING, "chosen", "head mixture"), "dtype", ("bfloat16",)),
     ("further", ("engram",), "dtype", ("bfloat16",)),  # the slope of its root of a score has no bound
-    ("mixer", ("selecting", "block indexer", "indexed"), "mask", tuple(MASKS)[1:]),  # they select from the whole past
+    ("mixer", SELECTING, "mask", tuple(MASKS)[1:]),  # they select from the whole past
+    # equal tokens have equal biases, of which rounding chooses, unless their positions are in the stream
+    ("mixer", ("dynamic mask",), "rope", tuple(ROPES)[1:]),
+    ("mixer", ("dynamic mask",), "residual", ("plain",)),
+    ("mixer", ("dynamic mask",), "norm", ("after only",)),  # and large ones hide the rest of scores
+    ("mixer", ("dynamic mask",), "further", ("engram",)),  # whose slopes have no bound
     ("mixer", ("latent",), "mask", SPANS),  # it has none
     ("mask", SPANS, "cache", ("token by token", "rejected")),  # a span comes in one call
     ("mixer", ("latent", "indexed"), "heads", ("grouped", "multi-query")),  # all its heads share one latent
     ("mixer", ("latent", "indexed"), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
-    ("residual", ("chained",), "mixer", ("head mixture", *RECURRENT)),  # whose output has the features of the stream
+    # whose output has the features of the stream
+    ("residual", ("chained",), "mixer", (*WRAPPED, *RECURRENT)),
     ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
-    ("mixer", ("head mixture",), "qk_norm", ("all heads", "each head")),  # no head is always there
+    # no head is always there, or heads are halves of others
+    ("mixer", ("head mixture", "differential"), "qk_norm", ("all heads", "each head")),
     ("residual", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("residual", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
     (
         "kv_shared_from",
         (True,),
         "mixer",
-        ("latent", "learned", "head mixture", "block indexer", *RECURRENT),
+        ("latent", "learned", *WRAPPED, "block indexer", *RECURRENT),
     ),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
@@ -421,7 +432,9 @@ def _mixer(case: Case):
         ranks = dict(q_rank=8 if case["tied"] or indexer else None, kv_rank=8, nope_dim=6, rope_dim=8, value_dim=5)
         return LatentAttentionConfig(num_heads=4, mask=mask, rope=rope, bias=True, indexer=indexer, **ranks)
     heads, kv_heads, head_dim = HEADS[case["heads"]]
-    learned = case["mixer"] == "learned"
+    learned, wrapped = case["mixer"] == "learned", case["mixer"] in WRAPPED
+    if case["mixer"] == "differential":  # as many pairs
+        heads, kv_heads = 2 * heads, 2 * kv_heads
     attention = AttentionConfig(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -430,14 +443,19 @@ def _mixer(case: Case):
         rope=rope,
         qk_norm=QK_NORMS[case["qk_norm"]],
         spans=case["mask"] in SPANS,
-        alibi=Alibi(max_exponent=3.0) if rope is None and case["mixer"] != "head mixture" else None,
+        alibi=Alibi(max_exponent=3.0) if rope is None and not wrapped else None,
         out_dim=24 if case["residual"] == "chained" and not learned else None,
         **MIXERS.get(case["mixer"], {}),
     )
     if learned:
         teacher = dict(teacher_heads=6, teacher_kv_heads=2, teacher_head_dim=4)
         return LearnedInitConfig(attention=attention, general=case["tied"], **teacher)
-    return HeadMixtureConfig(attention=attention, num_experts=4) if case["mixer"] == "head mixture" else attention
+    wrap = {
+        "head mixture": lambda: HeadMixtureConfig(attention=attention, num_experts=4),
+        "differential": lambda: DifferentialAttentionConfig(attention=attention),
+        "dynamic mask": lambda: DynamicMaskConfig(attention=attention, top_k=5),
+    }
+    return wrap.get(case["mixer"], lambda: attention)()
 
 
 def _channel(case: Case):
@@ -602,7 +620,7 @@ def check(case: Case, seed: int = 0, **execution: Any) -> None:
         coarse = plain.replace(precision=ed.Precision(compute="bfloat16"))
         rounded = [plainly(_jittered(coarse, size, seed)) for seed, size in enumerate((0.0, 2**-9, 2**-9))]
     for got, want, *lossy in zip(results, exact, *rounded, strict=True):
-        if got is trained and case["dtype"] == "bfloat16" and case["mixer"] in RECURRENT:
+        if got is trained and case["dtype"] == "bfloat16" and case["mixer"] in (*RECURRENT, "differential"):
             assert all(jnp.isfinite(leaf).all() for leaf in got.values())  # the plain form's are as wrong as large
         else:
             assert_close(got, want, rounded=lossy, **rules)

@@ -50,6 +50,8 @@ DEFAULTS = {
     "AttentionOptions": dict(platform="cpu", needs_lse=True),
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba1Config": dict(taps=4, taps_bias=True),
+    "DifferentialAttentionConfig": dict(norm=RMSNormConfig(scale=False)),
+    "DynamicMaskConfig": dict(top_k=2048),
     "LightningAttentionConfig": dict(norm=RMSNormConfig(), rate_layers=1),
     "MLSTMConfig": dict(gate_cap=15.0, eps=1e-6, norm_eps=1e-6),
     "RGLRUConfig": dict(taps=4, activation="gelu_tanh"),

@@ -30,6 +30,8 @@ from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, Que
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
+from eqx_decoders.layers.attention.differential import DifferentialAttentionConfig
+from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
@@ -227,6 +229,16 @@ OPTIONS: dict[type, tuple] = {
         HeadMixtureConfig(attention=MIXER, num_experts=4),
         lambda c: block(mixer=c),
         dict(attention=dataclasses.replace(MIXER, num_heads=6), num_experts=3),
+    ),
+    DynamicMaskConfig: (
+        DynamicMaskConfig(attention=MIXER, top_k=2),
+        lambda c: block(mixer=c),
+        dict(attention=dataclasses.replace(MIXER, soft_cap=0.5), top_k=3),
+    ),
+    DifferentialAttentionConfig: (
+        DifferentialAttentionConfig(attention=MIXER),
+        lambda c: block(mixer=c),
+        dict(attention=dataclasses.replace(MIXER, soft_cap=0.5), norm=RMSNormConfig(scale=False, eps=0.5)),
     ),
     LatentAttentionConfig: (
         LATENT,

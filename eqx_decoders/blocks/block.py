@@ -16,6 +16,8 @@ from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttention, CompressedAttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
+from eqx_decoders.layers.attention.differential import DifferentialAttention, DifferentialAttentionConfig
+from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskAttention, DynamicMaskConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixture, HeadMixtureConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
@@ -45,6 +47,8 @@ from eqx_decoders.layers.shared_transformer import AidedMixer, AidedMixerConfig
 MixerConfig = (
     AttentionConfig
     | HeadMixtureConfig
+    | DifferentialAttentionConfig
+    | DynamicMaskConfig
     | LatentAttentionConfig
     | CompressedAttentionConfig
     | LearnedInitConfig
@@ -64,6 +68,8 @@ MixerConfig = (
 Mixer = (
     Attention
     | HeadMixture
+    | DifferentialAttention
+    | DynamicMaskAttention
     | LatentAttention
     | CompressedAttention
     | LearnedInit

@@ -17,6 +17,8 @@ from eqx_decoders.families import (
     deepseek_v3,
     deepseek_v4,
     deepseek_v32,
+    diffllama,
+    doge,
     dots1,
     ernie4_5,
     ernie4_5_moe,
@@ -145,7 +147,7 @@ _PUBLISHED = (
     mimo_v2_flash,
     *(olmo, olmoe, nanochat, bitnet, lfm2, lfm2_moe, lfm2_vl, hunyuan, hunyuan_moe, phi3),
     *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax, zamba2),
-    *(recurrent_gemma, rwkv, xlstm),
+    *(recurrent_gemma, rwkv, xlstm, diffllama, doge),
 )
 
 

@@ -25,7 +25,7 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp_config import MTPConfig
-from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.axes import axes, computed, named_leaves
 
 
 @runtime_checkable
@@ -206,7 +206,10 @@ class Family:
         return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if together else self
 
     def bind(self, model: HasConfig) -> dict[str, WeightMapping]:
-        """Return, for the path of every weight of `model` (arrays or shapes), the tensors that hold it."""
+        """Return, for the path of every weight of `model` (arrays or shapes), the tensors that hold it.
+
+        Buffers that are computed have none.
+        """
         stacks: dict[str, list[int]] = {}
         for stack, layer in _layer_paths(model.config):
             stacks.setdefault(stack, []).append(layer)
@@ -219,7 +222,7 @@ class Family:
                 path, needed = weight.inside(stack), f"{stack}.{weight.needs}"
                 if path in leaves and weight.fits(words[path]) and (not weight.needs or needed in leaves):
                     rows[path] = (weight, stack)
-        lacking = sorted(set(leaves) - set(rows))
+        lacking = sorted(set(leaves) - set(rows) - computed(model))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
         sizes = {path: dict(zip(words[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
         uses = _uses(model.config)

@@ -17,7 +17,7 @@ from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract
-from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.axes import axes, stored_leaves
 
 
 _LONG = 2**20  # tokens: more than any window
@@ -64,7 +64,7 @@ def describe_model(model: str | DecoderConfig, *, dtype: DTypeLike = jnp.bfloat1
     per_token = (longer - shorter) // _LONG
     return ModelInfo(
         name=model if isinstance(model, str) else None,
-        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)),
+        parameters=sum(math.prod(leaf.shape) for leaf in stored_leaves(tree).values()),
         active_parameters=sum(active_parameters(tree).values()),
         bytes_per_token=per_token,
         bytes_per_sequence=shorter - per_token * _LONG,
@@ -79,7 +79,7 @@ def active_parameters(model: Decoder) -> dict[str, int]:
     Lookup tables other than the embedding, of which a token reads some rows, count as 0.
     """
     words, counts = axes(model), {}
-    for name, leaf in named_leaves(model).items():
+    for name, leaf in stored_leaves(model).items():
         first, *others = *(word for word in words[name] if word != "layers"), ""  # a number of each layer has no other
         size = math.prod(leaf.shape)
         if first == "experts" and len(others) > 1:

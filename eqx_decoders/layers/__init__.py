@@ -2,6 +2,7 @@
 
 Mix tokens
     `AttentionConfig` (`QKNorm`, `BlockSelection`), `LatentAttentionConfig` (`IndexerConfig`), `HeadMixtureConfig`,
+    `DifferentialAttentionConfig`, `DynamicMaskConfig`,
     `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`,
     `RGLRUConfig`, `TimeMixConfig`, `MLSTMConfig`, `LightningAttentionConfig`; several of them side by side:
     `ParallelMixersConfig` of `NamedMixer`s; in encoders of audio `LocalAttentionConfig` and `LightConvolutionConfig`;
@@ -36,6 +37,14 @@ from eqx_decoders.layers.attention.attention import (
 from eqx_decoders.layers.attention.conformer import (
     LocalAttention as LocalAttention,
     LocalAttentionConfig as LocalAttentionConfig,
+)
+from eqx_decoders.layers.attention.differential import (
+    DifferentialAttention as DifferentialAttention,
+    DifferentialAttentionConfig as DifferentialAttentionConfig,
+)
+from eqx_decoders.layers.attention.dynamic_mask import (
+    DynamicMaskAttention as DynamicMaskAttention,
+    DynamicMaskConfig as DynamicMaskConfig,
 )
 from eqx_decoders.layers.attention.head_mixture import (
     HeadMixture as HeadMixture,

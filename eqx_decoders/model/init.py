@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.core.prng import fast_key
@@ -19,6 +19,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp import MTP
 from eqx_decoders.model.mtp_config import MTPConfig, needs_model
 from eqx_decoders.numerics.precision import Precision
+from eqx_decoders.sharding.axes import computed, named_leaves, stored_leaves
 from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
 
@@ -83,8 +84,23 @@ def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArra
 
 
 def count_parameters(config: DecoderConfig) -> int:
-    """Return the number of weights of a model; tied ones count once."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract(config)))
+    """Return the number of weights of a model; tied ones count once, buffers that are computed not at all."""
+    return sum(math.prod(leaf.shape) for leaf in stored_leaves(abstract(config)).values())
+
+
+def computed_buffers(target: Decoder) -> dict[str, Array]:
+    """Return the buffers that follow from the configuration, by path, with the dtypes and shardings of `target`.
+
+    Nothing else of a new model is made.
+    """
+    names = computed(target)
+    shapes = {path: leaf for path, leaf in named_leaves(target).items() if path in names}
+
+    def build(key: PRNGKeyArray) -> dict[str, Array]:
+        leaves = named_leaves(Decoder.build(target.config, key=key, execution=target.execution))
+        return {path: leaves[path] for path in shapes}
+
+    return _materialize(shapes, build, jax.random.key(0), target.execution.layout) if shapes else {}
 
 
 def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1) -> DecoderConfig:

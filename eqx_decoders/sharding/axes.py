@@ -37,7 +37,9 @@ AXES: dict[str, str] = {
     "dimensions": "dimensions of a position: time, height, width",
     "positions": "rows of a table of learned positions",
     "heads": "query heads",
+    "halves": "the two heads of a differential head: the result of the second is taken from that of the first",
     "kv_heads": "key and value heads",
+    "mask_heads": "key heads, each of which has a bias of every key",
     "scale_heads": "scales of a token's key or value in a cache: one of each head or of each block of it, or one",
     "key_heads": "query and key heads of a linear recurrence, where values have others",
     "qkv_heads": "query, key and value heads of a fused projection",
@@ -100,6 +102,9 @@ AXES: dict[str, str] = {
 FROZEN: dict[str, bool] = {"frozen": True}
 # Buffers of the published model: trained only if a pattern ends with their name.
 BUFFER: dict[str, bool] = {"buffer": True}
+# Buffers that follow from the configuration, such as the number of a layer: no training moves them, and checkpoints of
+# families don't hold them.
+COMPUTED: dict[str, bool] = {**FROZEN, "computed": True}
 
 Axes = tuple[str, ...]
 
@@ -281,7 +286,18 @@ def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> froze
 
 def frozen(tree: PyTree) -> frozenset[str]:
     """Return the paths of the weights that no training moves: those in or below a field with `metadata=FROZEN`."""
-    return _all_marked(tree, FROZEN)
+    return _all_marked(tree, "frozen")
+
+
+def computed(tree: PyTree) -> frozenset[str]:
+    """Return the paths of the buffers that follow from the configuration: in or below one with `metadata=COMPUTED`."""
+    return _all_marked(tree, "computed")
+
+
+def stored_leaves(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves that checkpoints of families hold, by path: all but buffers that are computed."""
+    left_out = computed(tree)
+    return {path: leaf for path, leaf in named_leaves(tree).items() if path not in left_out}
 
 
 def buffers(tree: PyTree, named: Sequence[str] = ()) -> frozenset[str]:
@@ -289,13 +305,15 @@ def buffers(tree: PyTree, named: Sequence[str] = ()) -> frozenset[str]:
 
     Such a pattern matches the path and ends with its last part: `*.residual.scale` does, `*` and `segments.*` don't.
     """
-    patterns = {path: [one for one in named if one.endswith(path.split(".")[-1])] for path in _all_marked(tree, BUFFER)}
+    patterns = {
+        path: [one for one in named if one.endswith(path.split(".")[-1])] for path in _all_marked(tree, "buffer")
+    }
     return frozenset(path for path, some in patterns.items() if not any(fnmatch.fnmatch(path, one) for one in some))
 
 
-def _all_marked(tree: PyTree, mark: Mapping[str, bool]) -> frozenset[str]:
+def _all_marked(tree: PyTree, mark: str) -> frozenset[str]:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return frozenset(path_name(path) for path in paths if _marked(tree, path, *mark))
+    return frozenset(path_name(path) for path in paths if _marked(tree, path, mark))
 
 
 def _marked(node: Any, path: tuple[Any, ...], mark: str) -> bool:

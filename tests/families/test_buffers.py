@@ -29,13 +29,15 @@ PUBLISHED = {
     "gemma4_audio": LAYER_SCALAR | CLIPS,
     "minimax": {"mixer.rates"},  # `slope_rate`
     "apertus": {"xielu.beta", "xielu.eps"},
+    "diffllama": {"mixer.layer_number"},  # is computed
     **dict.fromkeys(("minimax_m2", "longcat_flash", "mimo_v2_flash"), CORRECTION_BIAS),
     "minimax_m3": CORRECTION_BIAS | BLOCK_INDEXER,
     "deepseek_v4": CORRECTION_BIAS | {"router.table"} | COMPRESSED_INDEXER,
     **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
     "nemotron_h_latent": CORRECTION_BIAS,
     **dict.fromkeys(
-        ("dots1", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "lfm2_moe", "solar_open"), CORRECTION_BIAS
+        ("dots1", "glm4_moe", "glm4v_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "lfm2_moe", "solar_open"),
+        CORRECTION_BIAS,
     ),
     **dict.fromkeys(
         ("afmoe", "ernie4_5_moe", "ernie4_5_moe_bias"), CORRECTION_BIAS

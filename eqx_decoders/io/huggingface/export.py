@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +30,9 @@ from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tens
 from eqx_decoders.io.huggingface.tensor_copy import copy_in_pieces, einops_sizes
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.init import abstract, computed_buffers
 from eqx_decoders.numerics.quantized_weight import plain_shapes, quantized_weights, whole_weights
-from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.axes import named_leaves, stored_leaves
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -110,6 +112,7 @@ def export_plan(
         all_part_mappings(nodes, whole_weights(model)[0], mappings)
         config |= {"quantization_config": quantization_config(kind, nodes, mappings)}
     _check_settings(kind, config, model.config)
+    _check_computed(model)
     return kind, config, stored
 
 
@@ -127,6 +130,14 @@ def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderCo
         raise ConversionError(f"save_hf: settings={settings!r} are no JSON: {error}.") from error
     same = kind.decode(content)[0] == for_inference(config)
     check(same, "save_hf: settings change what the model computes: give only keys that do not.", ConversionError)
+
+
+def _check_computed(model: Decoder) -> None:
+    """Raise ConversionError unless buffers that are computed are as a loaded model would have them."""
+    found = named_leaves(model)
+    for path, buffer in computed_buffers(abstract(model.config, **vars(model.execution))).items():
+        same = not eqx.is_array(found[path]) or bool(jnp.array_equal(found[path], buffer))
+        check(same, f"save_hf: {path} must be what follows from the configuration: no file holds it.", ConversionError)
 
 
 def _tensors(model: Decoder, kind: Family, dtype: np.dtype) -> dict[str, tuple[Callable[[], Any], int]]:
@@ -234,7 +245,7 @@ def _tensor(
 
 
 def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:
-    config, count = model.config, sum(leaf.size for leaf in named_leaves(plain_shapes(model)).values())
+    config, count = model.config, sum(leaf.size for leaf in stored_leaves(plain_shapes(model)).values())
     return f"""---
 library_name: transformers
 pipeline_tag: {"text-generation" if family.text is None else "image-text-to-text"}

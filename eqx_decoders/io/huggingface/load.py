@@ -36,10 +36,10 @@ from eqx_decoders.io.huggingface.tensor_copy import copy_in_pieces, einops_sizes
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.model.init import abstract
+from eqx_decoders.model.init import abstract, computed_buffers
 from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.precision import Precision
-from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.axes import replaced, stored_leaves
 from eqx_decoders.sharding.layout import Layout, device_bytes
 
 
@@ -99,11 +99,11 @@ def load_hf(
     """
     target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    names = iter(named_leaves(shapes))
-    total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in jax.tree.leaves(shapes))
+    leaves = stored_leaves(shapes)
+    total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in leaves.values())
     with StatusLine("loading weights", total=total) as status:
-        arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors, status), shapes)
-    return eqx.combine(arrays, static)
+        arrays = {path: _load(leaf, mappings[path], tensors, status) for path, leaf in leaves.items()}
+    return eqx.combine(replaced(shapes, arrays | computed_buffers(target)), static)
 
 
 def stored_weights(directory: str | Path) -> tuple[dict[str, WeightMapping], dict[str, StoredTensor]]:

@@ -14,6 +14,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import context_parts, zigzag
+from eqx_decoders.layers.attention.differential import DifferentialAttentionConfig
 from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -83,7 +84,8 @@ def _need_order(config: DecoderConfig, execution: Execution) -> Iterator[str]:
 
 
 def _needs_order(layer: Any, execution: Execution) -> bool:
-    layer = layer.attention if isinstance(layer, LearnedInitConfig | HeadMixtureConfig) else layer
+    around = LearnedInitConfig | HeadMixtureConfig | DifferentialAttentionConfig
+    layer = layer.attention if isinstance(layer, around) else layer
     if isinstance(layer, ParallelMixersConfig):
         return any(_needs_order(each.mixer, execution) for each in layer.mixers)
     if isinstance(layer, AttentionConfig):

@@ -1,0 +1,70 @@
+"""Doge (Shi et al. 2025): attention to the keys with the largest learned biases, residual connections with gains.
+
+The sizes with experts are not implemented: their router mixes tokens.
+"""
+
+import functools
+
+from eqx_decoders.blocks.residual.residual import Weighted
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.settings_table import Flag, Integer, Only
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskConfig
+from eqx_decoders.layers.rope import DynamicRope, Rope
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+def doge(shape: DecoderSizes, *, top_k: int = 2048, mlp_bias: bool = False, rope: Rope = Rope()) -> DecoderConfig:
+    """Return a decoder of Doge blocks."""
+    attention = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm))
+    mixer = DynamicMaskConfig(attention=attention, top_k=top_k)
+    return shape.decoder(shape.block(mixer, shape.mlp(bias=mlp_bias), residual=Weighted(gains=True)))
+
+
+_ATTENTION, _HEADS = LAYER + "self_attn.", "blocks.0.mixer.attention."
+_PATHS = {
+    "num_attention_heads": _HEADS + "num_heads",
+    "num_key_value_heads": _HEADS + "num_kv_heads",
+    "head_dim": _HEADS + "head_dim",
+    "attention_bias": _HEADS + "qkv_bias",
+}
+_EXPERTS = "num_experts num_experts_per_tok norm_topk_prob output_router_logits router_aux_loss_coef"
+FAMILY = Family(
+    model_type="doge",
+    architecture="DogeForCausalLM",
+    settings=(
+        decoder_sizes(paths=_PATHS),
+        Integer("keep_window_size", "blocks.0.mixer.top_k", 2048, name="top_k"),
+        Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
+        Only("sliding_window", written=True),
+        Only("is_moe", False, written=True),
+        rope_settings(),
+    ),
+    build=doge,
+    weights=(
+        *llama_weights(),
+        Weight(
+            _ATTENTION + "dt_proj.weight", "mixer.step",
+            "mask_heads (kv_heads head_dim) -> kv_heads head_dim mask_heads",
+        ),
+        Weight(_ATTENTION + "dt_proj.bias", "mixer.step_bias", "mask_heads -> mask_heads"),
+        Weight(_ATTENTION + "A", "mixer.rate", "mask_heads -> mask_heads"),
+        Weight(LAYER + "input_residual", "residual.gains.0.scale", "embed -> embed"),
+        Weight(LAYER + "post_attention_residual", "residual.gains.1.scale", "embed -> embed"),
+    ),
+    ignored_keys={"hidden_dropout": "in training alone", **dict.fromkeys(_EXPERTS.split(), "there are no experts")},
+)  # fmt: skip
+
+_sizes = functools.partial(DecoderSizes, vocab_size=32_768, head_dim=128, tied=True)
+_SIZES = {
+    "doge-20m": _sizes(embed_dim=256, num_layers=8, num_heads=2, num_kv_heads=1, mlp_dim=512),
+    "doge-60m": _sizes(embed_dim=512, num_layers=16, num_heads=4, num_kv_heads=2, mlp_dim=1024),
+    "doge-160m": _sizes(embed_dim=768, num_layers=24, num_heads=6, num_kv_heads=3, mlp_dim=1536),
+    "doge-320m": _sizes(embed_dim=1024, num_layers=32, num_heads=8, num_kv_heads=4, mlp_dim=2048),
+}
+_ROPE = DynamicRope(factor=4.0, original_length=2048)
+
+MODELS = {name: functools.partial(doge, shape, rope=_ROPE) for name, shape in _SIZES.items()}

@@ -1,0 +1,110 @@
+"""Dynamic mask attention against loops in NumPy and float64, and a cache that chooses as a whole row does."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskConfig
+from eqx_decoders.layers.mask import SlidingWindow
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from tests.compare import assert_close
+from tests.laws import check_pieces, check_rejection
+from tests.layers.common import context, drawn, normal
+from tests.models import filled
+from tests.oracles import ready_by_hand, sees, wide
+
+
+POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, -1]])
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
+CONTEXT = context(POSITIONS, SEGMENTS)
+
+
+def masked(top_k=2, **options) -> DynamicMaskConfig:
+    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=4, rope=Rope(theta=10.0), qk_norm=QKNorm())
+    return DynamicMaskConfig(attention=AttentionConfig(**(sizes | options)), top_k=top_k)
+
+
+def masked_by_hand(layer, x, positions, segments):
+    """Query by query: of the keys that it sees those with the largest biases, the later ones of equals."""
+    c, groups = layer.config, layer.config.num_heads // layer.config.num_kv_heads
+    query, key, value = (np.einsum("bte,ehd->bthd", x, wide(w)) for w in (layer.query, layer.key, layer.value))
+    value = value + (wide(layer.value_bias) if c.qkv_bias else 0.0)
+    query = query + (wide(layer.query_bias) if c.qkv_bias else 0.0)
+    key = key + (wide(layer.key_bias) if c.qkv_bias else 0.0)
+    query, key = (
+        ready_by_hand(layer, query, layer.query_norm, None, positions),
+        ready_by_hand(layer, key, layer.key_norm, None, positions),
+    )
+    step = np.einsum("bthd,hdm->btm", value, wide(layer.step)) + (wide(layer.step_bias) if c.qkv_bias else 0.0)
+    bias = np.exp(wide(layer.rate) * np.log1p(np.exp(step)))
+    mixed = np.zeros(query.shape)
+    for b, t, h in np.ndindex(query.shape[:3]):
+        kv = h // groups
+        seen = [
+            j
+            for j in range(x.shape[1])
+            if sees(c.mask, positions[b, t], positions[b, j], segments[b, t] == segments[b, j])
+        ]
+        kept = sorted(seen, key=lambda j: (bias[b, j, kv], j))[-layer.top_k :]
+        shares = [math.exp(query[b, t, h] @ key[b, j, kv] * c.head_dim**-0.5 + bias[b, j, kv]) for j in kept]
+        if kept:
+            mixed[b, t, h] = sum(s * value[b, j, kv] for s, j in zip(shares, kept, strict=True)) / sum(shares)
+    return np.einsum("bthd,hde->bte", mixed, wide(layer.out))
+
+
+@eqx.filter_jit
+def apply(layer, x, ctx):
+    return layer(x, ctx)
+
+
+@pytest.mark.parametrize(("options", "kernel"), [(dict(qkv_bias=True), "dot"), (dict(top_k=9), "chunked")], ids=str)
+def test_it_is_the_loop(options, kernel):
+    layer = drawn(lambda key: masked(**options).build(6, key=key))
+    x = normal(2, 7, 6)
+    out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention=kernel))
+    assert_close(out, masked_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=128)
+    assert entries.key.shape == (2, 7, 2, 5) and entries.value.shape == (2, 7, 2, 4)
+
+
+def test_a_new_layer_sees_a_window():
+    """Its biases are all one, and of equals the later ones are taken."""
+    layer, x = masked(top_k=3).build(6, key=jax.random.key(0)), jnp.asarray(normal(2, 7, 6))
+    windowed = dataclasses.replace(masked().attention, mask=SlidingWindow(3))
+    windowed = windowed.build(6, key=jax.random.split(jax.random.key(0))[0])
+    assert_close(apply(layer, x, CONTEXT)[0], apply(windowed, x, CONTEXT)[0])
+
+
+def test_biases_learn_from_scores():
+    layer = drawn(lambda key: masked().build(6, key=key))
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x, CONTEXT)[0]))))
+    gradient = gradient(layer, jnp.asarray(normal(2, 7, 6)))
+    assert all(jnp.all(jnp.abs(leaf) > 0) for leaf in (gradient.rate, gradient.step))
+
+
+@pytest.mark.slow
+def test_a_cache_chooses_as_whole_rows_do():
+    """With equal tokens, whose biases are equal in the first layer."""
+    block = ed.BlockConfig(mixer=masked(top_k=3), mlp=None)
+    config = ed.DecoderConfig(vocab_size=32, embed_dim=16, blocks=(block,) * 2, final_norm=RMSNormConfig())
+    model = filled(config)
+    check_pieces(model, (5, 1, 1, 6))
+    check_rejection(model)
+
+
+@pytest.mark.parametrize("field, value", [("value_dim", 3), ("spans", True), ("kv_shared_from", "it")])
+def test_options_of_other_choices_are_refused(field, value):
+    with pytest.raises(ed.ConfigError, match=rf"attention has {field}=.*: keys are chosen of what came before"):
+        masked(**{field: value})
+
+
+def test_windows_are_refused():
+    with pytest.raises(ed.ConfigError, match=r"mask=SlidingWindow\(size=3\), which must be Causal"):
+        masked(mask=SlidingWindow(3))
