@@ -117,7 +117,7 @@ class Segment(eqx.Module):
         several = scanned and len(self.unit) > 1
         call = run_staggered if overlap else Block.__call__
         ordered = several and trains and not overlap
-        return checkpointed(call, ctx, prevent_cse=several or not scanned, ordered_gradients=ordered)
+        return checkpointed(call, ctx, prevent_cse=several or not scanned, ordered=ordered)
 
 
 def _over_layers(

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.core.chips import LANES
+from eqx_decoders.core.chips import LANES, chip_of
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, columns_times_rows, grouped_arrays, in_groups
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import AXES, names_of
@@ -33,7 +33,7 @@ from eqx_decoders.sharding.layout import Layout
 # Rows of a TPU's registers for numbers of 16 bits.
 ROWS = 16
 
-# Columns of a term: a product of fewer would wait for its other operand (v6e: 560 operations for each byte read).
+# Columns of a term where no more are needed, see `term_width`.
 TERM_WIDTH = 512
 
 # Additions to a sum. In 16 bits each rounds it: an error of 0.3 % for 7 of them and 0.7 % for 63 (RMS, terms drawn
@@ -94,9 +94,26 @@ def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dim
     """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
     size = math.prod(layout.sizes[name] for name in axes)
     shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
-    levels = ring_levels(size, shape[dimension] // TERM_WIDTH)
+    levels = ring_levels(size, most_terms(shape[dimension], part[3 - dimension] // 2, layout))
     good = layout.backend.gradient_rings and "data" not in axes and suits_ring(levels, shape, dimension)
     return GroupRing(axes, levels, dimension) if good and part[3 - dimension] % 2 == 0 else None
+
+
+def most_terms(columns: int, across: int, layout: Layout) -> int:
+    """Return of how many terms the first level of a ring is at most: they are no more than half of the additions."""
+    return min(columns // term_width(layout.device.device_kind, across), (MOST_ADDITIONS + 1) // 2)
+
+
+def term_width(device_kind: str, across: int) -> int:
+    """Return the columns of a term, whose product with `across` others is not to wait for its operands.
+
+    It does `2 n width across` operations with `2 n (width + across)` bytes: for each byte at least as many as the chip
+    (v5p: 166, v6e: 560), rounded up to whole registers; `TERM_WIDTH` if it would be more, or the chip isn't known.
+    """
+    chip = chip_of(device_kind)
+    ratio = math.inf if chip is None else chip.bf16 / chip.memory_bandwidth
+    least = ratio * across / (across - ratio) if across > ratio else TERM_WIDTH
+    return min(TERM_WIDTH, LANES * math.ceil(least / LANES))
 
 
 def ring_levels(size: int, most: int) -> tuple[int, int]:
@@ -153,7 +170,9 @@ def find_ring(
         return PartitionSpec(*(split.get(word, shared.get(word)) or None for word in words))
 
     others = tuple(name for name in rows if name not in axes)
-    levels = ring_levels(math.prod(layout.sizes[name] for name in axes), weight[changed[0]] // TERM_WIDTH)
+    columns, kept_devices = weight[changed[0]], math.prod(layout.sizes[name] for name in sum(kept, ()))
+    terms = most_terms(columns, math.prod(weight) // (2 * columns * kept_devices), layout)
+    levels = ring_levels(math.prod(layout.sizes[name] for name in axes), terms)
     return GradientRing(axes, levels, changed[0], halves[0], others, spec(left), spec(out), whole, stored)
 
 

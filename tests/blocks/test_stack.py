@@ -138,3 +138,17 @@ def test_axes_name_every_weight():
         assert len(words[name]) == leaf.ndim, name
         assert (words[name][0] == "layers") == name.startswith("segments"), name
     assert words["segments.0.unit.0.mixer.query"] == ("layers", "embed", "heads", "head_dim")
+
+
+def test_weights_of_a_cycle_wait_for_their_layer():
+    """On a mesh, where they are gathered; without remat a copy of them would be kept for the gradient."""
+    config, tokens = ed.get_config("tiny"), jnp.zeros((8, 8), jnp.int32)
+    pair = dataclasses.replace(config.blocks[0], dropout=0.1), config.blocks[0]
+    config, mesh = dataclasses.replace(config, blocks=pair * 2), ed.Layout.create(fsdp=8)
+
+    def barriers(layout, remat):
+        model = ed.init(config, key=jax.random.key(0), layout=layout, remat=remat)
+        return str(jax.make_jaxpr(lambda x: model(x).logits)(tokens)).count("optimization_barrier")
+
+    others = barriers(mesh, "none")
+    assert barriers(ed.Layout(), "full") == others and barriers(mesh, "full") == others + len(pair)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import eqx_decoders as ed
+from eqx_decoders.core.chips import chip_of
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.numerics import gradient_ring as rings
 from eqx_decoders.numerics.einsum import einsum
@@ -156,6 +157,32 @@ def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
     assert gradient_ring(product_plan(IN), layout, *few[2:]) is None
     monkeypatch.setattr(rings, "MOST_ADDITIONS", 3)
     assert gradient_ring(plan, layout, *shapes[:2]) is None
+
+
+@pytest.mark.parametrize(
+    "kind, across, width",
+    [("TPU v5", 7168, 256), ("TPU v5", 384, 384), ("TPU v5", 160, 512), ("TPU v6 lite", 7168, 512), ("cpu", 7168, 512)],
+)
+def test_terms_are_as_wide_as_their_products_need(kind, across, width):
+    """In bfloat16 the operations for each byte of the operands are those that the chip does while it reads one."""
+    chip, got = chip_of(kind), rings.term_width(kind, across)
+    assert got == width
+    if kind == "TPU v5" and across > 160:
+        assert chip is not None and got * across / (got + across) > chip.bf16 / chip.memory_bandwidth
+
+
+@pytest.mark.parametrize("pattern, across", [(IN, 3), (OUT, 3), (HEADS, 1)])
+def test_a_term_has_half_of_what_a_device_has_of_the_other_dimensions(monkeypatch, pattern, across):
+    seen = []
+    monkeypatch.setattr(rings, "term_width", lambda kind, across: seen.append(across) or 4)
+    ring = ring_of(pattern, ed.Layout.create(fsdp=2, tensor=4))
+    assert ring is not None and seen == [across]
+
+
+def test_a_first_level_has_half_of_the_additions(monkeypatch):
+    monkeypatch.setattr(rings, "term_width", lambda kind, across: 1)
+    monkeypatch.setattr(rings, "MOST_ADDITIONS", 5)
+    assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)
 
 
 @pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))])

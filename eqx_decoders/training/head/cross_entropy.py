@@ -202,7 +202,11 @@ def _gradients(
     known = known_ids(split, targets, head.kernel)
     tiles = (hidden, targets, weights, known)
     total, (losses, to_hidden) = lax.scan(over_tile, zeros(whole.head), tiles, unroll=unroll)
-    return losses, to_hidden, split.summed(split.scattered(total, hidden.dtype))
+    to_head = split.scattered(total, hidden.dtype)
+    if split.layout.backend.gradient_rings and form.is_large(split, hidden, head.kernel):
+        # now, or what is added up may be in memory throughout the backward pass, beside which it travels
+        to_hidden, to_head = lax.optimization_barrier((to_hidden, to_head))
+    return losses, to_hidden, split.summed(to_head)
 
 
 def _gradients_in_parts(

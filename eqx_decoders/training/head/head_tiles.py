@@ -113,6 +113,11 @@ class HeadForm(CheckedFields):
         """Return in how many parts a device takes its ids, and ids of each."""
         return split.parts(kernel, hidden.dtype, self.tiles.head_bytes)
 
+    def is_large(self, split: HeadSplit, hidden: Array, kernel: Array) -> bool:
+        """Return whether the gathered kernel and its gradient take more than half of their bound."""
+        most = self.tiles.head_bytes
+        return most is not None and split.parts(kernel, hidden.dtype, most // 2)[0] > 1
+
     def tile_length(self, hidden: Array, vocab: int) -> int:
         """Return the positions of a tile."""
         return tile_length(hidden.shape[0], hidden.shape[1], vocab, self.tiles.positions, self.layout.backend)

@@ -260,9 +260,25 @@ def test_on_a_mesh(mesh, tied, monkeypatch):
         return [jax.jit(lambda: one(**options, **each))() for each in form]  # noqa: B023
 
     (want,) = run([{}])
-    for got in run([{}, {"head_bytes": PARTS}], layout=layout):
+    for got in run([{"head_bytes": 8 * kernel.size} if tied else {}, {"head_bytes": PARTS}], layout=layout):
         assert_close(got[:2], want[:2], units=128)
         np.testing.assert_array_equal(got[2], want[2])
+
+
+@pytest.mark.parametrize(("rings", "bound", "ordered"), [(True, 15, True), (True, 16, False), (False, 15, False)])
+def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, ordered, monkeypatch):
+    """One that takes, with the kernel, more than half of the bound."""
+    layout = Layout.create(fsdp=8)
+    backend = dataclasses.replace(layout.backend, gradient_rings=rings)
+    monkeypatch.setattr(Layout, "backend", property(lambda self: backend))
+    kernel, hidden = jnp.ones((EMBED, 600)), jnp.ones((8, LENGTH, EMBED))
+    tiles = HeadTiles(3, bound * kernel.size)
+
+    def loss(hidden, kernel):
+        targets = jnp.zeros(hidden.shape[:2], jnp.int32), jnp.ones(hidden.shape[:2])
+        return linear_cross_entropy(hidden, HeadWeights(kernel), *targets, tied=False, tiles=tiles, layout=layout)[0]
+
+    assert ("optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(hidden, kernel))) == ordered
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
