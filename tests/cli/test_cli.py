@@ -46,6 +46,9 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 
 FLAGS = """
+--method --preference.kind --preference.beta --preference.smoothing --preference.over --preference.gamma
+--preference.nll-weight --preference.reference --preference.examples-per-row --kto.beta --kto.desirable-weight
+--kto.undesirable-weight
 --config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
 --checkpoint-dir
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha

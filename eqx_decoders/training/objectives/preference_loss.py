@@ -54,6 +54,7 @@ class PairLoss(CheckedFields):
     kind: Literal[
         "sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "nca", "bco", "sppo", "exo", "cpo", "simpo", "orpo"
     ] = "sigmoid"
+    """Formula of the loss; sigmoid is DPO."""
     beta: PositiveFloat = 0.1
     """How much a difference of log-probs counts; of `orpo` the weight of the odds. SimPO's authors take 2 to 10."""
     smoothing: Annotated[float, InRange(least=0, below=0.5)] = 0.0

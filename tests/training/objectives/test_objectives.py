@@ -151,7 +151,7 @@ def after_a_step(objective, model, batch, **step):
 
 
 @pytest.mark.parametrize(
-    "objective", [PAIR, POLICY, *(pytest.param(each, marks=pytest.mark.slow) for each in (KTO, SIMPO, GSPO))]
+    "objective", [PAIR, *(pytest.param(each, marks=pytest.mark.slow) for each in (POLICY, KTO, SIMPO, GSPO))]
 )
 def test_a_step_is_that_of_the_formula(objective):
     """One answer a row or many, microbatches or none, on one device and on a mesh that splits rows, lengths, out of
