@@ -27,13 +27,13 @@ from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, Que
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
-from eqx_decoders.layers.attention.differential import DifferentialAttentionConfig
-from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskConfig
-from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
-from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.moba import BlockSelection
+from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
+from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
+from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
+from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig

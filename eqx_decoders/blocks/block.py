@@ -16,11 +16,11 @@ from eqx_decoders.errors import CheckedFields, PositiveFloat, Rate, check, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttention, CompressedAttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
-from eqx_decoders.layers.attention.differential import DifferentialAttention, DifferentialAttentionConfig
-from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskAttention, DynamicMaskConfig
-from eqx_decoders.layers.attention.head_mixture import HeadMixture, HeadMixtureConfig
-from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
+from eqx_decoders.layers.attention.variants.differential import DifferentialAttention, DifferentialAttentionConfig
+from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskAttention, DynamicMaskConfig
+from eqx_decoders.layers.attention.variants.head_mixture import HeadMixture, HeadMixtureConfig
+from eqx_decoders.layers.attention.variants.learned_init import LearnedInit, LearnedInitConfig
 from eqx_decoders.layers.base import BranchLayer
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig

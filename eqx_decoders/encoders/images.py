@@ -191,7 +191,7 @@ def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Ima
     )
 
 
-def frames_apart(videos: Sequence[Image]) -> list[Image]:
+def separate_frames(videos: Sequence[Image]) -> list[Image]:
     """Return the frames of videos, each an image."""
     images = []
     for video in videos:

@@ -10,11 +10,11 @@ from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.audio import Audio, from_spectra
 from eqx_decoders.encoders.images import (
     Image,
-    frames_apart,
     from_patches,
     from_pixels,
     from_positions,
     positions_within,
+    separate_frames,
 )
 from eqx_decoders.encoders.protocols import EncoderInputs
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO
@@ -152,7 +152,7 @@ def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image]:
     if pixels is not None and shapes is not None:
         positions = positions_within(shapes, np.shape(pixels), extent["mask"])
     images = _in_patches(media, pixels, grids, positions, "pixel_values", "image", **extent)
-    frames = [] if media.video_token is not None else frames_apart(_read_videos(media, arrays))
+    frames = [] if media.video_token is not None else separate_frames(_read_videos(media, arrays))
     rule = "give the frames of videos among the images, in the order of their tokens: both have one placeholder"
     check(not images or not frames, f"Media.create: pixel_values and pixel_values_videos: {rule}.", DataError)
     return images + frames

@@ -5,7 +5,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check
 from eqx_decoders.families.weight_rows import Weight
-from eqx_decoders.layers.attention.differential import DifferentialAttentionConfig
+from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig

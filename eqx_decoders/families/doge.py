@@ -12,7 +12,7 @@ from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Integer, Only
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
-from eqx_decoders.layers.attention.dynamic_mask import DynamicMaskConfig
+from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.rope import DynamicRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 

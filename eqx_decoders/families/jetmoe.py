@@ -8,7 +8,7 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Layers, Number, activation
 from eqx_decoders.families.weight_rows import Weight, sharing
-from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
+from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -38,18 +38,6 @@ from eqx_decoders.layers.attention.conformer import (
     LocalAttention as LocalAttention,
     LocalAttentionConfig as LocalAttentionConfig,
 )
-from eqx_decoders.layers.attention.differential import (
-    DifferentialAttention as DifferentialAttention,
-    DifferentialAttentionConfig as DifferentialAttentionConfig,
-)
-from eqx_decoders.layers.attention.dynamic_mask import (
-    DynamicMaskAttention as DynamicMaskAttention,
-    DynamicMaskConfig as DynamicMaskConfig,
-)
-from eqx_decoders.layers.attention.head_mixture import (
-    HeadMixture as HeadMixture,
-    HeadMixtureConfig as HeadMixtureConfig,
-)
 from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
 from eqx_decoders.layers.attention.kernels.registry import (
     KERNELS as KERNELS,
@@ -57,15 +45,27 @@ from eqx_decoders.layers.attention.kernels.registry import (
     attend as attend,
     max_scores as max_scores,
 )
-from eqx_decoders.layers.attention.learned_init import (
-    LearnedInit as LearnedInit,
-    LearnedInitConfig as LearnedInitConfig,
-)
 from eqx_decoders.layers.attention.mla import (
     LatentAttention as LatentAttention,
     LatentAttentionConfig as LatentAttentionConfig,
 )
 from eqx_decoders.layers.attention.moba import BlockSelection as BlockSelection
+from eqx_decoders.layers.attention.variants.differential import (
+    DifferentialAttention as DifferentialAttention,
+    DifferentialAttentionConfig as DifferentialAttentionConfig,
+)
+from eqx_decoders.layers.attention.variants.dynamic_mask import (
+    DynamicMaskAttention as DynamicMaskAttention,
+    DynamicMaskConfig as DynamicMaskConfig,
+)
+from eqx_decoders.layers.attention.variants.head_mixture import (
+    HeadMixture as HeadMixture,
+    HeadMixtureConfig as HeadMixtureConfig,
+)
+from eqx_decoders.layers.attention.variants.learned_init import (
+    LearnedInit as LearnedInit,
+    LearnedInitConfig as LearnedInitConfig,
+)
 from eqx_decoders.layers.conformer_conv import (
     LightConvolution as LightConvolution,
     LightConvolutionConfig as LightConvolutionConfig,

@@ -25,7 +25,3 @@ class PreferenceConfig(PairLoss):
         super().__post_init__()
         if self.reference not in REFERENCES:
             expand_paths(self, "reference")
-
-    def pair_loss(self) -> PairLoss:
-        """Return the loss of a pair."""
-        return PairLoss(**{field.name: getattr(self, field.name) for field in dataclasses.fields(PairLoss)})

@@ -1,6 +1,7 @@
 """What a run on preferences needs beside one on texts: its data, its loss, and the log-probs of its reference."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -97,7 +98,7 @@ class PreferenceRun:
 
 def loss_of(config: TrainConfig) -> PairObjective | KTOObjective:
     """Return the loss of a run on preferences."""
-    return KTOObjective(kto=config.kto) if config.method == "kto" else PairObjective(pair=config.preference.pair_loss())
+    return KTOObjective(kto=config.kto) if config.method == "kto" else PairObjective(pair=config.preference)
 
 
 def reference_of(config: TrainConfig) -> str | None:
@@ -142,9 +143,7 @@ def _with_reference(reference: Decoder, policy: Decoder | None, batch: Batch) ->
     return dataclasses.replace(batch, signals=dataclasses.replace(signals, divergence=None, **changes))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _evaluated(loss: Any, model: Decoder, batch: Batch) -> tuple[Float32[Array, ""], dict[str, Any]]:
-    value, metrics = _loss(loss, model, batch)
+    value, metrics = loss(model, batch, key=None, full_batch=batch)
     return value, loss.figures(metrics.sums)
-
-
-_loss = jax.jit(lambda loss, model, batch: loss(model, batch, key=None, full_batch=batch), static_argnums=0)

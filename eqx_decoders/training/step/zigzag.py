@@ -14,10 +14,10 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import context_parts, zigzag
-from eqx_decoders.layers.attention.differential import DifferentialAttentionConfig
-from eqx_decoders.layers.attention.head_mixture import HeadMixtureConfig
-from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.attention.variants.differential import DifferentialAttentionConfig
+from eqx_decoders.layers.attention.variants.head_mixture import HeadMixtureConfig
+from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
 from eqx_decoders.layers.embedding.embedding import document_positions
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.parallel_mixers import ParallelMixersConfig

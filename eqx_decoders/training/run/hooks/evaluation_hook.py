@@ -1,9 +1,10 @@
 """Held-out evaluations of a run."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.io.coordination import Stop
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.evaluation import evaluate_sets
@@ -48,23 +49,24 @@ class EvaluationHook(Hook):
             else:
                 self._measure_figures(self.run.method, step, state)
 
+    def _held_out(self, step: int) -> dict[str, Iterator[Batch]]:
+        """Return the batches of each set that are evaluated after a step."""
+        config = self.run.config
+        most = config.eval_batches if step < config.steps else config.final_eval_batches
+        return {name: itertools.islice(batches.rewind(), most) for name, batches in self.run.held_out.items()}
+
     def _measure_figures(self, method: Method, step: int, state: TrainState) -> None:
         """Evaluate the objective on held-out examples; write and show its figures."""
-        config, sets = self.run.config, self.run.held_out
-        most = config.eval_batches if step < config.steps else config.final_eval_batches
-        for batches in sets.values():
-            examples = itertools.islice(batches.rewind(), most)
-            figures = method.evaluate(state, examples, config.dataset.batch_size)
+        for batches in self._held_out(step).values():
+            figures = method.evaluate(state, batches, self.run.config.dataset.batch_size)
             self.trackers.write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
             self.show(f"step {step}: held-out {', '.join(f'{name} {value:.4f}' for name, value in figures.items())}")
 
     def evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
         """Evaluate a model on the held-out sets; write and show the losses."""
-        config, sets = self.run.config, self.run.held_out
-        most = config.eval_batches if step < config.steps else config.final_eval_batches
-        rows = {name: itertools.islice(batches.rewind(), most) for name, batches in sets.items()}
+        sets, rows = self.run.held_out, self._held_out(step)
         try:
-            whole, by_set = evaluate_sets(model, rows, config.dataset.batch_size, stop=self.stop)
+            whole, by_set = evaluate_sets(model, rows, self.run.config.dataset.batch_size, stop=self.stop)
         finally:
             for batches in sets.values():
                 batches.close()

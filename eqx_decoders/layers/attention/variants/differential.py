@@ -18,17 +18,16 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
+from eqx_decoders.layers.attention.variants.base import AttentionVariant
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, kv_shape
-from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
-from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import COMPUTED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DifferentialAttentionConfig(CheckedFields):
+class DifferentialAttentionConfig(AttentionVariant, CheckedFields):
     """Configuration of attention whose heads are differences of two: `(1 - lambda_0) norm(o)`, projected out.
 
     **Arguments:**
@@ -46,22 +45,11 @@ class DifferentialAttentionConfig(CheckedFields):
         super().__post_init__()
         count = self.attention.num_kv_heads
         check(count % 2 == 0, f"DifferentialAttentionConfig.attention has num_kv_heads={count}: two make one, so even.")
-        for field in ("fused_qkv", "shared_kv", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from",
-            "value_dim", "value_norm", "selection", "alibi"):  # fmt: skip
-            value, rule = getattr(self.attention, field), "differential heads have none"
-            check(not value, f"DifferentialAttentionConfig.attention has {field}={value!r}: {rule}. Leave it out.")
+        none = ("fused_qkv", "shared_kv", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from")
+        none += ("value_dim", "value_norm", "selection", "alibi")
+        self.refuse(*none, rule="differential heads have none")
         over = "head" if self.attention.qk_norm is None else self.attention.qk_norm.over
         check(over == "head", f"DifferentialAttentionConfig.attention has qk_norm.over={over!r}, which must be 'head'.")
-
-    @property
-    def mask(self) -> Mask:
-        """Mask of the attention."""
-        return self.attention.mask
-
-    @property
-    def rope(self) -> Rope | None:
-        """Rotary embedding of the attention."""
-        return self.attention.rope
 
     def cache_shape(self, max_length: int) -> KVShape:
         """Return the shape of the cache: two keys side by side, and values that are as wide."""

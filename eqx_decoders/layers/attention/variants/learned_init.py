@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, PositiveInt
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
+from eqx_decoders.layers.attention.variants.base import AttentionVariant
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.kv_cache import KVShape, Past
-from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.cache.kv_cache import Past
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.sharding.axes import FROZEN
 from eqx_decoders.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnedInitConfig(CheckedFields):
+class LearnedInitConfig(AttentionVariant, CheckedFields):
     """Configuration of attention with kernels `K[b,u,v] = sum_xy C[b,x,y] A[x,u] B[y,v]` for query, key and value.
 
     b is `embed`, x and y are heads and features of the teacher's kernel C, u and v of the student's. The output
@@ -45,10 +45,8 @@ class LearnedInitConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer", "value_dim"):
-            rule = "the kernels of query, key and value are computed one by one. Leave it out"
-            value = getattr(self.attention, field)
-            check(not value, f"LearnedInitConfig.attention has {field}={value!r}: {rule}.")
+        rule = "the kernels of query, key and value are computed one by one"
+        self.refuse("fused_qkv", "shared_kv", "kv_shared_from", "block_indexer", "value_dim", rule=rule)
 
     @property
     def num_heads(self) -> int:
@@ -64,19 +62,6 @@ class LearnedInitConfig(CheckedFields):
     def features(self) -> tuple[int, int]:
         """Features of one of the teacher's heads and of one of the student's."""
         return self.teacher_head_dim, self.head_dim
-
-    @property
-    def mask(self) -> Mask:
-        """Mask of the student's attention."""
-        return self.attention.mask
-
-    def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape] | None:
-        """Return the shape of the student's cache."""
-        return self.attention.cache_shape(max_length)
-
-    def token_products(self, length: int) -> int:
-        """Count multiplications per token of the student's attention."""
-        return self.attention.token_products(length)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedInit":
         """Build the layer; until it is given a teacher, the teacher's kernels are random ones of the usual variance."""

@@ -22,15 +22,15 @@ from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
+from eqx_decoders.layers.attention.variants.base import AttentionVariant
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, kv_shape
-from eqx_decoders.layers.mask import Causal, Mask, seen_keys, visible
-from eqx_decoders.layers.rope import Rope
+from eqx_decoders.layers.mask import Causal, seen_keys, visible
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicMaskConfig(CheckedFields):
+class DynamicMaskConfig(AttentionVariant, CheckedFields):
     """Configuration of attention to the keys with the largest learned biases, which are added to scores.
 
     **Arguments:**
@@ -44,21 +44,10 @@ class DynamicMaskConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("spans", "out_dim", "value_dim", "kv_shared_from", "selection"):
-            value, rule = getattr(self.attention, field), "keys are chosen of what came before, by their own values"
-            check(not value, f"DynamicMaskConfig.attention has {field}={value!r}: {rule}. Leave it out.")
+        rule = "keys are chosen of what came before, by their own values"
+        self.refuse("spans", "out_dim", "value_dim", "kv_shared_from", "selection", rule=rule)
         mask = self.attention.mask
         check(isinstance(mask, Causal), f"DynamicMaskConfig.attention has mask={mask}, which must be Causal().")
-
-    @property
-    def mask(self) -> Mask:
-        """Mask of the attention."""
-        return self.attention.mask
-
-    @property
-    def rope(self) -> Rope | None:
-        """Rotary embedding of the attention."""
-        return self.attention.rope
 
     def cache_shape(self, max_length: int) -> KVShape:
         """Return the shape of the cache: keys have their bias as last feature."""

@@ -12,11 +12,9 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig, AttentionPast
-from eqx_decoders.layers.cache.kv_cache import KVShape
-from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.attention.variants.base import AttentionVariant
 from eqx_decoders.layers.moe.router import Router, RouterConfig
 from eqx_decoders.layers.moe.sorted_rows import dispatch, sort_by_expert
-from eqx_decoders.layers.rope import Rope
 from eqx_decoders.numerics.einsum import add_bias, grouped_products
 from eqx_decoders.numerics.grouped_matmul import choose_form
 from eqx_decoders.numerics.initializers import fan_in
@@ -27,7 +25,7 @@ _RULE = "which heads a token has is not fixed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadMixtureConfig(CheckedFields):
+class HeadMixtureConfig(AttentionVariant, CheckedFields):
     """Configuration of attention whose query and output projections are those of experts that each token chooses.
 
     An expert has `num_kv_heads` query heads, one for each key head, which all experts share; a token's heads are those
@@ -45,10 +43,8 @@ class HeadMixtureConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("fused_qkv", "qkv_bias", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from",
-            "value_dim", "alibi"):  # fmt: skip
-            value = getattr(self.attention, field)
-            check(not value, f"HeadMixtureConfig.attention has {field}={value!r}: {_RULE}. Leave it out.")
+        fixed = ("fused_qkv", "qkv_bias", "sinks", "output_gate", "inner_norm", "out_dim", "kv_shared_from")
+        self.refuse(*fixed, "value_dim", "alibi", rule=_RULE)
         over = "head" if self.attention.qk_norm is None else self.attention.qk_norm.over
         check(over == "head", f"HeadMixtureConfig.attention has qk_norm.over={over!r}, not 'head': {_RULE}.")
         chosen, rule = self.num_experts_per_token, f"experts, but num_experts={self.num_experts}"
@@ -58,24 +54,6 @@ class HeadMixtureConfig(CheckedFields):
     def num_experts_per_token(self) -> int:
         """Experts that each token uses."""
         return self.attention.num_heads // self.attention.num_kv_heads
-
-    @property
-    def mask(self) -> Mask:
-        """Mask of the attention."""
-        return self.attention.mask
-
-    @property
-    def rope(self) -> Rope | None:
-        """Rotary embedding of the attention."""
-        return self.attention.rope
-
-    def cache_shape(self, max_length: int) -> KVShape | dict[str, KVShape] | None:
-        """Return the shape of the attention's cache."""
-        return self.attention.cache_shape(max_length)
-
-    def token_products(self, length: int) -> int:
-        """Count multiplications per token of the attention."""
-        return self.attention.token_products(length)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "HeadMixture":
         own, query_key, out_key, router_key = jax.random.split(key, 4)
