@@ -1,0 +1,111 @@
+"""Process that calls a function of a user's Python file: run as a script by `function_workers`.
+
+The one argument is a JSON object: `function`, `path` (of Python) and `directory` (where relative files are). The first
+line of the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, a list of arguments, or an
+object with `object` (a number), `method` and `arguments`; its answer is a line, `{"value": …}` or `{"error": …}`.
+What the function prints goes to standard error.
+"""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import traceback
+from pathlib import Path
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    sys.path[:] = task["path"]
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        try:
+            function = find(task["function"])
+        except Exception as error:
+            send(answers, {"error": described(error)})
+            return
+        send(answers, {})
+        objects = {}
+        for line in sys.stdin:
+            send(answers, answer(function, objects, json.loads(line)))
+
+
+def find(name):
+    """Return `file.py:function` or `module:function`; the function may be an attribute of an object, `task.grade`."""
+    file, _, words = name.rpartition(":")
+    if file.endswith(".py"):
+        path = Path(file).resolve()
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(file)
+    found = module
+    for word in words.split("."):
+        if not hasattr(found, word):
+            there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+            raise AttributeError(f"{file} has no {words!r}; it has {', '.join(there) or 'no functions'}")
+        found = getattr(found, word)
+    if not callable(found):
+        raise TypeError(f"{words!r} is no function")
+    return found
+
+
+def answer(function, objects, task):
+    """Return the answer to one task."""
+    try:
+        if isinstance(task, list):
+            return checked(function(*task))
+        number, method = task["object"], task["method"]
+        if method == "close":
+            held = objects.pop(number, None)
+            return checked(held.close() if hasattr(held, "close") else None)
+        if number not in objects:
+            objects[number] = function()
+        return checked(getattr(objects[number], method)(*task["arguments"]))
+    except Exception as error:
+        return {"error": described(error)}
+
+
+def checked(value):
+    """Return a value as plain JSON; numbers of NumPy are those of Python."""
+    return {"value": plain(value)}
+
+
+def plain(value):
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if hasattr(value, "__dict__"):
+        return plain(vars(value))
+    raise TypeError(f"returned {type(value).__name__}, which is no JSON value")
+
+
+def described(error) -> str:
+    """Return the error with the line of the user's file where it was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    places = [frame for frame in frames if "importlib" not in frame.filename]
+    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def send(answers, value) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

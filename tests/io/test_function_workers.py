@@ -1,0 +1,81 @@
+"""Calls of a user's functions in processes of their own."""
+
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.function_workers import FunctionWorkers
+
+
+FILE = """
+import os, time
+
+def judge(row, answer):
+    print("not an answer")
+    if answer == "raise":
+        raise ValueError("no number")
+    if answer == "hang":
+        time.sleep(100)
+    if answer == "exit":
+        os._exit(3)
+    if answer == "set":
+        return {1, 2}
+    return {"same": row["answer"] == answer, "ratio": float("nan"), "none": None}
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+    def add(self, number):
+        self.count += number
+        return self.count
+    def close(self):
+        return "closed"
+
+task = Counter()
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "judges.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_each_call_has_its_own_fate(file):
+    answers = ["42", "raise", "hang", "exit", "set", "41", "42"]
+    with FunctionWorkers(f"{file}:judge", workers=2, seconds=0.5) as workers:
+        results = workers.map([({"answer": "42"}, answer) for answer in answers])
+    good = {"same": True, "ratio": "nan", "none": None}
+    assert [result.value for result in results] == [good, None, None, None, None, good | {"same": False}, good]
+    assert results[1].error == "ValueError: no number (judges.py, line 7)"
+    assert results[2].timed_out and results[2].error == "it took more than 0.5 s"
+    assert results[3].error == "its process ended with 3" and "set" in str(results[4].error)
+    assert [result.timed_out for result in results].count(True) == 1
+
+
+def test_objects_stay_in_their_process(file):
+    with FunctionWorkers(f"{file}:Counter", workers=2) as workers:
+        first = [workers.call_method(number, "add", 10 + number) for number in range(3)]
+        assert [each.result().value for each in first] == [10, 11, 12]
+        assert [workers.call_method(number, "add", 1).result().value for number in range(3)] == [11, 12, 13]
+        assert workers.call_method(1, "close").result().value == "closed"
+        assert workers.call_method(1, "add", 5).result().value == 5  # a new one
+    with FunctionWorkers(f"{file}:task.add", workers=1) as workers:
+        assert workers.submit(3).result().value == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("judges.py:other", "has no 'other'; it has judge, Counter"),
+        ("judges.py:task", "'task' is no function"),
+        ("none.py:judge", "there is no file"),
+        ("broken.py:judge", r"NameError: .* \(broken.py, line 2\)"),
+        ("judge", "must be file.py:function"),
+    ],
+)
+def test_functions_that_cannot_be_imported(file, function, message):
+    (file.parent / "broken.py").write_text("\nundefined\n")
+    function = function if ":" not in function else f"{file.parent}/{function}"
+    with pytest.raises(ConfigError, match=rf"--rl.reward='.*{message}"):
+        FunctionWorkers(function, flag="--rl.reward")
