@@ -758,7 +758,7 @@ DATA = {
     "ItemTensor", "LevelsTensor", "MappedTensor", "Metadata", "MinusOne", "OtherBlocks", "WithAxis",
     "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
-    "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue",
+    "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart",
 }  # fmt: skip
 
 

@@ -126,6 +126,12 @@ class MediaConfig(CheckedFields):
                 check(any(token is not None for token in tokens), f"MediaConfig.{kind} {rule}.")
 
 
+def placeholders(media: MediaConfig | None) -> tuple[int, ...]:
+    """Return the ids of placeholders; they bound the size of a new tokenizer."""
+    tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
+    return tuple(token for token in tokens if token is not None)
+
+
 def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embed_dim: int) -> None:
     """Raise ConfigError unless the encoders fit the decoder, and none of its layers is for encoders alone."""
     layers = [layer for block in blocks for layer in block.branches().values()]

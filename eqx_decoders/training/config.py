@@ -10,6 +10,7 @@ from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
+from eqx_decoders.training.methods.method_kinds import check_groups, check_method
 from eqx_decoders.training.methods.preference_config import PreferenceConfig
 from eqx_decoders.training.objectives.preference_loss import KTOLoss
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
@@ -139,22 +140,10 @@ class MethodSettings(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        used = {"sft": (), "dpo": ("preference",), "kto": ("preference", "kto")}[self.method]
-        for name in ("preference", "kto"):
-            if name not in used:
-                _check_unused(self.method, name, getattr(self, name), type(getattr(self, name))())
-        if self.method == "kto":
-            shared = ("reference", "examples_per_row")
-            plain = PreferenceConfig(**{name: getattr(self.preference, name) for name in shared})
-            _check_unused(self.method, "preference", self.preference, plain)
+        check_groups(self.method, {name: getattr(self, name) for name in METHOD_GROUPS})
 
 
-def _check_unused(method: str, group: str, settings: Any, plain: Any) -> None:
-    """Raise ConfigError for a setting that the method does not read."""
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        free = value == getattr(plain, field.name)
-        check(free, f"{group}.{field.name}={value!r} is not read with method={method!r}: leave it out.")
+METHOD_GROUPS = tuple(field.name for field in dataclasses.fields(MethodSettings) if field.name != "method")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,29 +183,8 @@ class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, T
         free = self.lora_rank is None or patterns == ("*",)
         check(free, f"optimizer.trainable={patterns} and lora_rank={self.lora_rank} exclude each other: leave one out.")
         self.check_rows(self.dataset.batch_size)
-        if self.method != "sft":
-            self._check_preferences()
+        check_method(self)
         make_schedule(self.optimizer, self.steps)
-
-    def _check_preferences(self) -> None:
-        name, data = f"method={self.method!r}", self.dataset
-        check(self.init_from is not None, f"{name} needs init_from: a model that answers already.")
-        check(self.mtp_depths == 0, f"mtp_depths={self.mtp_depths}: {name} trains no drafts. Leave it out.")
-        check(
-            data.path is not None,
-            f"{name} needs dataset.path: files of {'answers' if self.method == 'kto' else 'pairs'}.",
-        )
-        check(not self.describe_data, f"describe_data shows documents: it needs method='sft', not {self.method!r}.")
-        plain = self.step.z_loss == 0.0 and self.step.fused_loss
-        check(
-            plain,
-            f"step.z_loss={self.step.z_loss} and step.fused_loss={self.step.fused_loss} are not read with {name}.",
-        )
-        reference, adapted = self.preference.reference, self.lora_rank is not None
-        rule = f"preference.reference={reference!r} needs"
-        check(reference != "base" or adapted, f"{rule} lora_rank: without pairs there is no base beside the model.")
-        means = self.optimizer.ema_decay is not None
-        check(reference != "ema" or means, f"{rule} optimizer.ema_decay, of the running means.")
 
     def optimizer_config(self) -> OptimizerConfig:
         """Return `optimizer`, which in a LoRA run moves the pairs only."""

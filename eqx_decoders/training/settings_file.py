@@ -12,7 +12,7 @@ from eqx_decoders.data.mixture import shares_of
 from eqx_decoders.errors import check
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.model.config_json import present_name
-from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
 from eqx_decoders.training.config_file import flat_settings, read_mapping, typed_settings, with_settings
 
 
@@ -35,7 +35,13 @@ _IDENTITY = (
     "optimizer.moments_dtype",
 )
 # How the run learns: changed only with `allow_changes`.
-_LEARNING = ("preference.*", "kto.*", "optimizer.*", "dataset.batch_size", "step.z_loss", "step.qk_clip_threshold")
+_LEARNING = (
+    *(f"{group}.*" for group in METHOD_GROUPS),
+    "optimizer.*",
+    "dataset.batch_size",
+    "step.z_loss",
+    "step.qk_clip_threshold",
+)
 # Where state is stored, not what: changed at will.
 _STORAGE = ("optimizer.shard_over_data",)
 # Of one start, not of the run.

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import get_args
 
 import jax.numpy as jnp
 import pytest
@@ -18,11 +19,13 @@ from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.export_directory import exported_directory
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.remat import Remat
-from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
 from eqx_decoders.training.config_file import field_types, with_settings
 from eqx_decoders.training.mesh_config import MeshConfig
+from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run.run_directory import RunDirectory
+from eqx_decoders.training.run.setup import METHODS
 from eqx_decoders.training.settings_file import changed_settings, load_settings, save_settings, settings_json, with_file
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.commands import call
@@ -208,6 +211,13 @@ def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
 def test_what_is_of_one_start_is_no_change():
     other = TrainConfig(run_dir="x", config="y", allow_changes=True, describe=True, list_models=True)
     assert changed_settings(TrainConfig(), other) == {}
+
+
+def test_every_method_has_its_rows():
+    """The names of the flag are those of both tables, and the groups that are read are groups."""
+    names = get_args(field_types(TrainConfig)["method"])
+    assert tuple(KINDS) == names == tuple(METHODS)
+    assert {group for kind in KINDS.values() for group in kind.groups} == set(METHOD_GROUPS)
 
 
 def test_every_flag_is_named():

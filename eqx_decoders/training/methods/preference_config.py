@@ -1,8 +1,9 @@
 """Settings of training on preferences."""
 
 import dataclasses
+from typing import Any
 
-from eqx_decoders.errors import PositiveInt
+from eqx_decoders.errors import PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.objectives.preference_loss import PairLoss
 
@@ -25,3 +26,12 @@ class PreferenceConfig(PairLoss):
         super().__post_init__()
         if self.reference not in REFERENCES:
             expand_paths(self, "reference")
+
+
+def check_reference(config: Any) -> None:
+    """Raise ConfigError unless a run, a `TrainConfig`, has the reference that it names."""
+    reference = config.preference.reference
+    rule, adapted = f"preference.reference={reference!r} needs", config.lora_rank is not None
+    check(reference != "base" or adapted, f"{rule} lora_rank: without pairs there is no base beside the model.")
+    means = config.optimizer.ema_decay is not None
+    check(reference != "ema" or means, f"{rule} optimizer.ema_decay, of the running means.")

@@ -18,11 +18,10 @@ from eqx_decoders.data.preferences import Preferences, read_labelled_answers, re
 from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.load import load_hf
-from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import without_lora
+from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.objectives.objectives import KTOObjective, PairObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.run.metrics import MetricsRow
@@ -109,17 +108,23 @@ def reference_of(config: TrainConfig) -> str | None:
     return ("start" if config.lora_rank is None else "base") if chosen == "auto" else chosen
 
 
-def preference_data(
-    config: TrainConfig, tokenizer: Tokenizer, template: ChatTemplate | None, rows: Any
-) -> tuple[PreferenceBatches, dict[str, PreferenceBatches]]:
+def open_preferences(start: MethodStart) -> OpenedMethod:
+    """Read the examples of a run, and the held-out ones, if there is a `held_out_path`; make what it computes."""
+    start.check_text_alone()
+    data, held_out = preference_data(start)
+    return OpenedMethod(data, held_out, PreferenceRun(start.run, start.target, start.execution))
+
+
+def preference_data(start: MethodStart) -> tuple[PreferenceBatches, dict[str, PreferenceBatches]]:
     """Read the examples of a run, and the held-out ones, if there is a `held_out_path`."""
-    data, read = config.dataset, read_labelled_answers if config.method == "kto" else read_pairs
-    template = written_by(data, template, tokenizer)
+    config, data, tokenizer = start.config, start.config.dataset, start.tokenizer
+    read = read_labelled_answers if config.method == "kto" else read_pairs
+    template = written_by(data, start.options["template"], tokenizer)
 
     def batches(path: Any, split: Any, flag: str) -> PreferenceBatches:
         found: Preferences = read(path, tokenizer, seq_len=data.seq_len, template=template, flag=flag)
         sizes = dict(batch_size=data.batch_size, examples_per_row=config.preference.examples_per_row)
-        return PreferenceBatches(found, rows=rows, seed=data.seed, split=split, **sizes)
+        return PreferenceBatches(found, rows=start.options["rows"], seed=data.seed, split=split, **sizes)
 
     data_batches = batches(data.path, "train", "--data")
     held_out = {} if data.held_out_path is None else {"": batches(data.held_out_path, "held_out", "--held-out")}

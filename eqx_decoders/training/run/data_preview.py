@@ -14,6 +14,7 @@ from eqx_decoders.data.sources.documents import FILES, parse_reference
 from eqx_decoders.data.store.open_store import is_made
 from eqx_decoders.data.store.token_store import TRAIN, TokenStore
 from eqx_decoders.data.store.tokenization import Recipe
+from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import read_config
@@ -21,7 +22,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.run.media_eval import placeholders, with_images
+from eqx_decoders.training.run.media_eval import with_images
 from eqx_decoders.training.run.resume_run import resume
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import run_config
@@ -76,7 +77,7 @@ def _tokenizer_and_template(
         template = load_chat_template(folder if has_template else folder.parent, file=file) if there else None
         return load_tokenizer(spec), template
     with tempfile.TemporaryDirectory() as scratch:
-        size = min(settings.bpe_vocab_size or 4096, *placeholders(config), config.vocab_size)
+        size = min(settings.bpe_vocab_size or 4096, *placeholders(config.media), config.vocab_size)
         tokenizer = train_bpe(training_texts(settings.dataset, max_bytes=BYTES), size)
         tokenizer.save(scratch)
         return tokenizer, load_chat_template(scratch, file=settings.dataset.chat_template)
@@ -92,7 +93,7 @@ def _document(
     store: TokenStore, tokenizer: Tokenizer, document: int, config: DecoderConfig, marks: tuple[str, str]
 ) -> str:
     tokens, targets, text, shown, left = store[document], store.targets(document), "", 0, TOKENS
-    seen = np.where(np.isin(tokens, placeholders(config)), tokens.astype(np.int64), -1)
+    seen = np.where(np.isin(tokens, placeholders(config.media)), tokens.astype(np.int64), -1)
     cuts = np.flatnonzero(np.diff(targets) | (np.diff(seen) != 0)) + 1
     for part in np.split(np.arange(len(tokens)), cuts):
         if left <= 0:

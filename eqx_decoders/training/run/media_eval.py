@@ -17,6 +17,7 @@ from eqx_decoders.data.sources.documents import parse_reference
 from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.data.synthetic_images import write_questions
 from eqx_decoders.encoders.media import Media
+from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.inference.generation import generate
 from eqx_decoders.io.atomic_files import cache_directory
 from eqx_decoders.io.text.tokenizer import Tokenizer
@@ -29,19 +30,12 @@ IMAGES = 60_000  # of the data that a model gets if it sees, and none are given
 QUESTIONS = 256  # held-out questions that are answered in the end
 
 
-def placeholders(config: DecoderConfig) -> tuple[int, ...]:
-    """Return the ids of placeholders; they bound the size of a new tokenizer."""
-    media = config.media
-    tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
-    return tuple(token for token in tokens if token is not None)
-
-
 def with_images(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[DataConfig, MediaReader | None]:
     """Return the data of a run and the reader of their files; a new vision model without data gets drawn images.
 
     `source` is the directory with the processor of the model that the run starts from, if there is one.
     """
-    media, marks = config.media, placeholders(config)
+    media, marks = config.media, placeholders(config.media)
     if media is None or not marks:
         return data, None
     if source.is_dir():
@@ -125,7 +119,7 @@ def answers(
     - `at_once`: tokens, with those of the answers, that are computed together.
     - `most`: number of questions.
     """
-    marks = placeholders(model.config)
+    marks = placeholders(model.config.media)
     questions = list(itertools.islice(_questions(stores, marks), most))
     questions = [one._replace(answer=one.answer[:most_new]) for one in questions]
     left_out = {*marks, tokenizer.eos_id, tokenizer.bos_id}

@@ -1,13 +1,12 @@
 """A training run before its first step: everything that the steps need besides the state."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
 from eqx_decoders.context import Execution
-from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.preference_batches import PreferenceBatches
@@ -17,35 +16,11 @@ from eqx_decoders.io.checkpoint.run_backup import GROWING
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.methods.method import Method
 from eqx_decoders.training.run.messages import print_status
-from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import Changes
-from eqx_decoders.training.step.loss import Loss
 from eqx_decoders.training.step.step import Trainer
-from eqx_decoders.training.step.train_state import TrainState
-
-
-@runtime_checkable
-class Method(Protocol):
-    """What a run that learns from more than texts computes beside its steps."""
-
-    @property
-    def loss(self) -> Loss:
-        """What a step minimizes."""
-        ...
-
-    def prepare(self, batch: Batch, state: TrainState) -> Batch:
-        """Add to the signals of a batch what models say of it, before the step."""
-        ...
-
-    def evaluate(self, state: TrainState, batches: Iterable[Batch], rows: int) -> dict[str, float]:
-        """Compute the figures of held-out batches of `rows` sequences."""
-        ...
-
-    def note(self, row: MetricsRow) -> str | None:
-        """Return what there is to say of a step's row beside its numbers."""
-        ...
 
 
 @dataclasses.dataclass(kw_only=True)

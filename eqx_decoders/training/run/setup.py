@@ -3,18 +3,18 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from eqx_decoders.context import Execution
-from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.config import DataConfig
-from eqx_decoders.data.dataset import make_dataset, make_held_out_sets, prepare_tokenizer
+from eqx_decoders.data.dataset import prepare_tokenizer
 from eqx_decoders.data.host_rows import host_rows
 from eqx_decoders.data.media_reader import MediaReader
-from eqx_decoders.errors import DataError, check
+from eqx_decoders.encoders.media_config import placeholders
+from eqx_decoders.errors import check
 from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
@@ -26,8 +26,10 @@ from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import flat_settings
 from eqx_decoders.training.flags import flag
-from eqx_decoders.training.methods.preference_run import PreferenceRun, preference_data
-from eqx_decoders.training.run.media_eval import placeholders, with_images
+from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
+from eqx_decoders.training.methods.preference_run import open_preferences
+from eqx_decoders.training.methods.texts import open_texts
+from eqx_decoders.training.run.media_eval import with_images
 from eqx_decoders.training.run.messages import describe_model, format_setting, print_status
 from eqx_decoders.training.run.prepared_run import PreparedRun
 from eqx_decoders.training.run.resume_run import restore_state, resume
@@ -37,6 +39,14 @@ from eqx_decoders.training.run.run_model import abstract_run, new_model, write_c
 from eqx_decoders.training.settings_file import is_new
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
+
+
+# what opens the data of a method, and makes what its runs compute beside their steps
+METHODS: dict[str, Callable[[MethodStart], OpenedMethod]] = {
+    "sft": open_texts,
+    "dpo": open_preferences,
+    "kto": open_preferences,
+}
 
 
 def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitStack) -> PreparedRun:
@@ -63,19 +73,18 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
     tokenizer = first_then_all(
         "tokenizer", lambda: make_tokenizer(run, target, data_config, reader), run.path / "tokenizer"
     )
-    options, method = _data_options(run, execution, target, reader), None
-    if config.method == "sft":
-        data = stack.enter_context(
-            make_dataset(data_config, tokenizer, **options)
-        )  # all processes make tokens together
-        held_out = make_held_out_sets(data_config, tokenizer, **options)
-        for batches in held_out.values():
-            stack.enter_context(batches)
-        _check_tokens(tokenizer, [data, *held_out.values()], target)
-    else:
-        check(reader is None, f"method={config.method!r} reads text alone: the model of {config.init_from!r} sees.")
-        method = PreferenceRun(run, target, execution)
-        data, held_out = preference_data(config, tokenizer, options["template"], options["rows"])
+    opened = METHODS[config.method](
+        MethodStart(
+            run=run,
+            target=target,
+            execution=execution,
+            tokenizer=tokenizer,
+            data=data_config,
+            reader=reader,
+            options=_data_options(run, execution, target, reader),
+            stack=stack,
+        )
+    )
     return PreparedRun(
         directory=run,
         changes=changes,
@@ -83,16 +92,16 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
         target=target,
         tokenizer=tokenizer,
         reader=reader,
-        data=data,
-        held_out=held_out,
+        data=opened.data,
+        held_out=opened.held_out,
         checkpoints=stack.enter_context(Checkpoints(run.checkpoint_directory, max_checkpoints=config.max_checkpoints)),
-        method=method,
+        method=opened.method,
         trainer=Trainer.create(
             config.optimizer_config(),
             target,
             steps=config.steps,
             config=config.step,
-            loss=None if method is None else method.loss,
+            loss=None if opened.method is None else opened.method.loss,
         ),
     )
 
@@ -126,7 +135,7 @@ def make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader:
     """Load the tokenizer of a run or of the checkpoint that it starts from, or train one; check that it fits."""
     config, size = run.settings, target.config.vocab_size
     spec = config.tokenizer or ("bpe" if config.init_from is None else str(run.source))
-    limit = min(size, config.bpe_vocab_size or size, *placeholders(target.config))
+    limit = min(size, config.bpe_vocab_size or size, *placeholders(target.config.media))
     tokenizer = prepare_tokenizer(run.path / "tokenizer", spec, data, limit)
     writes = jax.process_index() == 0
     if writes:
@@ -165,20 +174,6 @@ def _data_options(
         return options
     by_row = run.settings.step.gradient_accumulation_steps > 1 or not execution.layout.single
     return options | {"media": (target.config, reader), "groups": len(rows) if by_row else 1}
-
-
-def _check_tokens(tokenizer: Tokenizer, sets: list[Batches], target: Decoder) -> None:
-    """Raise DataError unless the ids fit the model and all processes have the same tokens."""
-    single = jax.process_count() == 1
-    with contextlib.nullcontext() if single else StatusLine("waiting for the other processes (tokens)"):
-        all_gather_json("tokens", seconds=LONG)
-    parts = [part for batches in sets for part in batches.parts]
-    if tokenizer.vocab_size > target.config.vocab_size:
-        for store in {id(part.store): part.store for part in parts}.values():
-            store.check_ids(target.config.vocab_size, placeholders(target.config))
-    hashes = [tokenizer.content_hash, *(part.store.content_hash for part in parts)]
-    rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
-    check(hashes == from_first("made", hashes), f"{rule}: run_dir must be a directory that they share.", DataError)
 
 
 def first_state(run: PreparedRun) -> tuple[TrainState, int]:

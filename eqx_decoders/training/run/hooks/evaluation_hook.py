@@ -9,10 +9,11 @@ from eqx_decoders.io.coordination import Stop
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.evaluation import evaluate_sets
 from eqx_decoders.training.held_out import HeldOut
+from eqx_decoders.training.methods.method import Method
 from eqx_decoders.training.run.goodput import WallTime
 from eqx_decoders.training.run.hooks.base import Hook, evaluates_after, failures_as_warnings
 from eqx_decoders.training.run.metrics import MetricsRow
-from eqx_decoders.training.run.prepared_run import Method, PreparedRun
+from eqx_decoders.training.run.prepared_run import PreparedRun
 from eqx_decoders.training.run.trackers import Trackers
 from eqx_decoders.training.step.train_state import TrainState
 
