@@ -145,17 +145,25 @@ def choose_tokens(
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if settings is None:
         return best
-    temperature = jnp.broadcast_to(settings.temperature, best.shape)[:, None]
-    drawn = temperature > 0
+    drawn = jnp.broadcast_to(settings.temperature, best.shape) > 0
 
     def draw() -> Array:
-        scaled = logits / jnp.where(drawn, temperature, 1.0)
-        passes = scaled >= min_logits(scaled, settings.filters)
-        weights = jnp.where(passes, jnp.exp(scaled - scaled.max(-1, keepdims=True)), 0.0)
+        filtered = draw_logits(logits, settings)
+        weights = jnp.exp(filtered - filtered.max(-1, keepdims=True))
         uniform = jax.vmap(lambda key, number: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys, index)
-        return jnp.where(drawn[:, 0], _inverse_cdf(weights, uniform, best), best)
+        return jnp.where(drawn, _inverse_cdf(weights, uniform, best), best)
 
     return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
+
+
+def draw_logits(logits: Float32[Array, "rows vocab"], settings: DrawSettings) -> Float32[Array, "rows vocab"]:
+    """Return the logits of the distribution that a token is drawn from: over temperature, -inf where a filter cuts.
+
+    Greedy rows, which draw nothing, are as at a temperature of 1.
+    """
+    temperature = jnp.broadcast_to(settings.temperature, logits.shape[:1])[:, None]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    return jnp.where(scaled >= min_logits(scaled, settings.filters), scaled, -jnp.inf)
 
 
 def min_logits(logits: Float32[Array, "rows vocab"], filters: dict[str, AnyArray]) -> Float32[Array, "rows 1"]:

@@ -4,7 +4,6 @@ Graders of answers hang and crash: `sympy`, regular expressions and programs tha
 threads, so each worker is a process, without JAX, which is killed and started anew when a call takes too long.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConfigError, check, check_integer
 
@@ -26,8 +25,7 @@ START_SECONDS = 120.0  # to import the user's file
 _WORKER = Path(__file__).with_name("function_worker.py")
 
 
-@dataclasses.dataclass(frozen=True)
-class CallResult:
+class CallResult(NamedTuple):
     """Result of one call.
 
     **Arguments:**

@@ -4,6 +4,10 @@ Answer requests
     `Engine` with an `EngineConfig` takes `Request`s with `SamplingParams` and returns a `RequestOutput` for each step,
     with `TokenScore`s. `Constraint` binds an answer to a form, `QueueFull` refuses a request, `EngineStats` counts.
 
+Draw answers to train on
+    `rollout` yields a `RolloutGroup` of `Rollout`s for each prompt. `Engine.load` gives the engine the weights of the
+    next step, and `Engine.release` drops them before it.
+
 Draft tokens, which one step verifies
     `PromptLookup`, `MTPDrafter`, `DraftModel`.
 
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
         run_in_thread as run_in_thread,
         serve as serve,
     )
+    from eqx_decoders.serving.rollouts import Rollout as Rollout, RolloutGroup as RolloutGroup, rollout as rollout
 
 __getattr__, __all__, __dir__ = lazy(
     __name__,
@@ -73,6 +78,7 @@ __getattr__, __all__, __dir__ = lazy(
         "serving.frontend.prompts": "TextFrontend",
         "serving.engine.request": "EngineStats QueueFull Request RequestOutput",
         "serving.engine.sampler": "Constraint SamplingParams TokenScore",
+        "serving.rollouts": "Rollout RolloutGroup rollout",
         "serving.http.server": "ServerConfig run_in_thread serve",
     },
 )

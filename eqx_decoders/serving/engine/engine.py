@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from eqx_decoders.errors import check
+from eqx_decoders.errors import check, check_word
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, ChunkResult, padded_slots
@@ -42,14 +42,14 @@ class Engine:
     """
 
     def __init__(self, model: Decoder, config: EngineConfig = EngineConfig()):
-        self.model, self.config = model, config
+        self.model, self.config, self.version = model, config, 0
         config.check_model(model)
         self._slot_manager = SlotManager.create(model, config)
         self._runner = self._slot_manager.runner
         self._multimodal = None
         if model.config.media is not None:
             cache_format = self._runner.config.cache_format
-            self._multimodal = MultimodalPrefill(self._runner.model, config.max_length, cache_format)
+            self._multimodal = MultimodalPrefill(self._runner.weights.loaded.model, config.max_length, cache_format)
         self._scheduler, self._prompt_results = Scheduler(self._slot_manager, config), PromptResults()
         self._last_submitted: Any = lambda: None  # weak reference
         self._ids = itertools.count()
@@ -64,6 +64,42 @@ class Engine:
         if not self._is_compiled:
             self._runner.compile()
             self._is_compiled = True
+
+    def load(
+        self, model: Decoder, *, version: int | None = None, running: Literal["refuse", "keep", "recompute"] = "refuse"
+    ) -> None:
+        """Answer with the weights of a model like the first from now on.
+
+        Nothing is compiled, and arrays are copied only where their dtype or sharding is not that of the first model.
+        The prefix cache is emptied: nothing that other weights computed is found again.
+
+        **Arguments:**
+
+        - `version`: number of these weights, which outputs have; None: the last one + 1.
+        - `running`: requests that have no complete answer are refused, or "keep" the keys and values of their tokens so
+            far, or "recompute" them with the new weights. Their tokens stay.
+
+        Raises ConfigError for a model with other weights, and for such requests if they are refused.
+        """
+        check_word("running", running, ("refuse", "keep", "recompute"))
+        self.clear_prefix_cache()
+        count = len(self._slot_manager.sequences) + len(self._scheduler.queue)
+        remedy = "step until has_work is False, cancel them, or give running='keep' or 'recompute'"
+        check(running != "refuse" or count == 0, f"Engine.load: {count} requests have no complete answer: {remedy}.")
+        self._runner.load(model)
+        if self._multimodal is not None:
+            self._multimodal.load(self._runner.weights.loaded.model)
+        self._slot_manager.prefix_cache.renew()
+        self._scheduler.renew(recompute=running == "recompute")
+        self._prompt_results, self._last_submitted = PromptResults(), lambda: None
+        self.model, self.version = model, self.version + 1 if version is None else version
+
+    def release(self) -> None:
+        """Drop the weights, so that a training step may overwrite them; `load` gives others before the next step."""
+        self._runner.weights.release()
+        self.model = self._runner.model
+        if self._multimodal is not None:
+            self._multimodal.release()
 
     def submit(self, request: Request) -> int:
         """Queue a request, and return the id that its outputs have.
@@ -359,7 +395,7 @@ class Engine:
             if reason is not None:
                 tokens = tokens[: index + 1]
                 break
-        output: dict[str, Any] = dict(tokens=tuple(tokens), finish_reason=reason, error=error)
+        output: dict[str, Any] = dict(tokens=tuple(tokens), version=self.version, finish_reason=reason, error=error)
         if request.logprobs is not None:
             rows = range(first_row, first_row + len(tokens))
             output["scores"] = tuple(token_scores(scores, rows, tokens, request.logprobs))

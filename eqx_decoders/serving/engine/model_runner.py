@@ -27,6 +27,7 @@ from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine import slot_state
 from eqx_decoders.serving.engine.block_manager import windows_of
+from eqx_decoders.serving.engine.engine_weights import EngineWeights, Models
 from eqx_decoders.serving.engine.sampler import (
     SampledTokens,
     SamplingBatch,
@@ -40,18 +41,6 @@ from eqx_decoders.sharding.explicit import typed, untyped, with_auto_axes
 
 
 NEXT_TOKEN, ALL_SCORES = 1, 2  # flags of a prefill chunk: compute the last logits, score every token
-
-
-class Models(eqx.Module):
-    """The served model, and its drafter, which may have a model of its own."""
-
-    model: Decoder
-    drafter: Drafter | None
-
-    @property
-    def execution(self) -> Any:
-        """Execution options of the model."""
-        return self.model.execution
 
 
 class ChunkResult(NamedTuple):
@@ -93,12 +82,11 @@ class ModelRunner:
     """The state of all slots on the device, and the compiled programs that change it."""
 
     def __init__(self, model: Decoder, config: RunnerConfig, drafter: Drafter | None = None):
-        placed = lambda each: unstack_layers(_with_auto_mesh(each))  # noqa: E731
         models = Models(placed(model), None if drafter is None else with_models(placed, drafter))
-        model = models.model
+        model, self.weights = models.model, EngineWeights(models)
         layout, slots, length = model.execution.layout, config.num_slots, config.length
         cache = inference_cache(model, slots, length, config.cache_format, pages=config.pages)
-        self.model, self.config = model, config
+        self.config = config
         self.num_slots, self.length, self.block_size = slots, length, config.chunk_sizes[-1]
         self._mask_words = -(-model.config.vocab_size // 32)
         tokens = jnp.zeros((slots, length), jnp.int32)
@@ -107,10 +95,13 @@ class ModelRunner:
             drafts = models.drafter.empty(model, slots, length, config.cache_format)
         state = EngineState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
         self._state = slot_state.without_aliases(state)
-        arrays, self._static = eqx.partition(models, eqx.is_array)
-        self._weights, self._weights_tree = jax.tree.flatten(arrays)
+        self.model = self.weights.model
         self._replicated = layout.replicated()
         self._programs: dict[Any, Any] = {}
+
+    def load(self, model: Decoder) -> None:
+        """Take the weights of a model like the first (see `EngineWeights.load`)."""
+        self.weights.load(placed(model))
 
     @property
     def windows(self) -> dict[int, tuple[int, int]]:
@@ -126,6 +117,8 @@ class ModelRunner:
     def _is_packed(self) -> bool:
         """True with arrays of 4 bits: XLA's programs for CPUs take these by ordinary calls, compiled at the first."""
         return any(str(leaf.dtype).endswith("int4") for leaf in jax.tree.leaves(self._state))
+
+    # --- programs ---
 
     def compile(self) -> None:
         """Compile all programs; later calls need no others."""
@@ -244,7 +237,7 @@ class ModelRunner:
             cache = jax.device_put(cache, self._programs["insert cache"].input_shardings[0][3])
         self._state = self._run("insert cache", np.int32(slot), cache, ids)
 
-    # --- programs ---
+    # --- calls of programs ---
 
     def greedy_batch(self, rows: int) -> SamplingBatch:
         """Create sampling inputs on the host for rows that sample greedily."""
@@ -264,19 +257,18 @@ class ModelRunner:
         def run(weights: list[Array], state: EngineState, *inputs: Any) -> Any:
             if weightless:
                 return function(state, *inputs)
-            models = eqx.combine(jax.tree.unflatten(self._weights_tree, weights), self._static)
-            return function(models, state, *inputs)
+            return function(self.weights.combined(weights), state, *inputs)
 
         shardings: Any = None
         if donates:  # the state stays where it is
             state = jax.tree.map(lambda leaf: leaf.sharding, self._state)
             shardings = state if weightless else (state, None)
         jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
-        weights = [] if weightless else self._weights
+        weights = [] if weightless else self.weights.arrays
         self._programs[name] = jitted if self._is_packed else jitted.lower(weights, self._state, *inputs).compile()
 
     def _run(self, name: Any, *inputs: Any) -> Any:
-        return self._programs[name]([] if isinstance(name, str) else self._weights, self._state, *inputs)
+        return self._programs[name]([] if isinstance(name, str) else self.weights.arrays, self._state, *inputs)
 
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
@@ -292,6 +284,11 @@ def padded_slots(slots: Collection[int], sizes: Sequence[int]) -> list[int]:
     rows = next(size for size in sizes if size >= len(slots))
     idle = (slot for slot in range(sizes[-1]) if slot not in slots)
     return sorted([*slots, *(slot for slot, _ in zip(idle, range(rows - len(slots)), strict=False))])
+
+
+def placed(model: Decoder) -> Decoder:
+    """Return a model as its programs read it."""
+    return unstack_layers(_with_auto_mesh(model))
 
 
 def _with_auto_mesh(model: Decoder) -> Decoder:

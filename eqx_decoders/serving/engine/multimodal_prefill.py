@@ -80,13 +80,21 @@ class MultimodalPrefill:
         vision = None if model.config.media is None else model.config.media.vision
         size = np.dtype(model.execution.precision.compute).itemsize * model.config.embed_dim
         self.feature_bytes = size * (1 + (0 if vision is None else len(vision.deepstack)))
-        arrays, self._static = eqx.partition(model, eqx.is_array)
-        self._weights, self._tree = jax.tree.flatten(arrays)
+        self.load(model)
         self._programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
         # two threads: what has its programs does not wait for what has to be compiled
         pool = concurrent.futures.ThreadPoolExecutor
         self._encoding, self._compiling = pool(1, "encoding"), pool(1, "compiling")
+
+    def load(self, model: Decoder) -> None:
+        """Take the weights of a model like the first."""
+        arrays, self._static = eqx.partition(model, eqx.is_array)
+        self._weights, self._tree = jax.tree.flatten(arrays)
+
+    def release(self) -> None:
+        """Drop the weights."""
+        self._weights = []
 
     def schedule_encoding(self, sequences: Sequence[SequenceState]) -> None:
         """Start to encode the media of waiting sequences in order, within `MAX_FEATURE_BYTES`; the first in any case.

@@ -128,6 +128,11 @@ class PrefixCache:
         while self.evict_one():
             pass
 
+    def renew(self) -> None:
+        """Evict all blocks, and give all others new names: what other weights compute is never found."""
+        self.clear()
+        self._secret = secrets.token_bytes(16)
+
     def _drop(self, block_hash: bytes) -> None:
         block = self._blocks.pop(block_hash)
         self.nbytes -= block.nbytes

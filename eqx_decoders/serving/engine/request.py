@@ -7,7 +7,7 @@ import numpy as np
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.errors import CheckedFields, EqxDecodersError, NonEmpty, NonNegativeInt, PositiveInt
+from eqx_decoders.errors import CheckedFields, EqxDecodersError, NonEmpty, NonNegativeInt, PositiveInt, check
 from eqx_decoders.serving.engine.sampler import Constraint, SamplingParams, TokenScore
 
 
@@ -29,8 +29,10 @@ class Request(CheckedFields):
     - `sampling`: sampling parameters.
     - `stop_ids`: an answer ends with one of these, which is its last token.
     - `min_new_tokens`: tokens before which none of `stop_ids` is sampled.
-    - `logprobs`: number of most likely tokens to report with the log-probability of each token of the answer (of the
-        model itself, before `sampling`); None: no log-probabilities.
+    - `logprobs`: number of most likely tokens to report with the log-probability of each token of the answer; None: no
+        log-probabilities.
+    - `logprobs_of`: "model": of the model itself, before `sampling`; "draws": of the distribution that tokens are drawn
+        from, with biases, penalties, temperature and filters.
     - `prompt_logprobs`: the same for each prompt token but the first.
     - `constraint`: mask of the allowed tokens; None: all are allowed.
     - `media`: images, videos and audio, from `Media.create` for this prompt alone.
@@ -45,6 +47,7 @@ class Request(CheckedFields):
     stop_ids: tuple[int, ...] = ()
     min_new_tokens: NonNegativeInt = 0
     logprobs: NonNegativeInt | None = None
+    logprobs_of: Literal["model", "draws"] = "model"
     prompt_logprobs: NonNegativeInt | None = None
     constraint: Constraint | None = None
     media: Media | None = None
@@ -57,6 +60,9 @@ class Request(CheckedFields):
             ids = as_int32(f"Request.{field}", tuple(getattr(self, field)) or np.zeros(0, np.int32))
             object.__setattr__(self, field, tuple(ids.tolist()))
         super().__post_init__()
+        drawn = self.logprobs is not None and self.sampling.temperature > 0
+        rule = "needs logprobs, and a temperature above 0: the most likely token is not drawn"
+        check(self.logprobs_of == "model" or drawn, f"Request.logprobs_of={self.logprobs_of!r} {rule}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,7 @@ class RequestOutput:
     - `cached_tokens`: prompt tokens taken from the prefix cache.
     - `queue_seconds`: time that the request waited for a slot. This, `cached_tokens` and `prompt_scores` come with the
         first token.
+    - `version`: number of the weights that computed these tokens (see `Engine.load`).
     - `finish_reason`: reason why the answer is complete: `"stop"`, one of `stop_ids`; `"length"`, `max_new_tokens` or
         the engine's `max_length`; `"cancelled"`; `"error"`. None: it goes on.
     - `error`: error message.
@@ -84,6 +91,7 @@ class RequestOutput:
     prompt_scores: tuple[TokenScore, ...] = ()
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    version: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
 

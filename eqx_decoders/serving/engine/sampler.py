@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from eqx_decoders.core.sampling import DrawSettings, Probability, choose_tokens
+from eqx_decoders.core.sampling import DrawSettings, Probability, choose_tokens, draw_logits
 from eqx_decoders.errors import (
     CheckedFields,
     FiniteFloat,
@@ -168,6 +168,7 @@ class SamplingBatch(NamedTuple):
     - `count`: tokens that each answer has already.
     - `prompt_length`: tokens before the answer.
     - `allowed`, `masked`: where a row is masked, only tokens whose bit is set can be sampled.
+    - `scores_draws`: rows whose log-probabilities are those of the distribution that they are drawn from.
     - `wants_scores`: whether any row needs log-probabilities.
     """
 
@@ -176,6 +177,7 @@ class SamplingBatch(NamedTuple):
     prompt_length: Int[AnyArray, "rows"]
     allowed: Int32[AnyArray, "rows words"]
     masked: Bool[AnyArray, "rows"]
+    scores_draws: Bool[AnyArray, "rows"]
     wants_scores: Bool[AnyArray, ""]
 
     @classmethod
@@ -187,6 +189,7 @@ class SamplingBatch(NamedTuple):
             prompt_length=np.zeros(rows, np.int32),
             allowed=np.full((rows, words), -1, np.int32),
             masked=np.zeros(rows, bool),
+            scores_draws=np.zeros(rows, bool),
             wants_scores=np.asarray(False),
         )
 
@@ -199,6 +202,7 @@ class SamplingBatch(NamedTuple):
             prompt_length=self.prompt_length[part],
             allowed=self.allowed[part],
             masked=self.masked[part],
+            scores_draws=self.scores_draws[part],
             wants_scores=np.asarray(wants_scores),
         )
 
@@ -294,7 +298,11 @@ def sample_rows(
     index = (jnp.asarray(batch.count)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
     adjusted = adjust_logits(flat, sampling, history, allowed, masked)
     tokens = choose_tokens(adjusted, sampling.draws, sampling.keys, index)
-    return tokens, score_tokens(flat, tokens, num_top, jnp.asarray(batch.wants_scores))
+    of_draws = jnp.repeat(jnp.asarray(batch.scores_draws), columns)[:, None]
+    scored = _apply_if(
+        jnp.any(of_draws), lambda flat: jnp.where(of_draws, draw_logits(adjusted, sampling.draws), flat), flat
+    )
+    return tokens, score_tokens(scored, tokens, num_top, jnp.asarray(batch.wants_scores))
 
 
 def token_scores(scores: Scores, rows: range, tokens: Sequence[int], num_top: int) -> list[TokenScore]:

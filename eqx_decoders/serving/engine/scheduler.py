@@ -128,6 +128,24 @@ class Scheduler:
         if sequence.background:
             self.prefix_warmup.current = None
 
+    def renew(self, *, recompute: bool) -> None:
+        """Forget what other weights computed of waiting prompts and, with `recompute`, of answers, too."""
+        if recompute:
+            for sequence in list(self._slot_manager.sequences.values()):
+                self.preempt(sequence)
+        shared: dict[SharedPrompt, SharedPrompt] = {}
+        for sequence in self.queue:
+            if recompute and sequence.saved is not None:
+                sequence.restart()
+            if sequence.is_decoding:
+                continue
+            old, request = sequence.shared, sequence.request
+            sequence.stop_waiting()
+            sequence.join(shared.setdefault(old, SharedPrompt(features_bytes=old.features_bytes)))
+            if request.media is None:
+                hash_blocks = self._slot_manager.prefix_cache.hash_blocks
+                sequence.block_hashes = hash_blocks(request.prompt, request.cache_salt)
+
     def _stop_prefill(self, sequence: SequenceState) -> None:
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)

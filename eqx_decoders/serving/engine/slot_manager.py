@@ -88,6 +88,7 @@ class SlotManager:
         request, batch = sequence.request, self.sampling_batch
         batch.sampling.set(slot, request.sampling)
         batch.prompt_length[slot], batch.count[slot] = len(request.prompt), 0
+        batch.scores_draws[slot] = request.logprobs_of == "draws"
         self.runner.empty(slot)
         if sequence.saved is not None:
             self._restore_saved(sequence, *sequence.saved)

@@ -575,3 +575,37 @@ def test_a_step_is_given_copies(engine):
     given = table.of(range(2), False)
     for own, taken in zip(jax.tree.leaves(table), jax.tree.leaves(given), strict=True):
         assert not np.shares_memory(own, taken)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.5, "logit_bias": ((4, 2.0),)}]
+)
+def test_log_probs_of_draws(engine, options):
+    sampling = SamplingParams(**{"temperature": 1.0} | options)
+    prompt = tuple(range(3, 20))
+    asked = Request(prompt=prompt, max_new_tokens=6, sampling=sampling, logprobs=0, logprobs_of="draws")
+    engine.submit(asked)
+    tokens, found = [], []
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.tokens
+            found += [score.logprob for score in output.scores]
+    logits = np.array(engine.model(np.asarray([prompt + tuple(tokens[:-1])])).logits[0, len(prompt) - 1 :], np.float64)
+    for token, value in sampling.logit_bias:
+        logits[:, token] += value
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        logits = np.where(logits >= np.sort(logits)[:, -sampling.top_k, None], logits, -np.inf)
+    if sampling.top_p:
+        order = np.argsort(-logits)
+        shares = np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+        before = np.cumsum(np.take_along_axis(shares, order, -1), -1) - np.take_along_axis(shares, order, -1)
+        kept = np.take_along_axis(before < sampling.top_p, np.argsort(order), -1)
+        logits = np.where(kept, logits, -np.inf)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(found, log_probs[np.arange(6), tokens], atol=1e-5)
+
+
+def test_greedy_answers_are_not_drawn():
+    with pytest.raises(ed.ConfigError, match="logprobs_of='draws' needs logprobs, and a temperature above 0"):
+        Request(prompt=(1,), max_new_tokens=1, logprobs=0, logprobs_of="draws")

@@ -1,0 +1,89 @@
+"""`EngineWeights`: the weights that an engine's programs read, which others like them can take the place of."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array
+
+from eqx_decoders.errors import check
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.axes import named_leaves
+
+
+class Models(eqx.Module):
+    """The served model, and its `Drafter`, which may have a model of its own; None without drafts."""
+
+    model: Decoder
+    drafter: Any
+
+    @property
+    def execution(self) -> Any:
+        """Execution options of the model."""
+        return self.model.execution
+
+
+class EngineWeights:
+    """Weights of a model and of its drafter, as the programs read them.
+
+    **Arguments:**
+
+    - `model`: the model, as programs read it, with shapes in place of arrays, so that `release` drops these.
+    """
+
+    def __init__(self, models: Models):
+        arrays, self._static = eqx.partition(models, eqx.is_array)
+        self._arrays, self._tree = jax.tree.flatten(arrays)
+        self.model = jax.tree.map(_shape, models.model)
+        named = named_leaves(self.model)
+        self._shapes = {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays, in the order in which programs take them."""
+        rule = "Engine.release has dropped the weights: give others by Engine.load first"
+        check(len(self._arrays) == self._tree.num_leaves, f"{rule}.")
+        return self._arrays
+
+    @property
+    def loaded(self) -> Models:
+        """The model and its drafter with their arrays."""
+        return self.combined(self.arrays)
+
+    def combined(self, arrays: list[Array]) -> Models:
+        """Return model and drafter with arrays in the order of `arrays`."""
+        return eqx.combine(jax.tree.unflatten(self._tree, arrays), self._static)
+
+    def release(self) -> None:
+        """Drop the weights of the model; those of a drafter of its own are kept."""
+        if len(self._arrays) == self._tree.num_leaves:
+            self._arrays = self._arrays[len(self._shapes) :]
+
+    def load(self, model: Decoder) -> None:
+        """Take the weights of a model like the first, as programs read it.
+
+        They are the same arrays where dtype and sharding agree, else copies.
+
+        Raises ConfigError for a model with other weights.
+        """
+        known, given = self._shapes, named_leaves(eqx.filter(model, eqx.is_array))
+        rule = "the weights are those of another model"
+        other = sorted(known.keys() ^ given.keys())
+        check(not other, f"Engine.load: {', '.join(other[:3])}: {rule}. Make another engine for it.")
+        changed = [name for name, leaf in known.items() if leaf.shape != given[name].shape]
+        check(not changed, f"Engine.load: {', '.join(changed[:3])} of another shape: {rule}.")
+        self.release()
+        self._arrays = [_like(given[name], leaf) for name, leaf in known.items()] + self._arrays
+
+
+def _shape(leaf: Any) -> Any:
+    if not eqx.is_array(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def _like(leaf: Array, shape: jax.ShapeDtypeStruct) -> Array:
+    """Return an array with the dtype and the sharding of another, itself where they agree."""
+    if leaf.dtype != shape.dtype:
+        return jax.jit(lambda x: x.astype(shape.dtype), out_shardings=shape.sharding)(leaf)
+    return leaf if leaf.sharding == shape.sharding else jax.device_put(leaf, shape.sharding)

@@ -1,0 +1,115 @@
+"""Engines that are given other weights, and log-probabilities of draws."""
+
+import dataclasses
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.serving.engine.request import Request
+from eqx_decoders.serving.engine.sampler import SamplingParams
+from eqx_decoders.sharding.axes import named_leaves
+from tests.serving.engines import alone, engine_for
+
+
+PROMPT = tuple(range(3, 40))  # longer than a block of the prefix cache
+
+
+@pytest.fixture(scope="module")
+def engine():
+    found = engine_for("llama_rope")
+    found.warm_up()
+    return found
+
+
+@pytest.fixture(scope="module")
+def other(engine):
+    return jax.tree.map(lambda leaf: leaf * 0.7 + 0.01 if hasattr(leaf, "dtype") else leaf, engine.model)
+
+
+@pytest.fixture(scope="module")
+def fresh(engine, other):
+    return Engine(other, engine.config)
+
+
+def request(seed=0, **options):
+    options.setdefault("sampling", SamplingParams(temperature=1.0, seed=seed))
+    return Request(prompt=PROMPT, max_new_tokens=6, **options)
+
+
+def test_new_weights_answer_as_in_an_engine_of_their_own(engine, fresh, other):
+    first, model = alone(engine, request()), engine.model
+    expected = alone(fresh, request())
+    assert expected != first
+    compiled = []
+    listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    engine.load(other)
+    assert alone(engine, request()) == expected  # also: nothing of the prefix cache is found again
+    engine.release()
+    with pytest.raises(ConfigError, match="dropped the weights"):
+        alone(engine, request())
+    for open_request in engine._slot_manager.sequences.copy().values():
+        engine.cancel(open_request.request_id)
+    while engine.has_work:
+        engine.step()
+    engine.load(model, version=7)
+    engine.submit(request())
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert tuple(token for output in outputs for token in output.tokens) == first
+    assert {output.version for output in outputs} == {7}
+    assert not compiled
+
+
+def test_arrays_are_the_same_where_they_agree(engine):
+    model = engine.model
+    engine.load(model)
+    held = named_leaves(engine._runner.weights.loaded.model)
+    given = {name: leaf for name, leaf in named_leaves(model).items() if isinstance(leaf, jax.Array)}
+    assert given and all(held[name] is leaf for name, leaf in given.items())
+    engine.load(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if isinstance(leaf, jax.Array) else leaf, model))
+    assert {str(leaf.dtype) for leaf in engine._runner.weights.arrays} == {str(leaf.dtype) for leaf in given.values()}
+    engine.load(model)
+
+
+@pytest.mark.parametrize("running", ["keep", "recompute"])
+def test_answers_under_way(engine, fresh, other, running):
+    model, greedy = engine.model, request(sampling=SamplingParams())
+    whole = alone(engine, greedy)
+    with pytest.raises(ConfigError, match="1 requests have no complete answer"):
+        engine.submit(greedy)
+        engine.load(other)
+    outputs = []
+    while sum(len(output.tokens) for output in outputs) < 2:
+        outputs += engine.step()
+    engine.load(other, running=running)
+    waiting = engine.submit(request(seed=5))
+    while engine.has_work:
+        outputs += engine.step()
+    old, new = ([t for o in outputs if (o.request_id == waiting) == late for t in o.tokens] for late in (False, True))
+    versions = [output.version for output in outputs if output.request_id != waiting]
+    assert tuple(old[:2]) == whole[:2] and versions == [versions[0]] * 2 + [versions[0] + 1] * 4
+    assert tuple(new) == alone(fresh, request(seed=5))
+    read_anew = alone(fresh, dataclasses.replace(greedy, prompt=(*PROMPT, *whole[:2]), max_new_tokens=4))
+    assert (tuple(old[2:]) == read_anew) == (running == "recompute")
+    engine.load(model)
+
+
+def test_blocks_of_other_weights_have_other_names(engine):
+    """An answer that goes on with old keys and values adds blocks, too."""
+    cache = engine._slot_manager.prefix_cache
+    before = cache.hash_blocks(PROMPT)
+    assert cache.hash_blocks(PROMPT) == before
+    engine.load(engine.model)
+    assert not set(cache.hash_blocks(PROMPT)) & set(before)
+
+
+def test_other_models_are_refused(engine):
+    short = engine_for("llama_rope").model
+    with pytest.raises(ConfigError, match="weights are those of another model"):
+        engine.load(dataclasses.replace(short, segments=short.segments[:-1]))

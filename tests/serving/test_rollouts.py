@@ -1,0 +1,61 @@
+"""Answers for training: their seeds, and the log-probabilities that they were drawn by."""
+
+import jax
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.serving.rollouts import answer_seed, rollout
+from tests.serving.engines import engine_for
+
+
+PROMPTS = [(5, 6, 7), tuple(range(3, 30)), (9,), (5, 6, 7)]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return engine_for("llama_rope", max_waiting=3)
+
+
+def drawn(engine, prompts=PROMPTS, samples=3, seed="run/1", **options):
+    """The answers by prompt."""
+    groups = {
+        group.number: group
+        for group in rollout(engine, prompts, samples=samples, max_new_tokens=5, seed=seed, **options)
+    }
+    return [groups[index].rollouts for index in range(len(prompts))]
+
+
+def test_answers_depend_on_seed_prompt_and_sample_alone(engine):
+    first = drawn(engine)
+    assert len({answer_seed("run/1", name, sample) for name in range(4) for sample in range(3)}) == 12
+    texts = [[answer.tokens.tolist() for answer in group] for group in first]
+    assert len({tuple(answer) for answer in texts[0]}) > 1 and texts[0] != texts[3]  # an id for each prompt
+    other = drawn(engine, PROMPTS[1::-1], ids=[1, 0])  # in another order, without the others
+    for one, same in ((first[0], other[1]), (first[1], other[0])):
+        for answer, again in zip(one, same, strict=True):
+            np.testing.assert_array_equal(answer.tokens, again.tokens)
+            np.testing.assert_array_equal(answer.log_probs, again.log_probs)
+    assert texts != [[answer.tokens.tolist() for answer in group] for group in drawn(engine, seed="run/2")]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_model(engine, temperature):
+    stops = [3, 4, 5, 6]
+    for group in rollout(engine, PROMPTS[1:3], samples=2, max_new_tokens=7, temperature=temperature, stop_ids=stops):
+        for answer in group.rollouts:
+            tokens = np.asarray([*group.prompt, *answer.tokens])
+            logits = engine.model(tokens[None, :-1]).logits[0, len(group.prompt) - 1 :] / temperature
+            expected = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), answer.tokens[:, None], -1)[:, 0]
+            np.testing.assert_allclose(answer.log_probs, expected, atol=1e-5)
+            stopped = answer.tokens[-1] in stops
+            assert answer.finish_reason == ("stop" if stopped else "length") and (stopped or len(answer.tokens) == 7)
+            assert not set(answer.tokens[:-1].tolist()) & set(stops) and set(answer.versions.tolist()) == {0}
+
+
+def test_answers_end_where_the_engine_has_no_room(engine):
+    long = (3, 4) * 31
+    ((answer,),) = drawn(engine, [long], samples=1)
+    assert len(answer.tokens) == 2 and answer.finish_reason == "length"
+    with pytest.raises(ConfigError, match="prompt 1 of 64 tokens leaves no room"):
+        drawn(engine, [(1,), (1,) * 64])
