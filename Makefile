@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT := $(VENV)/.aot
 CLIENTS := $(VENV)/.clients
-CPU := JAX_PLATFORMS=cpu
+# bytecode is kept also where the environment says that it is not: hundreds of files are read by each of many processes
+CPU := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu
 MODEL ?= tiny
 RUN ?= runs/$(MODEL)
 # Muon learns twice as fast as AdamW from so few steps; a learning rate for small models

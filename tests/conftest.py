@@ -1,5 +1,6 @@
 """Strict JAX on eight CPU devices, one cache of compiled programs for all processes, and a budget for every test."""
 
+import functools
 import gc
 import hashlib
 import importlib
@@ -11,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
+import types
 
 import jaxlib.version
 
@@ -60,6 +62,52 @@ from tests.programs import drop_compiled_programs  # noqa: E402
 
 
 refuse_vacuous_comparisons()
+
+
+def check_when_called() -> None:
+    """Make the checker of a function's types at its first call that is checked, once for all functions like it.
+
+    `jaxtyping` makes it where the function is defined: for all that a file imports, and for a function within another
+    one at each call of that, even while checks are disabled. Writing and compiling them took a fifth of the time.
+    """
+    inner = importlib.import_module("jaxtyping._decorator")
+    decorate, make, signatures = inner.jaxtyped, inner._make_fn_with_signature, jaxtyping.config
+    remembered = functools.cache(make)  # it depends on nothing but the function's name and signature
+
+    def make_once(*signature, **options):
+        try:
+            return remembered(*signature, **options)
+        except TypeError:  # a default that has no hash
+            return make(*signature, **options)
+
+    def checked(part, **options):
+        if not isinstance(part, types.FunctionType):
+            return decorate(part, **options)
+        if not part.__annotations__ or hasattr(part, "checked_when_called"):
+            return part
+        checker = None
+
+        @functools.wraps(part)
+        def call(*args, **kwargs):
+            nonlocal checker
+            __tracebackhide__ = True
+            if signatures.jaxtyping_disable:
+                return part(*args, **kwargs)
+            checker = checker or decorate(part, **options)
+            return checker(*args, **kwargs)
+
+        call.checked_when_called = True
+        return call
+
+    def jaxtyped(*parts, **options):
+        return checked(*parts, **options) if parts else functools.partial(checked, **options)
+
+    inner._make_fn_with_signature = make_once
+    inner._apply_typechecker = functools.cache(inner._apply_typechecker)
+    jaxtyping.jaxtyped = inner.jaxtyped = jaxtyped
+
+
+check_when_called()
 
 if not AS_USERS_RUN:
     jax.config.update("jax_numpy_rank_promotion", "raise")
