@@ -721,6 +721,7 @@ SHOWN_IN = {
     **dict.fromkeys(("PairLoss", "KTOLoss"), "training/objectives/test_preference_loss.py"),
     **dict.fromkeys(("PairObjective", "KTOObjective", "PolicyObjective"), "training/objectives/test_objectives.py"),
     "PreferenceConfig": "training/run/test_preference_run.py",
+    "DistillConfig": "training/run/test_distill_run.py",
     "HeadForm": "training/head/test_log_probs.py",
     "NextTokenLoss": "training/step/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),

@@ -20,9 +20,10 @@ Fine-tune
 
 Align, reward, distil
     `Signals` are what an objective reads beside the tokens of a `Batch`; `PairObjective` (`PairLoss`), `KTOObjective`
-    (`KTOLoss`) and `PolicyObjective` (`PolicyLoss`, `Correction`) are losses of a `Trainer`. `token_log_probs`,
-    `linear_log_probs`, `linear_divergence` and `top_divergence` (`Divergence`, `HeadForm`, `HeadWeights`) compute what
-    they are made of, `token_weights`, `group_advantages`, `generalized_advantages` and `whiten` what signals hold.
+    (`KTOLoss`), `PolicyObjective` (`PolicyLoss`, `Correction`) and `DistillObjective` are losses of a `Trainer`.
+    `top_tokens`, `token_log_probs`, `linear_log_probs`, `linear_divergence` and `top_divergence` (`Divergence`,
+    `HeadForm`, `HeadWeights`) compute what they are made of, `token_weights`, `group_advantages`,
+    `generalized_advantages` and `whiten` what signals hold.
 
 Go on with a run
     `train` trains as a `TrainConfig` says, in its run directory; `load_run` reads the model of one, `load_text_run` its
@@ -71,6 +72,10 @@ if TYPE_CHECKING:
         group_advantages as group_advantages,
         whiten as whiten,
     )
+    from eqx_decoders.training.objectives.distillation import (
+        DistillObjective as DistillObjective,
+        top_tokens as top_tokens,
+    )
     from eqx_decoders.training.objectives.objectives import (
         KTOObjective as KTOObjective,
         PairObjective as PairObjective,
@@ -115,6 +120,7 @@ __getattr__, __all__, __dir__ = lazy(
         "training.head.log_probs": "linear_log_probs",
         "training.head.vocab_parallel": "HeadWeights",
         "training.objectives.advantages": "generalized_advantages group_advantages whiten",
+        "training.objectives.distillation": "DistillObjective top_tokens",
         "training.objectives.objectives": "KTOObjective PairObjective PolicyObjective",
         "training.objectives.policy_loss": "Correction PolicyLoss",
         "training.objectives.preference_loss": "KTOLoss PairLoss",

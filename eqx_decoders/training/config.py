@@ -10,6 +10,7 @@ from eqx_decoders.data.config import DataConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
+from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.method_kinds import check_groups, check_method
 from eqx_decoders.training.methods.preference_config import PreferenceConfig
 from eqx_decoders.training.objectives.preference_loss import KTOLoss
@@ -132,11 +133,13 @@ class MethodSettings(CheckedFields):
     """What a run learns from its data."""
 
     checked_name = ""
-    method: Literal["sft", "dpo", "kto"] = "sft"
+    method: Literal["sft", "dpo", "kto", "distill"] = "sft"
     """sft: the next tokens of texts and conversations; dpo: pairs of answers, by one of the losses of
-    `preference.kind`; kto: answers that are desirable or not."""
+    `preference.kind`; kto: answers that are desirable or not; distill: what a teacher says of texts and
+    conversations."""
     preference: PreferenceConfig = PreferenceConfig()
     kto: KTOLoss = KTOLoss()
+    distill: DistillConfig = DistillConfig()
 
     def __post_init__(self):
         super().__post_init__()

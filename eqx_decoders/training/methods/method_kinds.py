@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import check
+from eqx_decoders.training.methods.distill_config import check_teacher
 from eqx_decoders.training.methods.preference_config import check_reference
 
 
 ALL = ("*",)  # fields of a group
+SHARED = ("examples_per_row",)  # of `preference`: how any examples are packed
 
 
 class MethodKind(NamedTuple):
@@ -17,19 +19,22 @@ class MethodKind(NamedTuple):
     **Arguments:**
 
     - `groups`: the groups of settings of methods that it reads, each with the fields that it reads of it.
-    - `files`: what its data are.
+    - `files`: what its data are; None: texts, as those of `sft`.
+    - `answers`: whether its model must answer already.
     - `check_run`: its own rules for the settings of a run, a `TrainConfig`.
     """
 
     groups: Mapping[str, tuple[str, ...]]
-    files: str = "texts"
+    files: str | None = None
+    answers: bool = True
     check_run: Callable[[Any], None] | None = None
 
 
 KINDS = {
-    "sft": MethodKind({}),
-    "dpo": MethodKind({"preference": ALL}, "pairs", check_reference),
-    "kto": MethodKind({"preference": ("reference", "examples_per_row"), "kto": ALL}, "answers", check_reference),
+    "sft": MethodKind({}, answers=False),
+    "dpo": MethodKind({"preference": ALL}, "pairs", check_run=check_reference),
+    "kto": MethodKind({"preference": (*SHARED, "reference"), "kto": ALL}, "answers", check_run=check_reference),
+    "distill": MethodKind({"distill": ALL}, answers=False, check_run=check_teacher),
 }
 
 
@@ -49,10 +54,12 @@ def check_method(config: Any) -> None:
     kind, name = KINDS[config.method], f"method={config.method!r}"
     if config.method == "sft":
         return
-    check(config.init_from is not None, f"{name} needs init_from: a model that answers already.")
+    begun = config.init_from is not None or not kind.answers
+    check(begun, f"{name} needs init_from: a model that answers already.")
     check(config.mtp_depths == 0, f"mtp_depths={config.mtp_depths}: {name} trains no drafts. Leave it out.")
-    check(config.dataset.path is not None, f"{name} needs dataset.path: files of {kind.files}.")
-    check(not config.describe_data, f"describe_data shows documents: it needs method='sft', not {config.method!r}.")
+    if kind.files is not None:
+        check(config.dataset.path is not None, f"{name} needs dataset.path: files of {kind.files}.")
+        check(not config.describe_data, f"describe_data shows documents: {name} reads {kind.files}. Leave it out.")
     step = config.step
     rule = f"step.z_loss={step.z_loss} and step.fused_loss={step.fused_loss} are not read with {name}."
     check(step.z_loss == 0.0 and step.fused_loss, rule)

@@ -1,13 +1,12 @@
 """What a run on preferences needs beside one on texts: its data, its loss, and the log-probs of its reference."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
@@ -21,6 +20,7 @@ from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import without_lora
+from eqx_decoders.training.methods.held_out_figures import held_out_figures
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.objectives.objectives import KTOObjective, PairObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
@@ -59,15 +59,9 @@ class PreferenceRun:
 
     def evaluate(self, state: TrainState, batches: Iterable[Batch], rows: int) -> dict[str, float]:
         """Compute the loss and the figures of held-out examples, with the means of the weights where there are any."""
-        model, layout, totals, count = state.averaged, self._execution.layout, dict[str, float](), 0.0
-        for batch in batches:
-            batch = self.prepare(hand_over(batch, layout, rows), state)
-            loss, figures = jax.device_get(_evaluated(self.loss, model, batch))
-            examples = float(figures.get("pairs", figures.get("answers", 0.0)))
-            count += examples
-            for name, value in ({"loss": loss} | figures).items():
-                totals[name] = totals.get(name, 0.0) + float(value) * examples
-        return {name: total / max(count, 1.0) for name, total in totals.items() if name not in ("pairs", "answers")}
+        layout = self._execution.layout
+        prepare = lambda batch: self.prepare(hand_over(batch, layout, rows), state)  # noqa: E731
+        return held_out_figures(self.loss, state.averaged, batches, prepare)
 
     def note(self, row: MetricsRow) -> str | None:
         """Count steps in which chosen answers are less likely than under the reference; return a warning after many."""
@@ -146,9 +140,3 @@ def _with_reference(reference: Decoder, policy: Decoder | None, batch: Batch) ->
         weights = jnp.asarray(signals.divergence)
         changes["baseline"] = jnp.full_like(gap, jnp.maximum(jnp.sum(weights * gap), 0.0))
     return dataclasses.replace(batch, signals=dataclasses.replace(signals, divergence=None, **changes))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluated(loss: Any, model: Decoder, batch: Batch) -> tuple[Float32[Array, ""], dict[str, Any]]:
-    value, metrics = loss(model, batch, key=None, full_batch=batch)
-    return value, loss.figures(metrics.sums)

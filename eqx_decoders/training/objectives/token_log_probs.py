@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, PyTree, Shaped
 
-from eqx_decoders.context import Promises
+from eqx_decoders.context import Execution, Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
-from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens
+from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens, of_next
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
 
 
@@ -41,7 +40,7 @@ def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) 
     There is no dropout: of a policy, the weights that drew an answer and a reference all say what they would again.
     """
     targets, weights = next_tokens(batch)
-    signals = jax.tree.map(_of_next, Signals() if batch.signals is None else batch.signals)
+    signals = jax.tree.map(of_next, Signals() if batch.signals is None else batch.signals)
     ordered = in_context_order(model.config, model.execution, batch, targets, weights != 0, signals)
     batch, targets, real, signals = ordered
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
@@ -56,12 +55,6 @@ def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) 
         **head_options(model),
     )
     return TargetLogProbs(found, real, _of_targets(signals, real))
-
-
-def _of_next(x: Shaped[AnyArray, "batch length *rest"]) -> Shaped[Array, "batch length *rest"]:
-    """Put what is about a token at the place of the token before it."""
-    x = jnp.asarray(x)
-    return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
 
 def _of_targets(signals: Signals, real: Bool[Array, "batch length"]) -> Signals:
@@ -88,11 +81,15 @@ def token_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -
 def _token_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float32[Array, "batch length"]:
     found, real, _ = target_log_probs(model, batch, temperature=temperature)
     log_probs = jnp.where(real, found.log_probs, 0.0)
-    order = row_order(model.execution, batch.tokens.shape[1])
+    return at_tokens(log_probs, model.execution)
+
+
+def at_tokens(x: Shaped[Array, "batch length *rest"], execution: Execution) -> Shaped[Array, "batch length *rest"]:
+    """Put what stands before each token, in the order in which a model reads, at the token itself; 0 at the first."""
+    order = row_order(execution, x.shape[1])
     if order is not None:
-        back = jnp.argsort(jnp.asarray(order))
-        log_probs = log_probs[:, back]
-    return jnp.concatenate([jnp.zeros_like(log_probs[:, :1]), log_probs[:, :-1]], axis=1)
+        x = x[:, jnp.argsort(jnp.asarray(order))]
+    return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 
 def needed(signals: Signals, *names: str) -> tuple[Array, ...]:

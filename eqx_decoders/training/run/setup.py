@@ -26,6 +26,7 @@ from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import flat_settings
 from eqx_decoders.training.flags import flag
+from eqx_decoders.training.methods.distill_run import open_distillation
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.preference_run import open_preferences
 from eqx_decoders.training.methods.texts import open_texts
@@ -46,6 +47,7 @@ METHODS: dict[str, Callable[[MethodStart], OpenedMethod]] = {
     "sft": open_texts,
     "dpo": open_preferences,
     "kto": open_preferences,
+    "distill": open_distillation,
 }
 
 

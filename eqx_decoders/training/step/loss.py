@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, Shaped
 
 from eqx_decoders.blocks.stats import join_layer_stats
 from eqx_decoders.context import Promises
@@ -16,6 +16,7 @@ from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.core.chips import chip_of
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.signals import Signals
 from eqx_decoders.encoders.merge import without_placeholders
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, check
 from eqx_decoders.layers.attention.indexer import IndexerStats
@@ -25,6 +26,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp import same_document, shift_left
 from eqx_decoders.numerics.einsum import as_weight
+from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.head.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.head.vocab_parallel import HeadWeights
@@ -76,6 +78,26 @@ def mtp_targets(
     return (targets, weights) if order is None else (targets[:, order], weights[:, order])
 
 
+class Forward(NamedTuple):
+    """What a loss may add terms of.
+
+    **Arguments:**
+
+    - `hidden`: the stream behind the last block.
+    - `batch`: tokens, in the order in which the model has read them.
+    - `weights`: of the target of each token.
+    - `signals`: what is about the target, at the place of the token before it.
+    """
+
+    hidden: Float[Array, "batch length embed"]
+    batch: Batch
+    weights: Float32[Array, "batch length"]
+    signals: Signals
+
+
+MoreLoss = Callable[[Forward], tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]]
+
+
 @typed
 def token_loss_sum(
     model: Decoder,
@@ -85,6 +107,8 @@ def token_loss_sum(
     fused: bool = True,
     key: PRNGKeyArray | None = None,
     full_batch: Batch | None = None,
+    nll_weight: float = 1.0,
+    more: MoreLoss | None = None,
 ) -> tuple[Float32[Array, ""], LossMetrics]:
     """Compute the training loss, summed over the targets, and its metrics.
 
@@ -92,26 +116,39 @@ def token_loss_sum(
     `fused` computes the head and the loss together, some positions at a time, so that all logits never exist at once.
     Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `full_batch` is the batch
     of which this one is a part: the losses of routing, indexers and multi-token prediction are means over all of it.
+    `more` adds terms to `nll_weight` of the next tokens' loss, and sums for metrics.
     """
-    full_batch, mtp = batch if full_batch is None else full_batch, None
+    full_batch, mtp, sums = batch if full_batch is None else full_batch, None, None
     in_order, order = batch, row_order(model.execution, batch.tokens.shape[1])
-    batch, targets, weights = in_context_order(model.config, model.execution, batch, *next_tokens(batch))
+    signals = Signals() if more is None or batch.signals is None else jax.tree.map(of_next, batch.signals)
+    ordered = in_context_order(model.config, model.execution, batch, *next_tokens(batch), signals)
+    batch, targets, weights, signals = ordered
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **inputs, promises=promises)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
+    if more is not None:
+        added, sums = more(Forward(hidden, batch, weights, signals))
+        loss = nll_weight * loss + added
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
         inputs |= dict(order=order, contiguous=batch.contiguous)
         streams = model.predict_mtp(hidden, batch.tokens, positions, segments, key, **inputs)
         stats = join_layer_stats([(stats,), (streams.stats,)])
-        more, mtp = _mtp_loss_sum(model, streams.hidden, in_order, full_batch, fused=fused, key=key)
-        loss = loss + more
+        ahead, mtp = _mtp_loss_sum(model, streams.hidden, in_order, full_batch, fused=fused, key=key)
+        loss = loss + ahead
     if stats.routing is not None and has_routing_loss(model.config):
         loss = loss + _routing_loss_sum(model, stats.routing, full_batch)
     if stats.indexer is not None:
         loss = loss + _indexer_loss_sum(model, stats.indexer, full_batch)
     stats = stats if jax.tree.leaves(stats) else None
-    return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=stats, mtp=mtp)
+    metrics = LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=stats, mtp=mtp, sums=sums)
+    return loss, metrics
+
+
+def of_next(x: Shaped[AnyArray, "batch length *rest"]) -> Shaped[Array, "batch length *rest"]:
+    """Put what is about a token at the place of the token before it."""
+    x = jnp.asarray(x)
+    return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
 
 
 def model_inputs(model: Decoder, batch: Batch) -> dict[str, Any]:

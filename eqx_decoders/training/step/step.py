@@ -51,7 +51,13 @@ class Trainer(eqx.Module):
     ema_decay: float | None = eqx.field(static=True)
     shard_over_data: bool = eqx.field(static=True)
     config: StepConfig = eqx.field(static=True)
-    loss: Loss = eqx.field(static=True)
+    loss_arrays: PyTree  # of a loss that holds any, such as a teacher: an argument of the program, and no constant
+    loss_form: Any = eqx.field(static=True)
+
+    @property
+    def loss(self) -> Loss:
+        """What a step minimizes."""
+        return eqx.combine(self.loss_arrays, self.loss_form)
 
     @classmethod
     def create(
@@ -86,6 +92,8 @@ class Trainer(eqx.Module):
             untrained = sorted(set(clipped_weights(model)) - trainable)
             rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(untrained[:3])}"
             check(not untrained, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
+        loss = NextTokenLoss(config.z_loss, config.fused_loss) if loss is None else loss
+        arrays, form = eqx.partition(loss, eqx.is_array)
         return cls(
             name=optimizer.name,
             optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
@@ -95,7 +103,8 @@ class Trainer(eqx.Module):
             ema_decay=optimizer.ema_decay,
             shard_over_data=optimizer.shard_over_data,
             config=config,
-            loss=NextTokenLoss(config.z_loss, config.fused_loss) if loss is None else loss,
+            loss_arrays=arrays,
+            loss_form=form,
         )
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
@@ -185,7 +194,7 @@ class Trainer(eqx.Module):
         def specs(result: tuple[TrainState, StepMetrics]) -> PyTree:
             return jax.tree.map(spec_of, state), jax.tree.map(lambda _: PartitionSpec(), result[1])
 
-        return state.model.execution.layout.automatically(self._advance, specs)(state, batch)
+        return state.model.execution.layout.automatically(Trainer._advance, specs)(self, state, batch)
 
     def _advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None

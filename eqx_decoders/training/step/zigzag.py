@@ -29,7 +29,7 @@ def in_context_order(
     config: DecoderConfig,
     execution: Execution,
     batch: Batch,
-    *others: PyTree[Shaped[Array, "batch length *rest"] | None],
+    *others: PyTree[Shaped[Array, "batch length ..."] | None],
 ) -> tuple[Any, ...]:
     """Put a batch, and other arrays of its tokens, in the order of `Execution.context_order`; leave out its signals.
 

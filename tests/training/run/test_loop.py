@@ -856,7 +856,18 @@ ELSEWHERE = {
 # their fields stand for them
 GROUPS = {
     f"TrainConfig.{name}"
-    for name in ("preference", "kto", "dataset", "mesh", "pipeline", "low_precision", "offload", "optimizer", "step")
+    for name in (
+        "preference",
+        "kto",
+        "distill",
+        "dataset",
+        "mesh",
+        "pipeline",
+        "low_precision",
+        "offload",
+        "optimizer",
+        "step",
+    )
 }
 
 

@@ -58,10 +58,13 @@ class EvaluationHook(Hook):
 
     def _measure_figures(self, method: Method, step: int, state: TrainState) -> None:
         """Evaluate the objective on held-out examples; write and show its figures."""
-        for batches in self._held_out(step).values():
-            figures = method.evaluate(state, batches, self.run.config.dataset.batch_size)
-            self.trackers.write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
-            self.show(f"step {step}: held-out {', '.join(f'{name} {value:.4f}' for name, value in figures.items())}")
+        for name, batches in self._held_out(step).items():
+            figures, behind = method.evaluate(state, batches, self.run.config.dataset.batch_size), name and f"/{name}"
+            self.trackers.write({"step": step} | {f"eval_{each}{behind}": value for each, value in figures.items()})
+            text = ", ".join(f"{each} {value:.4f}" for each, value in figures.items())
+            self.show(f"step {step}: held-out {text}{name and f' ({name})'}")
+        for batches in self.run.held_out.values():
+            batches.close()
 
     def evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
         """Evaluate a model on the held-out sets; write and show the losses."""

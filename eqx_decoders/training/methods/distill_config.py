@@ -1,0 +1,45 @@
+"""Settings of learning from a teacher."""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, check
+from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.training.head.divergence import Divergence
+
+
+DivergenceName = Literal["forward", "reverse", "jsd", "jsd_scaled"]
+BETAS = ("jsd", "jsd_scaled")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig(CheckedFields):
+    """Settings of learning from a teacher's distributions, `alpha T^2 divergence + (1 - alpha) cross-entropy`."""
+
+    teacher: str | None = None
+    """Directory of a Hugging Face checkpoint, or "org/name", of a model with the same tokenizer."""
+    divergence: DivergenceName = "forward"
+    """forward: sum of q (log q - log p), q the teacher's; reverse: of p (log p - log q); jsd: the mean of both to
+    beta q + (1 - beta) p; jsd_scaled: that divided by beta (1 - beta), whose limits are forward and reverse."""
+    beta: Annotated[float, InRange(above=0, below=1)] = 0.5
+    """Share of the teacher in the mixture of jsd and jsd_scaled."""
+    temperature: PositiveFloat = 1.0
+    """Temperature that softens both distributions."""
+    alpha: Annotated[float, InRange(least=0, most=1)] = 1.0
+    """Weight of the divergence, times the temperature's square; the rest is that of the next tokens' cross-entropy."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        expand_paths(self, "teacher")
+        plain = self.beta == 0.5 or self.divergence in BETAS
+        check(plain, f"distill.beta={self.beta} is read with divergence={' or '.join(map(repr, BETAS))}: leave it out.")
+
+    def divergence_of(self) -> Divergence:
+        """Return the divergence that is minimized."""
+        kind: Any = self.divergence.removesuffix("_scaled")
+        return Divergence(kind, self.beta, scaled=self.divergence == "jsd_scaled")
+
+
+def check_teacher(config: Any) -> None:
+    """Raise ConfigError unless a run, a `TrainConfig`, names its teacher."""
+    check(config.distill.teacher is not None, "method='distill' needs distill.teacher: the model to learn from.")

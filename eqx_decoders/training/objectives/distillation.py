@@ -1,0 +1,157 @@
+"""Loss of a student that learns from a teacher's distributions, of the teacher itself or of its likeliest tokens."""
+
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, PRNGKeyArray
+
+from eqx_decoders.context import Promises
+from eqx_decoders.core.auto_jit import jit_if_eager
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.errors import check, check_number
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.explicit import typed
+from eqx_decoders.training.head.divergence import Divergence, linear_divergence, top_divergence
+from eqx_decoders.training.head.head_tiles import HeadForm, cut, joined, tile_length
+from eqx_decoders.training.head.log_probs import linear_log_probs
+from eqx_decoders.training.head.vocab_parallel import HeadWeights
+from eqx_decoders.training.objectives.token_log_probs import at_tokens, needed
+from eqx_decoders.training.step.loss import Forward, head_options, head_weights, next_tokens, token_loss_sum
+from eqx_decoders.training.step.loss_metrics import LossMetrics
+from eqx_decoders.training.step.zigzag import in_context_order
+
+
+class DistillObjective(eqx.Module):
+    """Loss of a student, `mean over targets of alpha T^2 divergence + (1 - alpha) cross-entropy` (Hinton et al. 2015).
+
+    Targets and their weights are those of the loss of next tokens: of a conversation what the assistant says, of a
+    batch of answers that the student drew (`Batch.loss_mask`) these answers. Routers are balanced as there.
+
+    **Arguments:**
+
+    - `teacher`: a model with the student's vocabulary, whose distribution is computed in each step; of heads of two
+        sizes the ids that both have count. None: `Signals.top_ids` and `top_log_probs` are a teacher's likeliest
+        tokens, at the same temperature.
+    - `divergence`: of the student from the teacher.
+    - `temperature`: softens both distributions.
+    - `alpha`: weight of the divergence.
+    """
+
+    teacher: Decoder | None = None
+    divergence: Divergence = eqx.field(static=True, default=Divergence())
+    temperature: float = eqx.field(static=True, default=1.0)
+    alpha: float = eqx.field(static=True, default=1.0)
+    per_token: ClassVar[bool] = True
+
+    def __check_init__(self):
+        self.divergence.checked()
+        check_number("DistillObjective.temperature", self.temperature, above=0.0)
+        check_number("DistillObjective.alpha", self.alpha, least=0.0, most=1.0)
+
+    def __call__(
+        self, model: Decoder, batch: Batch, *, key: PRNGKeyArray | None, full_batch: Batch
+    ) -> tuple[Float32[Array, ""], LossMetrics]:
+        """Compute the sum over the targets."""
+        more = functools.partial(self._divergence, model, key)
+        return token_loss_sum(model, batch, key=key, full_batch=full_batch, nll_weight=1.0 - self.alpha, more=more)
+
+    def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
+        """Return the mean divergence."""
+        return {"divergence": sums["divergence"] / jnp.maximum(sums["tokens"], 1.0)}
+
+    def _divergence(
+        self, model: Decoder, key: PRNGKeyArray | None, forward: Forward
+    ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
+        hidden = model.head_input(forward.hidden, key=key)
+        of = self._of_top if self.teacher is None else functools.partial(self._of_teacher, self.teacher)
+        found = jnp.where(forward.weights != 0, of(model, hidden, forward), 0.0)
+        total = jnp.sum(forward.weights * found)
+        sums = {"divergence": jax.lax.stop_gradient(total), "tokens": jnp.sum(forward.weights)}
+        return self.alpha * self.temperature**2 * total, sums
+
+    def _of_teacher(self, teacher: Decoder, model: Decoder, hidden: Array, forward: Forward) -> Array:
+        theirs = hidden_of(teacher, forward.batch)
+        heads = common_ids(model, teacher)
+        forms = [HeadForm(**_form(each, self.temperature)) for each in (model, teacher)]
+        form, teacher_form = forms
+        return linear_divergence(
+            hidden, heads[0], theirs, heads[1], form=form, teacher_form=teacher_form, divergence=self.divergence
+        )
+
+    def _of_top(self, model: Decoder, hidden: Array, forward: Forward) -> Array:
+        ids, log_probs = needed(forward.signals, "top_ids", "top_log_probs")
+        found = linear_log_probs(hidden, head_weights(model), ids, **_form(model, self.temperature))
+        return top_divergence(found.log_probs, log_probs, self.divergence)
+
+
+def hidden_of(teacher: Decoder, batch: Batch) -> Array:
+    """Compute the input of a teacher's head; the batch is in the order in which the student reads it."""
+    in_context_order(teacher.config, teacher.execution, batch)  # refuses layers that go by the order of tokens
+    return teacher.head_input(_stream_of(teacher, batch))
+
+
+def _stream_of(model: Decoder, batch: Batch) -> Array:
+    """Run a model without dropout on a batch of text, in the order in which it is read."""
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
+    promises = Promises(contiguous=batch.contiguous)
+    return model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs, promises=promises)[0]
+
+
+def common_ids(model: Decoder, teacher: Decoder) -> tuple[HeadWeights, HeadWeights]:
+    """Return both heads, of the ids that both have: rows behind the vocabulary may pad one of them."""
+    size = min(model.config.vocab_size, teacher.config.vocab_size)
+    return _cut_head(model, size), _cut_head(teacher, size)
+
+
+def _cut_head(model: Decoder, size: int) -> HeadWeights:
+    head = head_weights(model)
+    if model.config.vocab_size == size:
+        return head
+    kernel = head.kernel[:size] if model.head is None else head.kernel[:, :size]
+    return HeadWeights(kernel, None if head.bias is None else head.bias[:size])
+
+
+def _form(model: Decoder, temperature: float) -> dict[str, Any]:
+    """Return how a model's hidden states become logits."""
+    return head_options(model) | dict(soft_cap=model.config.logit_soft_cap, temperature=temperature)
+
+
+class TopTokens(NamedTuple):
+    """A model's likeliest tokens in the place of each token, and their log-probs, likeliest first.
+
+    What `Signals.top_ids` and `top_log_probs` hold: both stand at the token that is predicted, zeros at the first.
+    """
+
+    ids: Int[Array, "batch length top"]
+    log_probs: Float32[Array, "batch length top"]
+
+
+def top_tokens(teacher: Decoder, batch: Batch, *, top: int, temperature: float = 1.0) -> TopTokens:
+    """Compute the `top` likeliest tokens in the place of each token of a batch, at a temperature, in float32.
+
+    Outside of `jax.jit` it is compiled, too. Raises ConfigError unless `top` is below the teacher's vocabulary.
+    """
+    size = teacher.config.vocab_size
+    check(0 < top < size, f"top_tokens: top={top} must be from 1 to {size - 1}, below the vocabulary of {size}.")
+    return _top_tokens(teacher, batch, top, temperature)
+
+
+@jit_if_eager
+@typed
+def _top_tokens(teacher: Decoder, batch: Batch, top: int, temperature: float) -> TopTokens:
+    _, weights = next_tokens(batch)
+    length, layout = batch.tokens.shape[1], teacher.execution.layout
+    batch, real = in_context_order(teacher.config, teacher.execution, batch, weights != 0)
+    hidden = _stream_of(teacher, batch)
+
+    def of_tile(hidden: Array) -> tuple[Array, Array]:
+        log_probs, ids = jax.lax.top_k(jax.nn.log_softmax(teacher.logits(hidden) / temperature), top)
+        return log_probs, ids
+
+    tile = tile_length(hidden.shape[0], length, teacher.config.vocab_size, None, layout.backend)
+    log_probs, ids = (joined(x, length) for x in jax.lax.map(of_tile, cut(hidden, tile)))
+    found = (jnp.where(real[..., None], x, jnp.zeros_like(x)) for x in (ids, log_probs))
+    return TopTokens(*(at_tokens(x, teacher.execution) for x in found))

@@ -1,0 +1,148 @@
+"""A student's loss is its formula over all logits, of a teacher and of its likeliest tokens, on any mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.host_rows import place
+from eqx_decoders.data.signals import Signals
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.training.head.divergence import Divergence
+from eqx_decoders.training.objectives.distillation import DistillObjective, top_tokens
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
+from tests.compare import assert_close
+from tests.models import VOCAB, filled, rich_decoder
+
+
+CONFIG = dataclasses.replace(rich_decoder(1), logit_soft_cap=4.0)
+WIDER = dataclasses.replace(rich_decoder(1), vocab_size=VOCAB + 8)  # rows that no token has
+PLAIN = OptimizerConfig(learning_rate=0.1, schedule="constant", warmup_steps=0, eps=1.0)
+T, ALPHA = 2.0, 0.7
+JSD = Divergence("jsd", beta=0.3)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return filled(CONFIG), filled(WIDER, 1)
+
+
+def batch_of():
+    draws = np.random.default_rng(0)
+    segments = np.tile(np.repeat([1, 2, 0], [7, 6, 3]), (4, 1)).astype(np.int32)
+    tokens = np.where(segments > 0, draws.integers(0, VOCAB, (4, 16)), 0).astype(np.int32)
+    positions = np.tile(np.concatenate([np.arange(7), np.arange(6), np.zeros(3)]), (4, 1)).astype(np.int32)
+    mask = draws.random((4, 16)) < 0.6
+    return Batch(tokens=tokens, segment_ids=segments, positions=positions, loss_mask=mask & (segments > 0))
+
+
+def targets_of(batch):
+    segments, mask = np.asarray(batch.segment_ids), np.asarray(batch.loss_mask)
+    return (segments[:, 1:] == segments[:, :-1]) & mask[:, 1:]
+
+
+def logits_of(model, batch, temperature=1.0):
+    logits = model(batch.tokens, batch.positions, batch.segment_ids).logits[:, :-1, :VOCAB]
+    return jax.nn.log_softmax(logits / temperature)
+
+
+def expected(student, teacher, batch, divergence):
+    """The formula, from all logits of both."""
+    log_p, log_q = (logits_of(model, batch, T) for model in (student, teacher))
+    found = jnp.sum(divergence.terms(log_p, log_q)[0], axis=-1)
+    nll = -jnp.take_along_axis(logits_of(student, batch), jnp.asarray(batch.tokens)[:, 1:, None], axis=-1)[..., 0]
+    weights = jnp.asarray(targets_of(batch), jnp.float32)
+    return jnp.sum(weights * (ALPHA * T**2 * found + (1 - ALPHA) * nll)) / jnp.sum(weights)
+
+
+def after_a_step(objective, model, batch, **step):
+    trainer = Trainer.create(PLAIN, model, steps=10, config=StepConfig(**step), loss=objective)
+    state = trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0))
+    state, metrics = trainer.step(state, place(batch, model.execution.layout, batch.tokens.shape[0]))
+    return jax.device_get((state.model, dataclasses.replace(metrics, stats=None)))
+
+
+def test_a_step_is_that_of_the_formula(models):
+    """Of a teacher with more rows in its head, whose weights stay."""
+    student, teacher = models
+    batch, objective = batch_of(), DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA)
+    before = jax.tree.map(np.array, teacher)
+    new, metrics = after_a_step(objective, student, batch)
+    want, gradient = jax.jit(jax.value_and_grad(lambda s: expected(s, teacher, batch, JSD)))(student)
+    assert_close(metrics.loss, want)
+    moved = jax.tree.map(lambda old, new: np.asarray(old) - new, student, new)
+    norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(gradient)))
+    assert_close(metrics.grad_norm, norm)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(moved)) > 0
+    assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, teacher)), strict=True))
+
+
+@pytest.mark.slow
+def test_microbatches_change_nothing(models):
+    student, teacher = models
+    objective = DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA)
+    want = after_a_step(objective, student, batch_of())
+    parts = after_a_step(objective, student, batch_of(), gradient_accumulation_steps=2)
+    assert_close([*jax.tree.leaves(parts[0]), parts[1].loss], [*jax.tree.leaves(want[0]), want[1].loss])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "order": "zigzag"}])
+def test_on_a_mesh(models, axes):
+    student, teacher = models
+    want = after_a_step(DistillObjective(teacher, temperature=T), student, batch_of())[1]
+    options = {"context_order": axes.pop("order", "plain")}
+    layout = ed.Layout.create(**axes, devices=jax.devices()[:4])
+    models = [model.place(layout).replace(**options) for model in (student, teacher)]
+    found = after_a_step(DistillObjective(models[1], temperature=T), models[0], batch_of())[1]
+    assert_close((found.loss, found.grad_norm), (want.loss, want.grad_norm))
+
+
+def test_all_tokens_but_one_are_the_whole_teacher(models):
+    """With one cell for the rest the likeliest tokens are a bound, equal where a single token is left."""
+    _, teacher = models
+    student, batch = filled(WIDER, 2), batch_of()
+
+    def loss(objective, top=None):
+        found = None if top is None else top_tokens(teacher, batch, top=top, temperature=T)
+        signals = None if found is None else Signals(top_ids=found.ids, top_log_probs=found.log_probs)
+        rows = dataclasses.replace(batch, signals=signals)
+        return jax.jit(lambda s: objective(s, rows, key=None, full_batch=rows)[0])(student)
+
+    whole = loss(DistillObjective(teacher, temperature=T))
+    assert_close(loss(DistillObjective(temperature=T), VOCAB + 7), whole)
+    assert 0 < loss(DistillObjective(temperature=T), 3) < whole * (1 - 1e-4)
+    found = top_tokens(teacher, batch, top=3)
+    want, ids = jax.lax.top_k(jax.nn.log_softmax(teacher(batch.tokens, batch.positions, batch.segment_ids).logits), 3)
+    real = targets_of(batch)
+    assert np.array_equal(found.ids[:, 1:][real], ids[:, :-1][real])
+    assert_close(found.log_probs[:, 1:][real], want[:, :-1][real])
+    assert not np.any(found.ids[:, 1:][~real]) and not np.any(found.ids[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: DistillObjective(alpha=1.5), "DistillObjective.alpha=1.5"),
+        (lambda: DistillObjective(temperature=0.0), "DistillObjective.temperature=0.0"),
+        (lambda: DistillObjective(divergence=Divergence("jsd", beta=0.0)), "Divergence.beta=0.0"),
+    ],
+)
+def test_what_is_no_objective_is_refused(make, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make()
+
+
+def test_too_many_tokens_and_none_are_refused(models):
+    student, _ = models
+    with pytest.raises(ConfigError, match=f"top={VOCAB} must be from 1 to {VOCAB - 1}"):
+        top_tokens(student, batch_of(), top=VOCAB)
+    with pytest.raises(ConfigError, match=r"Batch\.signals needs top_ids, top_log_probs"):
+        batch = batch_of()
+        jax.eval_shape(lambda s: DistillObjective()(s, batch, key=None, full_batch=batch), student)

@@ -1,0 +1,141 @@
+"""Runs that learn from a teacher: it is compared token by token, and refused where its tokens are others."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.run.run_loading import load_run
+from tests.commands import ROOT, call, steps_of
+
+
+STUDENT = ROOT / "tests" / "fixtures" / "chat_llama"
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "many", "birds", "sing", "in", "old", "green", "trees", "at", "noon"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Conversations, and a teacher: other weights for the student's vocabulary."""
+    folder, draws = tmp_path_factory.mktemp("distill"), np.random.default_rng(0)
+    text = lambda count: " ".join(draws.choice(WORDS, count))  # noqa: E731
+    talks = [{"prompt": text(3), "completion": text(4)} for _ in range(24)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    student = ed.load_hf(STUDENT)
+    fresh = ed.init(student.config, key=jax.random.key(5))
+    louder = jax.tree.map(lambda new: 3 * new if new.ndim > 2 else new, fresh)
+    ed.save_hf(
+        ed.replace_weights(student, louder) if hasattr(ed, "replace_weights") else _with(student, louder),
+        folder / "teacher",
+    )
+    return folder
+
+
+def _with(model, weights):
+    return jax.tree.unflatten(jax.tree.structure(model), jax.tree.leaves(weights))
+
+
+def train(folder, name, *more, code=0, devices=1, **changes):
+    wanted = {
+        "run-dir": folder / name,
+        "method": "distill",
+        "init-from": STUDENT,
+        "distill.teacher": folder / "teacher",
+        "data": folder / "talks.jsonl",
+        "held-out": folder / "talks.jsonl",
+        "final-eval-batches": 1,
+        "steps": 4,
+        "batch-size": 4,
+        "seq-len": 48,
+        "sample-tokens": 0,
+        "eval-every": 0,
+        "optimizer.learning-rate": "3e-3",
+        "optimizer.warmup-steps": 0,
+        "optimizer.schedule": "constant",
+        "cache-dir": folder / "cache",
+    }
+    changes = {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
+    words = [str(word) for key, value in (wanted | changes).items() for word in (f"--{key}", value)]
+    return call("train", *words, *more, code=code, devices=devices)
+
+
+def figures(folder, name):
+    return [[row[each] for each in ("loss", "nll", "grad_norm", "divergence")] for row in steps_of(folder / name)]
+
+
+@pytest.mark.slow
+def test_a_student_comes_nearer_and_goes_on_bit_for_bit(folder):
+    _, err = train(folder, "whole")
+    rows = steps_of(folder / "whole")
+    assert "held-out loss" in err and "divergence" in err
+    assert rows[-1]["divergence"] < rows[0]["divergence"] and rows[0]["loss"] == rows[0]["divergence"]
+    train(folder, "broken", steps=2)
+    train(folder, "broken", steps=4)
+    assert figures(folder, "broken") == figures(folder, "whole")
+    one, other = (named_leaves(load_run(folder / name)) for name in ("broken", "whole"))
+    assert all(np.array_equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.slow
+def test_the_teacher_itself_teaches_nothing(folder):
+    """Of a student that is its own teacher every divergence is 0, and so is its gradient."""
+    for kind in ("forward", "reverse", "jsd", "jsd_scaled"):
+        train(folder, f"same {kind}", steps=1, distill__teacher=STUDENT, distill__divergence=kind)
+        [row] = steps_of(folder / f"same {kind}")
+        assert abs(row["loss"]) < 1e-6 and row["grad_norm"] < 1e-5
+
+
+@pytest.mark.slow
+def test_every_setting_and_any_mesh(folder):
+    """Weights that share the loss with next tokens, softened distributions, mixtures; a new student; fewer pairs."""
+    options = {"distill__divergence": "jsd", "distill__beta": 0.3, "distill__temperature": 2, "distill__alpha": 0.5}
+    train(folder, "mixed", **options)
+    rows = steps_of(folder / "mixed")
+    assert rows[0]["loss"] == pytest.approx(2 * rows[0]["divergence"] + rows[0]["nll"] / 2, rel=1e-5)
+    train(folder, "mesh", "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **options)
+    np.testing.assert_allclose(figures(folder, "mesh"), figures(folder, "mixed"), rtol=2e-4, atol=1e-5)
+    train(folder, "adapted", lora_rank=4, optimizer__ema_decay=0.9, optimizer__learning_rate=0.03)
+    assert steps_of(folder / "adapted")[-1]["divergence"] < steps_of(folder / "adapted")[0]["divergence"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"method": "sft"}, 2, "--distill.teacher="),
+        ({"distill__beta": 0.3}, 2, "--distill.beta=0.3 is read with"),
+        ({"distill__teacher": "None"}, 2, "needs --distill.teacher"),
+        ({"preference__beta": 0.3}, 2, "--preference.beta=0.3 is not read with --method='distill'"),
+        ({"distill__teacher": "bytes"}, 2, "has another vocabulary: a ByteTokenizer"),
+        ({"distill__teacher": "other"}, 2, "has another vocabulary: id 5 is 'x5x', and the student's"),
+    ],
+)
+def test_bad_settings_are_refused(folder, changes, code, says):
+    teacher = changes.get("distill__teacher")
+    if teacher in ("bytes", "other"):
+        changes["distill__teacher"] = _teacher_of_others(folder, teacher)
+    _, err = train(folder, "bad", code=code, **changes)
+    assert says in " ".join(err.split()) and not (folder / "bad" / "checkpoints").exists()
+
+
+def _teacher_of_others(folder, name):
+    """The teacher with another tokenizer."""
+    copy = folder / name
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder / "teacher", copy)
+    for file in copy.glob("tokenizer*"):
+        if name == "bytes":
+            file.unlink()
+    if name == "bytes":
+        ByteTokenizer().save(copy)
+        return copy
+    content = json.loads((copy / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    old = next(token for token, index in vocab.items() if index == 5)
+    vocab["x5x"] = vocab.pop(old)
+    content["model"]["merges"] = []
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    return copy
