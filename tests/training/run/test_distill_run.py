@@ -92,7 +92,7 @@ def test_the_teacher_itself_teaches_nothing(folder):
 @pytest.mark.slow
 def test_every_setting_and_any_mesh(folder):
     """Weights that share the loss with next tokens, softened distributions, mixtures; a new student; fewer pairs."""
-    options = {"distill__divergence": "jsd", "distill__beta": 0.3, "distill__temperature": 2, "distill__alpha": 0.5}
+    options = {"distill.divergence": "jsd", "distill.beta": 0.3, "distill.temperature": 2, "distill.alpha": 0.5}
     train(folder, "mixed", **options)
     rows = steps_of(folder / "mixed")
     assert rows[0]["loss"] == pytest.approx(2 * rows[0]["divergence"] + rows[0]["nll"] / 2, rel=1e-5)
