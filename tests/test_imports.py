@@ -15,9 +15,12 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 # Each package may import from itself and from those that stand before it.
 ORDER = [
     "errors", "remat", "sharding", "core", "numerics", "context", "layers", "blocks", "encoders", "model", "families",
-    "io", "data", "inference", "serving", "training", "planning", "cli",
+    "io", "data", "inference", "serving", "evaluation", "training", "planning", "cli",
 ]  # fmt: skip
 
+
+# Packages that import their public names late.
+PACKAGES = ["eqx_decoders", *(f"eqx_decoders.{name}" for name in ("training", "serving", "evaluation"))]
 
 # JAX has no public way to what its processes tell each other, to where it finds them, to another cache of programs, and
 # to what its cuDNN attention asks of the GPUs that a step is traced for; nor Orbax to its counter.
@@ -89,7 +92,9 @@ def test_nothing_dangerous_is_called():
         assert "pickle" not in set(imported(file)), file
 
 
-@pytest.mark.parametrize("package", ["eqx_decoders", "eqx_decoders.training", "eqx_decoders.serving"])
+@pytest.mark.parametrize(
+    "package", ["eqx_decoders", "eqx_decoders.training", "eqx_decoders.serving", "eqx_decoders.evaluation"]
+)
 def test_what_is_imported_late_is_what_type_checkers_see(package):
     """The names under TYPE_CHECKING and those of `__getattr__` are the same, and each is there."""
     module = importlib.import_module(package)
@@ -104,7 +109,9 @@ def test_what_is_imported_late_is_what_type_checkers_see(package):
         _ = module.nothing
 
 
-@pytest.mark.parametrize("package", ["eqx_decoders", "eqx_decoders.training", "eqx_decoders.serving"])
+@pytest.mark.parametrize(
+    "package", ["eqx_decoders", "eqx_decoders.training", "eqx_decoders.serving", "eqx_decoders.evaluation"]
+)
 def test_the_doc_of_a_package_names_all_that_it_offers(package):
     """Each public name stands in backticks in the text that `help` shows, and each of these names is there."""
     module = importlib.import_module(package)

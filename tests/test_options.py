@@ -736,6 +736,9 @@ SHOWN_IN = {
     **dict.fromkeys(("EngineConfig", "EngineLimits", "Request", "PromptLookup"), "serving/engine/test_engine.py"),
     **dict.fromkeys(("Drafter", "MTPDrafter", "DraftModel"), "serving/engine/test_engine.py"),
     "ServeConfig": "cli/test_serve.py",
+    "EvaluateConfig": "cli/test_evaluate.py",
+    **dict.fromkeys(("Task", "AnswerSettings"), "evaluation/test_tasks.py"),
+    "HarnessSettings": "evaluation/test_lm_eval.py",
     **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/http/test_api.py"),
     "MediaFilesConfig": "serving/frontend/test_media_files.py",
 }
@@ -759,6 +762,7 @@ DATA = {
     "ItemTensor", "LevelsTensor", "MappedTensor", "Metadata", "MinusOne", "OtherBlocks", "WithAxis",
     "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
+    "EvaluationPlan", "HarnessScores", "LoadedTask", "TaskScores", "TextScores", "TextSet",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart",
 }  # fmt: skip
 

@@ -38,6 +38,7 @@ MOST_PROGRAMS = {
     "synthetic_images": 40,
     "runs/tiny": 20,
     "reward_margin": 30,
+    "def last_number": 0,
 }
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -114,6 +115,12 @@ def test_pairs_are_told_apart_by_a_loop_of_ones_own():
     out, expected = run_example("reward_margin")
     assert_printed(out, expected)
     assert float(out[0]) == 0 < float(out[-1])
+
+
+@pytest.mark.slow
+def test_a_task_of_ones_own_is_plain_python():
+    out, expected = run_example("def last_number")
+    assert out == expected
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The programs: `eqx-decoders train`, `generate`, `serve`, `convert` and `plan`, which `scripts/` starts, too."""
+"""The programs `eqx-decoders train`, `generate`, `serve`, `evaluate`, `convert`, `plan`; `scripts/` start them, too."""
 
 import functools
 import gc
@@ -20,6 +20,7 @@ PROGRAMS = {
     "train": "train a decoder on text",
     "generate": "let a model write",
     "serve": "serve a model over HTTP, as OpenAI's API does",
+    "evaluate": "measure models on tasks and texts, or two of them side by side",
     "convert": "between Hugging Face directories and run directories",
     "plan": "what a step will need of TPUs and GPUs that are not here",
 }

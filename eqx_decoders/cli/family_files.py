@@ -1,14 +1,11 @@
 """Families of one's own: Python files with a `FAMILY`, named by `--family` in every program."""
 
-import importlib.util
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from eqx_decoders.errors import ConfigError, EqxDecodersError, check
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.families import register_family
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.io.atomic_files import expanded
+from eqx_decoders.io.python_file import run_python_file
 
 
 FLAG = "--family"
@@ -17,19 +14,7 @@ HELP = f"{FLAG} FILE.py, in every program: a family of your own, a file with a F
 
 def register_file(path: str) -> None:
     """Run a Python file, and register its `FAMILY`, and its `MODELS` if it has some. Raises ConfigError."""
-    file = Path(expanded(path))
-    check(file.suffix == ".py" and file.is_file(), f"{FLAG}={path!r} must be a Python file with a FAMILY.")
-    name = f"eqx_decoders_family_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # as of every file that ends with .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look for it there
-    try:
-        spec.loader.exec_module(module)
-    except EqxDecodersError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{FLAG}={path!r} can't be run: {type(error).__name__}: {str(error)[:300]}.") from error
+    module = run_python_file(path, "family", FLAG, "a FAMILY")
     family, models = getattr(module, "FAMILY", None), getattr(module, "MODELS", {})
     if not isinstance(family, Family):
         raise ConfigError(f"{FLAG}={path!r} has no FAMILY: `FAMILY = Family(…)` must stand in it.")

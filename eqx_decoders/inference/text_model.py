@@ -14,14 +14,14 @@ from jaxtyping import Int, PRNGKeyArray
 from eqx_decoders.context import ExecutionOptions
 from eqx_decoders.core.sampling import Sampler
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.inference.generation import stream
 from eqx_decoders.inference.stream_decoder import StreamDecoder, prompt_ids
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import QuantizedName, load_hf
-from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check_messages, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, with_letters
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
@@ -82,11 +82,13 @@ class TextModel:
 
     def encode(self, prompt: Prompt) -> Int[np.ndarray, "length"]:
         """Return the ids of a text to be continued, or of a conversation to be answered (or continued)."""
-        if not isinstance(prompt, str):
-            return self._conversation(prompt)
-        if self.published and isinstance(self.tokenizer, JsonTokenizer):
-            return self.tokenizer.encode_prompt(prompt)
-        return prompt_ids(self.tokenizer, prompt)
+        (ids,) = self.encode_many([prompt])
+        return ids
+
+    def encode_many(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+        """Return the ids of each prompt; conversations are rendered together."""
+        conversations = iter(self._conversations([each for each in prompts if not isinstance(each, str)]))
+        return [self._text(each) if isinstance(each, str) else next(conversations) for each in prompts]
 
     def prepare(self, prompt: Prompt, files: Files = Files()) -> tuple[Int[np.ndarray, "length"], Media | None]:
         """Return the ids of a prompt, and its images, videos and audio; None for text alone.
@@ -121,12 +123,26 @@ class TextModel:
         media = Media.create(self.model.config, prepared.input_ids, **arrays) if arrays else None
         return prepared.input_ids[0], media
 
-    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "length"]:
+    def _text(self, text: str) -> Int[np.ndarray, "length"]:
+        if self.published and isinstance(self.tokenizer, JsonTokenizer):
+            return self.tokenizer.encode_prompt(text)
+        return prompt_ids(self.tokenizer, text)
+
+    def _conversations(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[np.ndarray]:
+        if not conversations:
+            return []
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             raise ConfigError("This model has no chat template: give a text to be continued.")
-        answered = not messages or messages[-1].get("role") != "assistant"
-        rendered = self.chat.rendered(messages, add_generation_prompt=answered)
-        return self.tokenizer.encode(rendered.text, special=True, literal=rendered.literal)
+        requests = [
+            Conversation(check_messages(messages), {}, not messages or messages[-1].get("role") != "assistant")
+            for messages in conversations
+        ]
+        ids = []
+        for rendered in self.chat.render_many(requests):
+            if isinstance(rendered, ConversionError):
+                raise rendered
+            ids.append(self.tokenizer.encode(rendered.text, special=True, literal=rendered.literal))
+        return ids
 
     def write(
         self,

@@ -33,11 +33,11 @@ def test_the_command_runs_its_programs(capsys):
 def test_without_a_program_it_lists_them(capsys, args, code):
     assert cli.main(args) == code
     shown = capsys.readouterr()
-    names = ("usage:", "train", "generate", "serve", "convert", "plan")
+    names = ("usage:", "train", "generate", "serve", "evaluate", "convert", "plan")
     assert all(name in (shown.err if code else shown.out) for name in names)
 
 
-@pytest.mark.parametrize("program", ["train", "generate", "convert", "plan"])
+@pytest.mark.parametrize("program", ["train", "generate", "evaluate", "convert", "plan"])
 def test_a_missing_package_is_named(monkeypatch, program):
     find = cli.find_spec
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else find(name))

@@ -42,11 +42,14 @@ RECORDS_AT_ONCE = 256
 SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
 
 
+ALL = ("*",)  # columns of a table
+
+
 class ReadOptions(NamedTuple):
     """Options of readers: the text field of records, and the tokenizer of files that hold tokens.
 
     copy: path of the copy of a remote file that is needed on this machine; None: a temporary file. columns: those of a
-    table that are read; None: those that documents are made of.
+    table that are read, or `ALL`; None: those that documents are made of.
     """
 
     text_field: str = "text"
@@ -57,7 +60,7 @@ class ReadOptions(NamedTuple):
     def used_columns(self, names: Sequence[str], where: str) -> list[str]:
         """Return which of a table's columns are read. Raises DataError if documents can be made of none."""
         if self.columns is not None:
-            return [name for name in self.columns if name in names]
+            return list(names) if self.columns == ALL else [name for name in self.columns if name in names]
         return used_columns(names, self.text_field, where)
 
 
@@ -82,7 +85,7 @@ def read_source(source: Source, reading: ReadOptions, part: Part | None = None) 
 def read_records(source: Source, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the records of a source, objects of JSON or rows of a table, each with its place for messages.
 
-    Of a table only these columns are read. Raises DataError for a source that holds no records.
+    Of a table only these columns are read, or `ALL`. Raises DataError for a source that holds no records.
     """
     with _as_data_errors(source.file):
         records = _READERS[kind_of(source.file)].records

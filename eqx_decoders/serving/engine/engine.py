@@ -259,7 +259,8 @@ class Engine:
         request, slot = sequence.request, sequence.slot
         chunk, following = request.prompt[begin : begin + count], request.prompt[begin + 1 : begin + count + 1]
         wanted = NEXT_TOKEN if begin + count == len(request.prompt) and not sequence.background else 0
-        wanted += ALL_SCORES if sequence.needs_prompt_scores else 0
+        scored = sequence.needs_prompt_scores and begin + count >= request.prompt_logprobs_from
+        wanted += ALL_SCORES if scored else 0
         batch = self._slot_manager.sampling_batch.of([slot], request.logprobs is not None)
         result = self._runner.prefill(slot, np.asarray(chunk), begin, np.asarray(following), wanted, batch)
         sequence.num_computed += count
@@ -274,9 +275,11 @@ class Engine:
         """Return the output of a prefill chunk, if it is the last of its prompt."""
         request = sequence.request
         if sequence.needs_prompt_scores:
-            following = request.prompt[begin + 1 : begin + count + 1]
+            first = max(begin, request.prompt_logprobs_from - 1)  # each row scores the token after its own
+            following = request.prompt[first + 1 : begin + count + 1]
+            rows = range(first - begin, first - begin + len(following))
             scores, num_top = jax.device_get(result.scores), request.prompt_logprobs or 0
-            sequence.prompt_scores += token_scores(scores, range(len(following)), following, num_top)
+            sequence.prompt_scores += token_scores(scores, rows, following, num_top)
         if begin + count < len(request.prompt):
             return []
         if sequence.background:

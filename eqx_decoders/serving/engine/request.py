@@ -34,6 +34,7 @@ class Request(CheckedFields):
     - `logprobs_of`: "model": of the model itself, before `sampling`; "draws": of the distribution that tokens are drawn
         from, with biases, penalties, temperature and filters.
     - `prompt_logprobs`: the same for each prompt token but the first.
+    - `prompt_logprobs_from`: first prompt token with log-probabilities; those before it may come from the prefix cache.
     - `constraint`: mask of the allowed tokens; None: all are allowed.
     - `media`: images, videos and audio, from `Media.create` for this prompt alone.
     - `priority`: requests with a higher one come first, and preempt those with a lower one.
@@ -49,6 +50,7 @@ class Request(CheckedFields):
     logprobs: NonNegativeInt | None = None
     logprobs_of: Literal["model", "draws"] = "model"
     prompt_logprobs: NonNegativeInt | None = None
+    prompt_logprobs_from: PositiveInt = 1
     constraint: Constraint | None = None
     media: Media | None = None
     priority: int = 0
@@ -74,8 +76,8 @@ class RequestOutput:
     - `request_id`: id that `Engine.submit` returned.
     - `tokens`: new tokens of the answer.
     - `scores`: log-probabilities of these tokens, where `Request.logprobs` asks for them.
-    - `prompt_scores`: log-probabilities of the prompt tokens from the second on, once, where `Request.prompt_logprobs`
-        asks for them.
+    - `prompt_scores`: log-probabilities of the prompt tokens from `Request.prompt_logprobs_from` on, once, where
+        `Request.prompt_logprobs` asks for them.
     - `cached_tokens`: prompt tokens taken from the prefix cache.
     - `queue_seconds`: time that the request waited for a slot. This, `cached_tokens` and `prompt_scores` come with the
         first token.

@@ -140,14 +140,21 @@ class SequenceState:
 
     @property
     def needs_prompt_scores(self) -> bool:
-        """True where its whole prompt must be computed for the log-probabilities of its tokens."""
+        """True where its prompt must be computed for the log-probabilities of its tokens (see `reusable_tokens`)."""
         return self.request.prompt_logprobs is not None and self.shared.scores is None
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Prompt tokens that need not be computed if they are cached: all but those that the first result needs."""
+        count = len(self.request.prompt)
+        return min(count, self.request.prompt_logprobs_from if self.needs_prompt_scores else count) - 1
 
     def has_same_prompt(self, request: Request) -> bool:
         """Return whether a request has the same prompt, and needs the same results of it."""
         mine = self.request
-        same = mine.media is request.media and mine.cache_salt == request.cache_salt
-        return same and mine.prompt_logprobs == request.prompt_logprobs and mine.prompt == request.prompt
+        names = ("cache_salt", "prompt_logprobs", "prompt_logprobs_from", "prompt")
+        same = all(getattr(mine, name) == getattr(request, name) for name in names)
+        return same and mine.media is request.media
 
     def restart(self) -> None:
         """Forget all computed results, but remember the tokens that were returned."""

@@ -141,10 +141,8 @@ class SlotManager:
             same_prompt = other.shared is sequence.shared
             if same_prompt and (sequence.needs_prompt_scores or sequence.block_hashes or last_block == 0):
                 return other
-            if sequence.needs_prompt_scores:
-                continue
             count = count_shared_blocks(other.block_hashes, sequence.block_hashes)
-            count = min(count, last_block // self.block_size)
+            count = min(count, sequence.reusable_tokens // self.block_size)
             pending = other.num_computed < count * self.block_size
             if pending and self.prefix_cache.count_cached(sequence.block_hashes[:count]) < count:
                 other.branch_points.add(count)
@@ -152,13 +150,11 @@ class SlotManager:
         return None
 
     def start(self, sequence: SequenceState) -> None:
-        """Restore the cached prefix of a prompt, unless all of the prompt must be computed for its scores."""
+        """Restore the cached prefix of a prompt, as far as no results of it are needed."""
         sequence.started = True
         sequence.stop_waiting()
-        if sequence.needs_prompt_scores:
-            return
         hashes, size, manager = sequence.block_hashes, self.block_size, self.block_manager
-        blocks = self.prefix_cache.find(hashes, len(sequence.request.prompt))
+        blocks = self.prefix_cache.find(hashes, sequence.reusable_tokens + 1)
         while blocks and manager is not None and not manager.has_visible_pages(_pages(blocks), len(blocks) * size):
             blocks = [] if self.runner.has_state else blocks[:-1]
         sequence.branch_points.add(self.prefix_cache.count_cached(hashes))

@@ -179,6 +179,25 @@ def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
     engine.clear_prefix_cache()
 
 
+@pytest.mark.parametrize("first", [2, 8, 9, 16, 17, 20])
+def test_scores_from_a_token_on_are_those_of_the_whole_prompt_and_what_is_before_it_is_cached(engine, first):
+    """Several continuations of one context: its blocks are computed once, and all scores are what they were."""
+    context, ends = tuple(range(20, 20 + first)), ((5, 6, 7), (8, 9), (7, 30, 31, 32))
+    whole = []
+    for end in ends:
+        engine.clear_prefix_cache()
+        engine.submit(Request(prompt=context + end, max_new_tokens=1, prompt_logprobs=2))
+        whole += [update.prompt_scores[first - 1 :] for update in finish(engine)]
+    engine.clear_prefix_cache()
+    for end in ends:
+        options = dict(max_new_tokens=1, prompt_logprobs=2, prompt_logprobs_from=first)
+        engine.submit(Request(prompt=context + end, **options))
+    updates = sorted(finish(engine), key=lambda update: update.request_id)
+    assert [update.prompt_scores for update in updates] == whole
+    assert sorted(update.cached_tokens for update in updates) == [0, *[(first - 1) // 8 * 8] * 2]
+    engine.clear_prefix_cache()
+
+
 def test_the_next_turn_begins_with_the_last_answer(engine):
     prompt = tuple(range(20, 33))
     answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))

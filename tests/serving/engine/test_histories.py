@@ -58,7 +58,8 @@ def alone(engine, request):
 def with_turns(engine, pool):
     """Requests, most of them with log-probabilities; then those that go on from an answer; and what all get alone."""
     for number, request in enumerate(pool):
-        pool[number] = dataclasses.replace(request, logprobs=number % 2, prompt_logprobs=1 if number % 5 == 0 else None)
+        scored = dict(prompt_logprobs=1, prompt_logprobs_from=1 + number // 5 * 6) if number % 5 == 0 else {}
+        pool[number] = dataclasses.replace(request, logprobs=number % 2, **scored)
     answers = [alone(engine, request) for request in pool]
     turns = []
     for number, (request, got) in enumerate(zip(pool, answers, strict=True)):

@@ -1,0 +1,242 @@
+"""Measure a model: on tasks of your own, on lm-eval's, and by its perplexity on texts; or two models side by side.
+
+    python scripts/evaluate.py --model runs/rl --tasks tasks.py:gsm8k --samples 16
+    python scripts/evaluate.py --model Qwen/Qwen3-0.6B --tasks lm-eval:arc_easy,hellaswag --text wiki=wiki.txt
+    python scripts/evaluate.py --model runs/rl --against runs/sft --tasks tasks.py:gsm8k
+
+A task is a Python file with examples and a grade function (see eqx_decoders/evaluation). --model is a run directory, a
+Hugging Face checkpoint or a GGUF file. Answers stand in <output>, a line each.
+"""
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from eqx_decoders.cli import program, require
+from eqx_decoders.cli.devices import Devices
+from eqx_decoders.cli.model_source import ModelSource
+from eqx_decoders.cli.setting_flags import flag_names, parse_flags
+from eqx_decoders.core.malloc import keep_memory
+from eqx_decoders.errors import AtLeast, NonNegativeInt, PositiveInt, check
+from eqx_decoders.evaluation.engine_requests import Progress
+from eqx_decoders.evaluation.lm_eval_model import make_lm
+from eqx_decoders.evaluation.lm_eval_tasks import PREFIX, HarnessSettings, find_tasks, run_tasks, task_names
+from eqx_decoders.evaluation.score_tables import Scores, compare, describe
+from eqx_decoders.evaluation.task import LoadedTask, load_task
+from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make_engine
+from eqx_decoders.evaluation.task_scores import TaskScores
+from eqx_decoders.evaluation.text_sets import TextSet, evaluate_texts, load_text_set
+from eqx_decoders.inference.text_model import TextModel
+from eqx_decoders.inference.unstack import unstack_in_place
+from eqx_decoders.io.atomic_files import expand_paths, write_json
+from eqx_decoders.io.program_cache import keep_programs
+from eqx_decoders.io.status import StatusLine
+from eqx_decoders.serving.engine.config import EngineLimits
+
+
+MAX_LENGTH = 2048
+
+AtLeastTwo = Annotated[int, AtLeast(2)]
+
+BASIC = ("model", "tasks", "text", "against", "samples", "temperature", "limit", "output")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
+    """Measure a model on tasks and texts."""
+
+    checked_name = ""
+
+    model: str | None = None
+    """Directory of a run or of a Hugging Face checkpoint, "org/name" on huggingface.co, or a GGUF file."""
+    against: str | None = None
+    """Another model, to be compared over the same prompts with the same seeds."""
+    tasks: tuple[str, ...] = ()
+    """Tasks: file.py:name, or lm-eval:name,name (extra lm-eval)."""
+    text: tuple[str, ...] = ()
+    """Sets of texts for perplexities: name=path, of a text or of a file of records."""
+    text_field: str = "text"
+    """Field of a record that has its text."""
+    text_context: PositiveInt = 1
+    """Tokens that windows of a long text have at least before the first that they score; 1: as lm-eval."""
+    limit: PositiveInt | None = None
+    """Examples of each task, the first ones; None: all."""
+    chat: bool = True
+    """Take the prompts of tasks as messages, if the model has a chat template."""
+    lm_eval_chat: bool = False
+    """Apply the chat template to lm-eval's tasks."""
+    fewshot: NonNegativeInt | None = None
+    """Examples before each document of lm-eval's tasks; None: as the task says."""
+    include_path: str | None = None
+    """Folder with YAML files of tasks for lm-eval."""
+    max_length: AtLeastTwo | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Tokens of a prompt and its answer together, and of a window of a text; None: 2048, or as many as the model was
+    trained on, if these are fewer."""
+    output: str = "runs/evaluation"
+    """Directory for the results, results.json, and the answers, <task>.jsonl."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        expand_paths(self, "output", "include_path")
+        check(not self.distributed, "distributed=True is not for evaluations: one process has all its devices.")
+        check(bool(self.tasks or self.text), "tasks=() and text=() leave nothing to evaluate: give one of them.")
+        harness = any(spec.startswith(PREFIX) for spec in self.tasks)
+        for name, default in (("lm_eval_chat", False), ("fewshot", None), ("include_path", None)):
+            value = getattr(self, name)
+            check(value == default or harness, f"{name}={value!r} is of tasks={PREFIX}…: leave it out.")
+        read = self.text_context == 1 or bool(self.text)
+        check(read, f"text_context={self.text_context} is of text: leave it out.")
+        check(self.step is None or self.against is None, "step and against exclude each other: leave one out.")
+
+    def sources(self) -> list[ModelSource]:
+        """Return the models: that of `model` or of `run_dir`, and that of `against`."""
+        models = [self.model] + ([] if self.against is None else [self.against])
+        return [_source(self, model) for model in models]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the models."""
+        first = self.model or self.run_dir or "runs/tiny"
+        return [first] if self.against is None else [first, self.against]
+
+    def harness(self) -> HarnessSettings:
+        """Return the settings of lm-eval."""
+        options: dict[str, Any] = dict(include_path=self.include_path, limit=self.limit, seed=self.seed)
+        return HarnessSettings(num_fewshot=self.fewshot, chat=self.lm_eval_chat, **options)
+
+
+def _source(config: EvaluateConfig, model: str | None) -> ModelSource:
+    """Return a model as `ModelSource` names it: a run is no `model` there."""
+    fields: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelSource)}
+    is_run = model is not None and (Path(model).expanduser() / "settings.json").is_file()
+    if is_run:
+        fields |= dict(run_dir=str(Path(model or "").expanduser()), model=None)
+    elif model is not None:
+        fields |= dict(model=model, run_dir=config.run_dir if model == config.model else None)
+    return ModelSource(**fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """What is measured, loaded before any model is: mistakes in it take no time."""
+
+    tasks: Sequence[LoadedTask]
+    texts: Sequence[TextSet]
+    harness: Sequence[str]
+    manager: Any
+
+
+@program(lambda: flag_names(EvaluateConfig) | {"text": "--text"})
+def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Evaluate as the command line says; return the exit code."""
+    require("tyro")
+    config = parse(args, prog)
+    keep_memory()
+    keep_programs()
+    plan = prepare(config)
+    results = [evaluate_model(config, source, plan) for source in config.sources()]
+    report(config, results)
+    return 0
+
+
+def parse(args: Sequence[str] | None = None, prog: str | None = None) -> EvaluateConfig:
+    """Parse the arguments of a command line; exit with 2 for unknown ones."""
+    titles = {EvaluateConfig: "what", AnswerSettings: "answers", EngineLimits: "engine"}
+    titles |= {ModelSource: "model", Devices: "devices"}
+    default = EvaluateConfig.__new__(EvaluateConfig)
+    for field in dataclasses.fields(EvaluateConfig):  # defaults alone have nothing to evaluate
+        object.__setattr__(default, field.name, field.default)
+    return parse_flags(default, titles=titles, first=BASIC, args=args, prog=prog, description=__doc__)
+
+
+def prepare(config: EvaluateConfig) -> EvaluationPlan:
+    """Load tasks and texts."""
+    specs = [spec for spec in config.tasks if not spec.startswith(PREFIX)]
+    harness = task_names(config.tasks)
+    tasks = [load_task(spec, config.limit) for spec in specs]
+    if not config.chat:
+        tasks = [dataclasses.replace(each, task=dataclasses.replace(each.task, chat=False)) for each in tasks]
+    texts = [load_text_set(spec, config.text_field) for spec in config.text]
+    names = [each.name for each in (*tasks, *texts)]
+    check(len(set(names)) == len(names), f"tasks and text have {', '.join(names)}: give each name once.")
+    manager = find_tasks(harness, config.harness()) if harness else None
+    return EvaluationPlan(tasks=tasks, texts=texts, harness=harness, manager=manager)
+
+
+def evaluate_model(config: EvaluateConfig, source: ModelSource, plan: EvaluationPlan) -> list[Scores]:
+    """Load a model, and measure it on everything."""
+    text = source.load()
+    text = dataclasses.replace(text, model=unstack_in_place(text.model))
+    text = text if config.special_tokens_in_content else text.with_letters()
+    engine = make_engine(text, limits(config, text))
+    with StatusLine("compiling"):
+        engine.warm_up()
+    results: list[Scores] = []
+    for task in plan.tasks:
+        with counting(f"task {task.name}", len(task.examples) * config.samples) as progress:
+            results.append(evaluate_task(text, engine, task, config, progress))
+    for texts in plan.texts:
+        with counting(f"text {texts.name}") as progress:
+            results.append(evaluate_texts(text.tokenizer, engine, texts, config.text_context, progress))
+    if plan.harness:
+        with counting("lm-eval") as progress:
+            name = source.model or source.run_dir or ""
+            lm = make_lm(text, engine, name=name, seed=config.seed, progress=progress)
+            results += run_tasks(lm, plan.harness, config.harness(), plan.manager)
+    engine.close()
+    return results
+
+
+def limits(config: EvaluateConfig, text: TextModel) -> EngineLimits:
+    """Return the limits of the engine, for a model that was trained on texts of some length."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineLimits)}
+    if config.max_length is None:
+        fields["max_length"] = min(MAX_LENGTH, text.model.trained_positions or MAX_LENGTH)
+    return EngineLimits(**fields)
+
+
+@contextlib.contextmanager
+def counting(what: str, total: int | None = None) -> Iterator[Progress]:
+    """Show how many requests have ended."""
+    done = 0
+    with StatusLine(what) as status:
+
+        def add(count: int) -> None:
+            nonlocal done
+            done += count
+            status.what = f"{what}: {done:,}" + ("" if total is None else f" of {total:,}")
+
+        yield add
+
+
+def report(config: EvaluateConfig, results: Sequence[Sequence[Scores]]) -> None:
+    """Print the tables, and write results and answers."""
+    folder, ks = Path(config.output), config.ks if config.samples > 1 or config.pass_at else ()
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = "greedy" if config.drawn_at == 0 else f"temperature {config.drawn_at:g}, seed {config.seed}"
+    for number, (name, scores) in enumerate(zip(config.names, results, strict=True)):
+        print(f"{name}: {config.samples} {'answer' if config.samples == 1 else 'answers'} to each prompt, {drawn}\n")
+        print("\n".join(describe(scores, ks)))
+        for each in scores:
+            if isinstance(each, TaskScores):
+                each.write(folder / f"{each.name}{'.against' * number}.jsonl")
+    if len(results) == 2:
+        print("\n".join(compare(results[0], results[1], (config.names[0], config.names[1]))) + "\n")
+    figures = {
+        name: {each.name: each.figures(ks) if isinstance(each, TaskScores) else each.figures() for each in scores}
+        for name, scores in zip(config.names, results, strict=True)
+    }
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(AnswerSettings)}
+    write_json(folder / "results.json", _without_nan({"settings": settings, "models": figures}))
+    print(f"results and answers are in {folder}", file=sys.stderr)
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a value with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

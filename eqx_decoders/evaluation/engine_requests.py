@@ -1,0 +1,159 @@
+"""Many requests through an engine: answers to prompts, as texts up to their stop strings."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from eqx_decoders.errors import EqxDecodersError, check
+from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.serving.engine.request import QueueFull, Request, RequestOutput
+from eqx_decoders.serving.engine.sampler import SamplingParams
+from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
+
+
+OPEN = 4  # requests at once for each slot of an engine: those of one prompt wait together
+
+Progress = Callable[[int], None]
+Take = Callable[[int, RequestOutput], bool]
+
+EndReason = Literal["stop_token", "stop_string", "length"]
+
+
+@runtime_checkable
+class EvaluationEngine(Protocol):
+    """What evaluations need of an `Engine`."""
+
+    @property
+    def config(self) -> Any: ...
+    def submit(self, request: Request) -> int: ...
+    def step(self) -> list[RequestOutput]: ...
+    def cancel(self, request_id: int) -> None: ...
+
+
+class AnswerRequest(NamedTuple):
+    """Prompt to be answered, in at most `max_new_tokens`, up to one of the strings `stop` or the tokens `stop_ids`."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+    def request(self) -> Request:
+        """Return the request for an engine."""
+        prompt, new = self.prompt, self.max_new_tokens
+        return Request(prompt=prompt, max_new_tokens=new, sampling=self.sampling, stop_ids=self.stop_ids)
+
+
+class WrittenAnswer(NamedTuple):
+    """Answer of a model: its text without what ended it, the number of its tokens, and why it ended."""
+
+    text: str
+    num_tokens: int
+    end: EndReason
+
+
+class _AnswerWriter:
+    """Text of an answer as its tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, request: AnswerRequest):
+        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+        self._stops, self._stop_ids = StopStrings(request.stop), request.stop_ids
+        self._pieces: list[str] = []
+        self._count, self._end = 0, "length"
+
+    def push(self, output: RequestOutput) -> bool:
+        """Add the tokens of an output; return whether a stop string ended the answer."""
+        for token in output.tokens:
+            self._count += 1
+            if token in self._stop_ids:
+                self._end = "stop_token"
+                break
+            self._pieces.append(self._stops.push(self._detokenizer.push(token)))
+            if self._stops.found is not None:
+                self._end = "stop_string"
+                return True
+        return False
+
+    def answer(self) -> WrittenAnswer:
+        """Return the answer, as no more tokens come."""
+        if self._stops.found is None:
+            self._pieces.append(self._stops.push(self._detokenizer.flush()))
+            self._end = "stop_string" if self._stops.found is not None else self._end
+            self._pieces.append(self._stops.flush())
+        end: EndReason = self._end  # pyright: ignore[reportAssignmentType]
+        return WrittenAnswer("".join(self._pieces), self._count, end)
+
+
+def run_requests(
+    engine: EvaluationEngine,
+    requests: Iterable[Request],
+    take: Take,
+    progress: Progress,
+) -> None:
+    """Submit requests as there is room, and hand each output to `take` with the number of its request.
+
+    A request is cancelled where `take` returns True: it has all that it needs. Raises EqxDecodersError for a request
+    that fails.
+    """
+    waiting: Iterator[tuple[int, Request]] = enumerate(requests)
+    numbers: dict[int, int] = {}
+    most = min(OPEN * engine.config.max_batch_size, engine.config.max_waiting)
+    try:
+        while True:
+            while len(numbers) < most and (item := next(waiting, None)) is not None:
+                try:
+                    numbers[engine.submit(item[1])] = item[0]
+                except QueueFull:
+                    waiting = itertools.chain([item], waiting)
+                    break
+            if not numbers:
+                return
+            for output in engine.step():
+                _take(engine, numbers, output, take, progress)
+    finally:
+        for number in numbers:
+            engine.cancel(number)
+
+
+def _take(
+    engine: EvaluationEngine,
+    numbers: dict[int, int],
+    output: RequestOutput,
+    take: Take,
+    progress: Progress,
+) -> None:
+    """Hand over one output; forget its request where it has ended."""
+    number = numbers.get(output.request_id)
+    if number is None:  # of one that was cancelled
+        return
+    check(output.finish_reason != "error", f"request {number} failed: {output.error}", EqxDecodersError)
+    enough = take(number, output)
+    if enough and output.finish_reason is None:
+        engine.cancel(output.request_id)
+    if enough or output.finish_reason is not None:
+        del numbers[output.request_id]
+        progress(1)
+
+
+def no_progress(count: int) -> None:
+    """Show nothing of so many requests more that have ended."""
+
+
+def write_answers(
+    tokenizer: Tokenizer, engine: EvaluationEngine, requests: Sequence[AnswerRequest], progress: Progress = no_progress
+) -> list[WrittenAnswer]:
+    """Return the model's answers, in order; they do not depend on what else is asked, or in which order."""
+    writers: dict[int, _AnswerWriter] = {}
+    answers: dict[int, WrittenAnswer] = {}
+
+    def take(number: int, output: RequestOutput) -> bool:
+        if number not in writers:
+            writers[number] = _AnswerWriter(tokenizer, requests[number])
+        stopped = writers[number].push(output)
+        if stopped or output.finish_reason is not None:
+            answers[number] = writers.pop(number).answer()
+        return stopped
+
+    run_requests(engine, (each.request() for each in requests), take, progress)
+    return [answers[number] for number in range(len(requests))]

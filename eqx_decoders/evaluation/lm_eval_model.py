@@ -1,0 +1,180 @@
+"""The model as lm-eval (EleutherAI's harness, extra "lm-eval") takes it: an `LM` in this process, over an engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eqx_decoders.errors import check, need_extra
+from eqx_decoders.evaluation.engine_requests import (
+    AnswerRequest,
+    EvaluationEngine,
+    Progress,
+    no_progress,
+    write_answers,
+)
+from eqx_decoders.evaluation.scoring import score_continuations, score_texts
+from eqx_decoders.evaluation.task_run import AnswerSettings, TextSource
+from eqx_decoders.evaluation.text_sets import prefix_id, with_prefix
+from eqx_decoders.io.text.tokenizer import JsonTokenizer
+from eqx_decoders.serving.engine.sampler import SamplingParams
+
+
+DEFAULT_NEW_TOKENS = 256  # lm-eval's `max_gen_toks`
+
+# lm-eval's names of the maximum length of an answer, the first of which counts.
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_p", "top_k", "min_p", "max_length"}
+
+
+class EngineMethods:
+    """Methods of lm-eval's `LM`, each a batch of requests to an engine.
+
+    **Arguments:**
+
+    - `text`: model, tokenizer and chat template.
+    - `engine`: engine of the model.
+    - `name`: name of the model, for lm-eval's caches.
+    - `seed`: seed of the draws of tasks that draw.
+    - `progress`: called as requests end.
+    """
+
+    def __init__(
+        self,
+        text: TextSource,
+        engine: EvaluationEngine,
+        *,
+        name: str = "",
+        seed: int = 0,
+        progress: Progress = no_progress,
+    ):
+        super().__init__()
+        self.text, self.engine, self.name, self.seed, self.progress = text, engine, name, seed, progress
+        self._drawn = 0
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a context and its continuation together."""
+        return self.engine.config.max_length
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether the model would have written it."""
+        pairs = [self.encode_pair(*request.args) for request in requests]
+        scored = score_continuations(self.engine, pairs, self.progress)
+        results = [(each.logprob, each.is_greedy) for each in scored]
+        self._cache("loglikelihood", requests, results)
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in windows as long as the engine has room."""
+        texts = [with_prefix(self.text.tokenizer, self.encode(*request.args, begins=False)) for request in requests]
+        results = score_texts(self.engine, texts, progress=self.progress)
+        self._cache("loglikelihood_rolling", requests, results)
+        return results
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the answer to each context, up to one of the texts `until`."""
+        answers = [self._answer_request(number, *request.args) for number, request in enumerate(requests, self._drawn)]
+        self._drawn += len(answers)
+        results = [answer.text for answer in write_answers(self.text.tokenizer, self.engine, answers, self.progress)]
+        self._cache("generate_until", requests, results)
+        return results
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as the text that the model reads."""
+        check(self.text.chat is not None, "This model has no chat template: leave out --lm-eval-chat.")
+        assert self.text.chat is not None
+        return self.text.chat.render(list(chat_history), add_generation_prompt=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the source of the chat template."""
+        return self.text.chat.source if chat_template and self.text.chat is not None else None
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer and the chat template, for lm-eval's caches."""
+        chat = "" if self.text.chat is None else self.text.chat.content_hash
+        return "-".join(filter(None, (self.name.replace("/", "__"), self.text.tokenizer.content_hash, chat)))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what lm-eval writes about the model."""
+        return {"model": self.name, "model_dtype": str(self.text.model.execution.precision.compute)}
+
+    def encode(self, string: str, *, begins: bool = True) -> list[int]:
+        """Encode a text: with what a text of the model begins with, unless it stands there already."""
+        tokenizer = self.text.tokenizer
+        if not isinstance(tokenizer, JsonTokenizer):
+            return (self.text.encode(string) if begins else tokenizer.encode(string)).tolist()
+        first = None if tokenizer.bos_id is None else tokenizer.name_of(tokenizer.bos_id)
+        if begins and not (first and string.startswith(first)):
+            return self.text.encode(string).tolist()
+        return tokenizer.encode(string, special=True).tolist()
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode a context and its continuation together, so that words are whole, and cut behind the context.
+
+        Blanks at the end of the context belong to the continuation: that is lm-eval's rule. An empty context is the
+        token with which texts begin.
+        """
+        if context == "":
+            tokens, first = self.encode(continuation, begins=False), prefix_id(self.text.tokenizer)
+            return (tokens[:1], tokens[1:]) if first is None or tokens[:1] == [first] else ([first], tokens)
+        blanks = len(context) - len(context.rstrip())
+        if blanks:
+            context, continuation = context[:-blanks], context[-blanks:] + continuation
+        if context == "":  # of blanks alone
+            return self.encode_pair(context, continuation)
+        count, whole = len(self.encode(context)), self.encode(context + continuation)
+        return whole[:count], whole[count:]
+
+    def _answer_request(self, number: int, context: str, options: Mapping[str, Any]) -> AnswerRequest:
+        """Return the request for one answer."""
+        unknown = sorted(options.keys() - KNOWN)
+        check(not unknown, f"generation_kwargs has {', '.join(unknown)}, which this model does not take: leave it out.")
+        new = int(next((options[name] for name in LENGTHS if options.get(name) is not None), DEFAULT_NEW_TOKENS))
+        rule = f"leaves no room for a prompt in max_length={self.max_length}: raise it"
+        check(new < self.max_length, f"max_gen_toks={new} {rule}.")
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        drawn = bool(options.get("do_sample", options.get("temperature", 0.0)))
+        filters = {name: options[name] for name in ("top_k", "top_p", "min_p") if (options.get(name) or 0) > 0}
+        temperature = float(options.get("temperature", 1.0)) if drawn else 0.0
+        seed = AnswerSettings(seed=self.seed).sampling("generate_until", number, 0).seed
+        return AnswerRequest(
+            prompt=tuple(self.encode(context)[new - self.max_length :]),
+            max_new_tokens=new,
+            sampling=SamplingParams(temperature=temperature, seed=seed, **filters),
+            stop=tuple(stop for stop in until if stop and self._special(stop) is None),
+            stop_ids=tuple(
+                {*self.text.stop_ids, *(each for stop in until if (each := self._special(stop)) is not None)}
+            ),
+        )
+
+    def _special(self, stop: str) -> int | None:
+        """Return the id of a special token with this name, which has no text; None for another text."""
+        tokenizer = self.text.tokenizer
+        if not isinstance(tokenizer, JsonTokenizer) or stop not in tokenizer.special_names:
+            return None
+        ids = tokenizer.encode(stop, special=True).tolist()
+        return ids[0] if len(ids) == 1 else None
+
+    def _cache(self, kind: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
+        """Hand results to lm-eval's cache (`--use_cache`), where it has one."""
+        hook: Any = getattr(self, "cache_hook", None)
+        if hook is not None:
+            for request, result in zip(requests, results, strict=True):
+                hook.add_partial(kind, request.args, result)
+
+
+def make_lm(text: TextSource, engine: EvaluationEngine, **options: Any) -> Any:
+    """Return the model as lm-eval's `LM`, to be passed to `lm_eval.simple_evaluate(model=…, tasks=[…])`.
+
+    `options` are those of `EngineMethods`. Raises MissingPackage without lm-eval.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError as error:
+        raise need_extra("lm_eval", "lm-eval") from error
+
+    class EngineLM(EngineMethods, LM):
+        """Decoder over an engine, as lm-eval's `LM`."""
+
+    return EngineLM(text, engine, **options)

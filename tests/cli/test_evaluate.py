@@ -1,0 +1,120 @@
+"""The evaluate program on a small chat model: tables, files, two models, and mistakes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from eqx_decoders.cli.evaluate import EvaluateConfig, parse
+from eqx_decoders.errors import ConfigError
+from tests.commands import ROOT, call, outcome
+
+
+CHAT = ROOT / "tests" / "fixtures" / "chat_llama"
+TASKS = """
+from eqx_decoders.evaluation import Task
+
+ROWS = [{"prompt": f"the {word} fox", "answer": word} for word in ("quick", "lazy", "small", "old")]
+letters = Task(examples=ROWS, grade=lambda example, answer: "e" in answer, max_new_tokens=6, stop=("\\n",))
+"""
+SMALL = ("--max-batch-size", 2, "--max-length", 64, "--prefill-chunk", 16, "--token-budget", 32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    (folder / "tasks.py").write_text(TASKS)
+    (folder / "words.txt").write_text("the quick brown fox jumps over a lazy dog " * 4)
+    rows = ({"body": "many small birds"}, {"body": "sing in old green trees"}, {"body": ""})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def cells(out: str, name: str) -> list[str]:
+    """The cells of the first row of a table with this name."""
+    (line, *_) = [line for line in out.splitlines() if re.match(rf"\| {re.escape(name)} ", line)]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.slow
+def test_tasks_texts_and_two_models(folder):
+    """Both are the same model here: all prompts are ties."""
+    options = ("--tasks", f"{folder}/tasks.py:letters", "--samples", 4, "--limit", 3, "--pass-at", 1, 3)
+    texts = ("--text", f"words={folder}/words.txt", f"rows={folder}/rows.jsonl", "--text-field", "body")
+    output = ("--output", folder / "out", "--against", CHAT, "--text-context", 8, "--no-special-tokens-in-content")
+    out, err = call("evaluate", "--model", CHAT, *options, *texts, *output, *SMALL)
+    assert "4 answers to each prompt, temperature 1, seed 0" in out and f"are in {folder / 'out'}" in err
+    name, prompts, score, one, three, *_ = cells(out, "letters")
+    assert (name, prompts) == ("letters", "3") and score == one and re.fullmatch(r"[01]\.\d{4} ± \d\.\d{4}", three)
+    assert cells(out, "words")[1:3] == ["1", "168"] and cells(out, "rows")[1:3] == ["2", str(16 + 23)]
+    compared = [cells(out[out.index("difference") :], name) for name in ("letters", "words (bits)")]
+    assert all(
+        row[3].startswith("+0.0000") and row[4:] == ["0", count, "0", "1.000"]
+        for row, count in zip(compared, "31", strict=True)
+    )
+    results = json.loads((folder / "out" / "results.json").read_text())
+    found = results["models"][str(CHAT)]
+    assert found["words"]["bits_per_byte_error"] is None and found["rows"]["bits_per_byte_error"] > 0
+    assert found["letters"]["pass@3"] >= found["letters"]["pass@1"] and results["settings"]["samples"] == 4
+    first = (folder / "out" / "letters.jsonl").read_text()
+    assert len(first.splitlines()) == 12 and first == (folder / "out" / "letters.against.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_lm_eval_beside_other_tasks(folder, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    task = {"task": "birds", **data, "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{body}}"}
+    task |= {"doc_to_choice": ["fox", "dog"], "doc_to_target": 0, "metric_list": [{"metric": "acc"}]}
+    (folder / "birds.yaml").write_text(json.dumps(task))
+    options = ("--include-path", folder, "--fewshot", 0, "--lm-eval-chat", "--output", tmp_path / "out")
+    out, _ = call("evaluate", "--model", CHAT, "--tasks", "lm-eval:birds", *options, *SMALL, "--limit", 2)
+    assert cells(out, "birds")[1] == "acc" and json.loads((tmp_path / "out" / "results.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "arguments, code, says",
+    [
+        ((), 2, "--tasks=() and --text=() leave nothing to evaluate: give one"),
+        (("--tasks", "tasks.py"), 2, "tasks='tasks.py' must be file.py:name"),
+        (("--tasks", "{folder}/tasks.py:numbers"), 2, "the file has no 'numbers'. The file has the tasks letters."),
+        (("--tasks", "{folder}/tasks.py:letters", "--pass-at", "4"), 2, "--pass-at=4 needs --samples=4 at least"),
+        (("--tasks", "{folder}/tasks.py:letters", "--fewshot", "2"), 2, "--fewshot=2 is of --tasks=lm-eval:"),
+        (("--tasks", "{folder}/tasks.py:letters", "--text-context", "2"), 2, "--text-context=2 is of text"),
+        (("--tasks", "{folder}/tasks.py:letters", "--distributed", "--mesh.fsdp=-1"), 2, "is not for evaluations"),
+        (("--text", "words.txt"), 2, "text='words.txt' must be name=path"),
+        (("--text", "a={folder}/none.txt"), 3, "none.txt' does not exist"),
+        (("--text", "a={folder}/rows.jsonl"), 3, "has no text 'text': give --text-field"),
+        (("--text", "a={folder}/words.txt", "b={folder}/words.txt", "a={folder}/words.txt"), 2, "give each name once"),
+        (("--text", "a={folder}/words.txt", "--step", "3"), 2, "--step=3 is of a run"),
+        (("--text", "a={folder}/words.txt", "--max-length", "1"), 2, "--max-length=1 must be"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_evaluate(folder, arguments, code, says):
+    words = [word.format(folder=folder) for word in arguments]
+    left, _, err = outcome("evaluate", "--model", CHAT, *words)
+    assert left == code and says in " ".join(err.replace("│", "").split())
+
+
+def test_a_task_of_lm_eval_needs_it(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    left, _, err = outcome("evaluate", "--model", CHAT, "--tasks", "lm-eval:arc_easy")
+    assert left == 1 and "pip install 'eqx_decoders[lm-eval]'" in err
+
+
+def test_models_are_runs_checkpoints_and_names(tmp_path):
+    """Of a directory its settings.json says that it is a run."""
+    (tmp_path / "settings.json").write_text("{}")
+    one, other = parse(["--model", str(tmp_path), "--against", "org/name", "--text", "a=b"]).sources()
+    assert (one.run_dir, one.model, other.run_dir, other.model) == (str(tmp_path), None, None, "org/name")
+    (alone,) = parse(["--text", "a=b", "--run-dir", "runs/x", "--step", "3"]).sources()
+    assert (alone.run_dir, alone.model, alone.step) == ("runs/x", None, 3)
+    config = parse(["--text", "a=b", "--dtype", "bfloat16", "--tasks", "lm-eval:a", "--seed", "5", "--no-chat"])
+    assert config.harness().seed == 5 and not config.chat and config.names == ["runs/tiny"]
+    assert config.sources()[0].dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="step and against exclude each other"):
+        EvaluateConfig(run_dir="runs/x", step=3, against="org/name", text=("a=b",))

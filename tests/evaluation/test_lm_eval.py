@@ -1,0 +1,209 @@
+"""lm-eval with the model in this process, on tasks of local files."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.evaluation.lm_eval_model import EngineMethods, make_lm
+from eqx_decoders.evaluation.lm_eval_tasks import HarnessSettings, own_random_numbers, run_tasks, task_names
+from tests.evaluation.models import chat_model, forward, most_likely, small_engine
+
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "many",
+    "small",
+    "birds",
+    "sing",
+    "in",
+    "old",
+    "green",
+    "trees",
+]
+
+
+def methods() -> EngineMethods:
+    return EngineMethods(chat_model(), small_engine(), name="chat/llama", seed=3)
+
+
+def asked(*arguments: Any) -> Any:
+    return SimpleNamespace(args=arguments)
+
+
+def encoded(text: str) -> list[int]:
+    return chat_model().encode(text).tolist()
+
+
+@pytest.mark.parametrize(
+    "context, continuation, moved",
+    [("the quick", " brown", ("the quick", " brown")), ("the quick  ", "brown", ("the quick", "  brown"))],
+)
+def test_blanks_before_a_continuation_belong_to_it(context, continuation, moved):
+    first, second = methods().encode_pair(context, continuation)
+    assert first == encoded(moved[0]) and first + second == encoded(context + continuation)
+    assert chat_model().tokenizer.decode(second) == moved[1]
+
+
+def test_an_empty_context_is_the_token_with_which_texts_begin():
+    bos, tokens = chat_model().tokenizer.bos_id, chat_model().tokenizer.encode("the fox").tolist()
+    assert methods().encode_pair("", "the fox") == ([bos], tokens)
+    assert methods().encode_pair("", "<|begin|>the fox") == ([bos], tokens)
+
+
+def test_a_template_has_written_what_texts_begin_with():
+    """It is not put there twice."""
+    text = methods().apply_chat_template([{"role": "user", "content": "the fox"}])
+    assert methods().encode(text) == chat_model().encode([{"role": "user", "content": "the fox"}]).tolist()
+    assert methods().chat_template(True) == chat_model().chat.source and methods().chat_template() is None
+    name = methods().tokenizer_name
+    assert name.startswith("chat__llama-") and chat_model().chat.content_hash in name
+
+
+def test_log_likelihoods_are_those_of_a_forward_pass():
+    """lm-eval's requests: several continuations of each context, some of which the model would write."""
+    contexts = ["the quick brown", "a lazy dog while many small birds", "", "sing in old "]
+    pairs = [(context, end) for context in contexts for end in (" fox", " jumps over", " the lazy dog")]
+    best = chat_model().tokenizer.decode([most_likely(encoded(contexts[1]))])
+    pairs.append((contexts[1], best))
+    found = methods().loglikelihood([asked(*pair) for pair in pairs])
+    for pair, (logprob, greedy) in zip(pairs, found, strict=True):
+        first, second = methods().encode_pair(*pair)
+        known = forward([*first, *second], len(first))
+        assert logprob == pytest.approx(known[0], abs=1e-5 * len(second)) and greedy == known[1]
+    assert found[-1][1] and not all(greedy for _, greedy in found)
+
+
+def test_rolling_log_likelihoods_begin_with_bos():
+    text = " ".join(WORDS + WORDS[:6])
+    tokens = [chat_model().tokenizer.bos_id, *chat_model().tokenizer.encode(text).tolist()]
+    short = tokens[: small_engine().config.max_length]
+    assert len(short) < len(tokens) < 2 * len(short)
+    found = methods().loglikelihood_rolling([asked(chat_model().tokenizer.decode(short)), asked(text)])
+    assert found[0] == pytest.approx(forward(short, 1)[0], abs=1e-4)
+    last = tokens[-len(short) :]
+    assert found[1] == pytest.approx(found[0] + forward(last, len(short) * 2 - len(tokens))[0], abs=1e-3)
+
+
+def test_answers_end_at_until_and_are_drawn_by_their_numbers():
+    greedy = {"until": ["e"], "max_gen_toks": 12}
+    requests = [asked(" ".join(WORDS[at : at + 3]), greedy) for at in range(6)]
+    found = methods().generate_until(requests)
+    free = methods().generate_until(
+        [asked(each.args[0], {"max_gen_toks": 12, "do_sample": False}) for each in requests]
+    )
+    assert found == [text.split("e")[0] for text in free] and found != free
+    drawn = {"do_sample": True, "temperature": 2.0, "top_k": 0, "max_gen_toks": 12}
+    several = methods().generate_until([asked("the quick", drawn)] * 4)
+    assert len(set(several)) == 4 and several == methods().generate_until([asked("the quick", drawn)] * 4)
+    repeated, model = [], methods()  # of a task with repeats, and of those that follow
+    for _ in range(2):
+        repeated += model.generate_until([asked("the quick", drawn)] * 2)
+    assert repeated == several
+
+
+def test_a_special_token_among_until_ends_an_answer():
+    tokenizer, request = (
+        chat_model().tokenizer,
+        methods()._answer_request(0, "a", {"until": ["<|begin|>", "\n"], "max_gen_toks": 8}),
+    )
+    assert request.stop == ("\n",) and {tokenizer.bos_id, tokenizer.eos_id} <= {*request.stop_ids}
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"num_beams": 4}, "generation_kwargs has num_beams, which this model does not take"),
+        ({"max_gen_toks": 64}, "max_gen_toks=64 leaves no room for a prompt in max_length=64"),
+    ],
+)
+def test_options_that_the_engine_lacks_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        methods().generate_until([asked("a", options)])
+
+
+def test_names_of_tasks():
+    assert task_names(["tasks.py:a", "lm-eval:b,c", "lm-eval:d"]) == ["b", "c", "d"]
+
+
+def test_random_numbers_of_the_program_are_left_as_they_were():
+    random.seed(1)
+    np.random.seed(1)
+    known = random.random(), np.random.random()
+    random.seed(1)
+    np.random.seed(1)
+    with own_random_numbers():
+        random.seed(2)
+        np.random.seed(2)
+    assert (random.random(), np.random.random()) == known
+
+
+def write_task(folder: Path, name: str, documents: list[dict], **config: Any) -> None:
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **where, **config}))  # YAML has all of JSON
+
+
+@pytest.mark.slow
+def test_tasks_of_all_kinds(tmp_path, monkeypatch):
+    """Multiple choice, perplexity and written answers: the scores that a forward pass and the engine's answers have."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    lm = make_lm(chat_model(), small_engine(), name="chat")
+    texts = [" ".join(WORDS[at : at + 3 + at % 4]) for at in range(12)]
+    choices = [["lazy dog", "the", f"{at}"] for at in range(12)]
+
+    def best(text: str, own: list[str]) -> int:
+        pairs = [methods().encode_pair(text, f" {choice}") for choice in own]
+        return int(np.argmax([forward([*first, *second], len(first))[0] for first, second in pairs]))
+
+    known = [best(text, own) for text, own in zip(texts, choices, strict=True)]
+    rows = [dict(text=texts[at], choices=choices[at], target=(known[at] + at % 2) % 3) for at in range(12)]
+    options = dict(doc_to_text="{{text}}", doc_to_choice="choices", doc_to_target="target")
+    write_task(tmp_path, "chosen", rows, output_type="multiple_choice", metric_list=[{"metric": "acc"}], **options)
+    metrics = [{"metric": name} for name in ("byte_perplexity", "bits_per_byte", "word_perplexity")]
+    rolling = dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}", metric_list=metrics)
+    write_task(tmp_path, "rolled", [dict(text=text) for text in texts], **rolling)
+    until = {"until": ["e"], "max_gen_toks": 12, "temperature": 0}
+    said = methods().generate_until([asked(text, until) for text in texts])
+    targets = [
+        dict(text=text, target=own + "?" * (at % 3 > 0)) for at, (text, own) in enumerate(zip(texts, said, strict=True))
+    ]
+    written = dict(output_type="generate_until", doc_to_text="{{text}}", doc_to_target="{{target}}")
+    written |= dict(generation_kwargs=until, metric_list=[{"metric": "exact_match"}])
+    write_task(tmp_path, "written", targets, **written)
+    settings = HarnessSettings(include_path=str(tmp_path))
+    chosen, rolled, wrote = run_tasks(lm, ["chosen", "rolled", "written"], settings)
+    assert chosen.metrics["acc"].mean == 0.5 and chosen.documents["acc"].tolist() == [1.0, 0.0] * 6
+    assert chosen.metrics["acc"].error == pytest.approx(np.std([1, 0] * 6, ddof=1) / 12**0.5)
+    bos = chat_model().tokenizer.bos_id
+    tokens = [[bos, *chat_model().tokenizer.encode(text).tolist()] for text in texts]
+    nats, size = -sum(forward(each, 1)[0] for each in tokens), sum(map(len, texts))
+    assert rolled.metrics["bits_per_byte"].mean == pytest.approx(nats / size / np.log(2), rel=1e-5)
+    assert wrote.figures()["exact_match"] == pytest.approx(4 / 12)
+    limited = run_tasks(lm, ["chosen"], HarnessSettings(include_path=str(tmp_path), limit=3, num_fewshot=0, chat=True))
+    assert limited[0].metrics["acc"].prompts == 3
+    with pytest.raises(ConfigError, match=r"lm-eval's task='choosen' is not known. Did you mean 'chosen'\?"):
+        run_tasks(lm, ["choosen"], settings)
+    write_task(
+        tmp_path, "broken", [dict(text="a")], output_type="generate_until", doc_to_text="{{text}}", doc_to_target="x"
+    )
+    (tmp_path / "broken.jsonl").unlink()
+    with pytest.raises(DataError, match=r"lm-eval can't run broken: \w+Error: .*broken.jsonl"):
+        run_tasks(lm, ["broken"], settings)

@@ -1,0 +1,88 @@
+"""Log-probabilities of given tokens: against a direct forward pass, and what is computed for them."""
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.evaluation.scoring import Likelihood, rolling_windows, score_continuations, score_texts
+from tests.evaluation.models import forward, most_likely, small_engine
+
+
+def drawn(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 250, count).tolist()
+
+
+@pytest.mark.parametrize("before", [1, 15, 16, 17, 40])
+def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
+    context = drawn(before)
+    best = most_likely(context)
+    ends = [drawn(5, 1), drawn(1, 2), [best], [best, *drawn(1, 3)], [*drawn(1, 3), best], drawn(20, 4), []]
+    found = score_continuations(small_engine(), [(context, end) for end in ends])
+    for end, likelihood in zip(ends, found, strict=True):
+        logprob, greedy = forward([*context, *end], before)
+        assert likelihood.logprob == pytest.approx(logprob, abs=1e-5 * max(1, len(end))), end
+        assert likelihood.is_greedy == greedy
+    assert found[2].is_greedy and not found[3].is_greedy and found[-1] == Likelihood(0.0, True)
+
+
+def test_a_context_is_computed_once(monkeypatch):
+    """Of continuations of one token all of it, of longer ones its whole blocks."""
+    engine, chunks = small_engine(), []
+    prefill = engine._runner.prefill
+    monkeypatch.setattr(engine._runner, "prefill", lambda *args: (chunks.append(args[2]), prefill(*args))[1])
+    engine.clear_prefix_cache()
+    score_continuations(engine, [(drawn(40, 7), [token]) for token in range(20, 30)])
+    assert sorted(chunks) == [0, 16, 32]
+    chunks.clear()
+    score_continuations(engine, [(drawn(40, 8), [token, 5, 6]) for token in range(20, 30)])
+    assert sorted(chunks) == [0, 16, *[32] * 10]
+
+
+def test_results_do_not_depend_on_order():
+    pairs = [(drawn(3 + 7 * (at % 4), at % 4), drawn(1 + at % 3, at)) for at in range(14)]
+    one, other = score_continuations(small_engine(), pairs), score_continuations(small_engine(), pairs[::-1])
+    assert one == other[::-1]
+
+
+def test_long_contexts_lose_their_beginning():
+    context, end = drawn(100), drawn(4, 1)
+    (found,) = score_continuations(small_engine(), [(context, end)])
+    assert found.logprob == pytest.approx(forward([*context, *end][-64:], 60)[0], abs=1e-4)
+    with pytest.raises(ConfigError, match="a continuation has 64 tokens, which leave no context in max_length=64"):
+        score_continuations(small_engine(), [(context, drawn(64))])
+    with pytest.raises(ConfigError, match="a context must have at least one token"):
+        score_continuations(small_engine(), [([], end)])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9, 10, 11, 47])
+@pytest.mark.parametrize("context", [1, 4, 9])
+def test_windows_score_each_token_once_with_as_much_before_it_as_fits(count, context):
+    windows = list(rolling_windows(count, 10, context))
+    assert [at for _, first, stop in windows for at in range(first, stop)] == list(range(1, count))
+    assert all(stop - begin == min(10, stop) for begin, _, stop in windows)
+    assert all(first - begin >= context for begin, first, _ in windows[1:])
+
+
+def test_windows_are_those_of_lm_eval():
+    utils = pytest.importorskip("lm_eval.utils")
+    for count, window, context in ((1, 5, 1), (7, 5, 1), (23, 5, 2), (23, 9, 4), (24, 24, 1)):
+        tokens = [-1, *range(count)]
+        known = list(utils.get_rolling_token_windows(tokens[1:], -1, window - 1, context))
+        found = list(rolling_windows(count + 1, window, context))
+        assert [(tokens[begin : stop - 1], tokens[first:stop]) for begin, first, stop in found] == known
+
+
+def test_a_context_leaves_something_to_score():
+    with pytest.raises(ConfigError, match="a context of 10 tokens must leave room in windows of 10 tokens"):
+        list(rolling_windows(20, 10, 10))
+
+
+def test_texts_are_scored_by_windows():
+    texts = [drawn(150, 5), drawn(64, 6), drawn(2, 7), drawn(1, 8)]
+    known = []
+    for tokens in texts:
+        windows = rolling_windows(len(tokens), 64, 20)
+        known.append(sum(forward(tokens[begin:stop], first - begin)[0] for begin, first, stop in windows))
+    assert score_texts(small_engine(), texts, 20) == pytest.approx(known, abs=1e-3)
+    assert score_texts(small_engine(), texts[1:]) == pytest.approx(known[1:], abs=1e-3)  # no window but one
+    assert score_texts(small_engine(), texts[:1]) != pytest.approx(known[:1], abs=1e-3)

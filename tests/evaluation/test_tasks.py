@@ -1,0 +1,277 @@
+"""Tasks of a user's file: what is loaded, answered, graded and reported."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, write_answers
+from eqx_decoders.evaluation.grading import Grade, grade_answers
+from eqx_decoders.evaluation.score_tables import compare, describe
+from eqx_decoders.evaluation.task import LoadedTask, Task, load_task
+from eqx_decoders.evaluation.task_run import AnswerSettings, answer_requests, evaluate_task
+from eqx_decoders.evaluation.task_scores import TaskScores
+from eqx_decoders.serving.engine.sampler import SamplingParams
+from tests.evaluation.models import chat_model, small_engine
+
+
+TASKS = """
+from eqx_decoders.evaluation import Task
+
+ROWS = [{"prompt": f"the {word} fox", "answer": word} for word in ("quick", "lazy", "small")]
+
+def has_e(example, answer):
+    return "e" in answer
+
+short = Task(examples=ROWS, grade=has_e, max_new_tokens=6, stop=("\\n",))
+chats = Task(examples=lambda: [{"messages": [{"role": "user", "content": "fox"}]}], grade=has_e, max_new_tokens=6)
+elsewhere = Task(examples="rows.jsonl", grade="rewards.py:exact")
+
+class Own:
+    examples = ROWS
+    chat = False
+    max_new_tokens = 12
+    def grade(self, example, answer):
+        return {"letters": len(answer), "known": example["answer"] in answer}
+
+own = Own()
+
+def made():
+    yield from ROWS
+
+def grade(example, answer):
+    return len(answer) / 2 if example["answer"] != "lazy" else None
+
+made.max_new_tokens = 4
+
+bad = Task(examples=[], grade=has_e)
+unlike = Task(examples=[{"prompt": "a"}, {"question": "b"}], grade=has_e)
+both = Task(examples=[{"prompt": "a", "messages": []}, {"prompt": "b", "messages": [1]}], grade=has_e)
+strange = Task(examples=[{"prompt": "a", "answer": {1, 2}}], grade=has_e)
+number = Task(examples=[{"prompt": 3}], grade=has_e)
+lost = Task(examples="nowhere.jsonl", grade=has_e)
+class Bare:
+    examples = ROWS
+bare = Bare()
+def raises():
+    raise KeyError("no key")
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "tasks.py").write_text(TASKS)
+    rows = [{"messages": [{"role": "user", "content": "a"}], "answer": 1}, {"prompt": "b", "answer": [2, None]}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "tasks.py"
+
+
+def test_forms_of_tasks(file):
+    short = load_task(f"{file}:short")
+    assert short.name == "short" and len(short.examples) == 3 and short.examples[1]["answer"] == "lazy"
+    assert short.task.max_new_tokens == 6 and short.task.stop == ("\n",) and short.grader == f"{file}:short.grade"
+    assert len(load_task(f"{file}:short", limit=2).examples) == 2
+    assert load_task(f"{file}:own").grader == f"{file}:own.grade" and not load_task(f"{file}:own").task.chat
+    made = load_task(f"{file}:made")
+    assert made.grader == f"{file}:grade" and made.task.max_new_tokens == 4 and len(made.examples) == 3
+    rows = load_task(f"{file}:elsewhere")
+    assert rows.grader == "rewards.py:exact" and rows.examples[1] == {"prompt": "b", "answer": [2, None]}
+
+
+@pytest.mark.parametrize(
+    "name, error, says",
+    [
+        ("nothing", ConfigError, "the file has no 'nothing'. The file has the tasks short, chats, elsewhere, own, bad"),
+        ("Own", ConfigError, "is a class: give an object of it, own = Own()"),
+        ("bare", ConfigError, "has no grade: it must have examples and grade(example, answer)"),
+        ("has_e", ConfigError, "its examples can't be made: TypeError: has_e() missing 2 required"),
+        ("bad", DataError, "bad' has no examples."),
+        ("unlike", DataError, "example 2 must have a 'prompt' or 'messages', and has question."),
+        ("both", DataError, "example 2 must have a 'prompt' or 'messages', and has prompt, messages."),
+        ("strange", DataError, "example 1 must be plain JSON"),
+        ("number", DataError, "example 1: 'prompt' must be a text"),
+        ("lost", DataError, "nowhere.jsonl' does not exist"),
+        ("raises", ConfigError, "its examples can't be made: KeyError: 'no key'"),
+    ],
+)
+def test_mistakes_in_tasks(file, name, error, says):
+    with pytest.raises(error, match=re.escape(says)):
+        load_task(f"{file}:{name}")
+
+
+def test_mistakes_in_files(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    for spec, says in (
+        ("tasks.py", "tasks='tasks.py' must be file.py:name, such as tasks.py:gsm8k"),
+        (f"{tmp_path}/none.py:a", "must be a Python file with the task 'a'"),
+        (f"{tmp_path}/broken.py:a", "can't be run: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            load_task(spec)
+
+
+GRADES = """
+import math, time
+
+def grade(example, answer):
+    if example["do"] == "raise":
+        raise ValueError("of " + answer)
+    if example["do"] == "hang":
+        time.sleep(60)
+    return {"nan": math.nan, "none": None, "text": "yes", "right": True, "columns": {"a": 1, "b": 0.5}}[example["do"]]
+"""
+
+
+def test_grades_that_fail_leave_their_answers_unjudged(tmp_path):
+    (tmp_path / "grades.py").write_text(GRADES)
+    words = ["right", "raise", "hang", "nan", "none", "text", "columns", "right"]
+    grader = f"{tmp_path}/grades.py:grade"
+    found = grade_answers(grader, [({"do": word}, "x") for word in words], seconds=1.0)
+    right, raised, hung, nan, none, text, columns, again = found
+    assert right == again == Grade({"score": 1.0}) and none == Grade(None) and columns.columns == {"a": 1.0, "b": 0.5}
+    assert raised.error == "ValueError: of x (grades.py, line 6)" and hung.error == "it took more than 1 s"
+    assert nan.error == "it returned 'nan': it must be a finite number, a bool, several by name, or None"
+    assert text.error.startswith("it returned 'yes'")
+    with pytest.raises(ConfigError, match=r"failed for all 2 answers: \['ValueError: of x"):
+        grade_answers(grader, [({"do": "raise"}, "x")] * 2)
+    with pytest.raises(ConfigError, match=r"grade of task='.*:nothing' cannot be imported"):
+        grade_answers(f"{tmp_path}/grades.py:nothing", [({}, "x")], flag="grade of task")
+    assert grade_answers("nowhere.py:f", []) == []
+
+
+def scored(*rows: str, name: str = "t") -> TaskScores:
+    """Answers as letters: r right, w wrong, n not judged, t truncated; of half a length where they are capitals."""
+    columns = {"r": {"score": 1.0, "form": 0.5}, "w": {"score": 0.25, "form": 1.0}}
+    grades = [[None if letter == "t" else Grade(columns.get(letter)) for letter in row] for row in rows]
+    ends = {"t": "length", "w": "stop_string"}
+    lengths = {"r": 4, "w": 8, "n": 6, "t": 20}
+    answers = [
+        [WrittenAnswer(letter, lengths[letter], ends.get(letter, "stop_token")) for letter in row] for row in rows
+    ]
+    examples = tuple({"prompt": str(number)} for number in range(len(rows)))
+    task = Task(examples=examples, grade="a.py:b")
+    return TaskScores(
+        task=LoadedTask(name=name, task=task, examples=examples, grader="a.py:b"), answers=answers, grades=grades
+    )
+
+
+def test_scores_of_answers():
+    """Truncated answers are wrong, and those that could not be judged are in no mean."""
+    scores = scored("rrww", "tttr", "nnnn", "rwnt")
+    assert scores.prompt_scores.tolist() == pytest.approx([0.625, 0.25, math.nan, 1.25 / 3], nan_ok=True)
+    assert scores.score.mean == pytest.approx((0.625 + 0.25 + 1.25 / 3) / 3) and scores.score.prompts == 3
+    assert scores.truncated == 4 / 16 and scores.unjudged == 5 / 16
+    assert scores.pass_at(2).mean == pytest.approx((5 / 6 + 1 / 2 + 2 / 3) / 3)
+    assert scores.lengths() == {"mean_length": (4 * 4 + 3 * 8 + 5 * 6 + 4 * 20) / 16, "max_length": 20.0} | {
+        "right_length": 4.0,
+        "wrong_length": (3 * 8 + 4 * 20) / 7,
+    }
+    figures = scores.figures((1, 2))
+    assert figures["form"] == pytest.approx((0.75 + 0.125 + 0.5) / 3) and figures["pass@1"] == pytest.approx(13 / 36)
+    assert figures["end_length"] == 0.25 and figures["end_stop_string"] == 3 / 16
+
+
+def test_tables():
+    lines = describe([scored("rrww", "tttr", "nnnn", "rwnt")], (1, 2))
+    head, cells = (re.sub(r" +", " ", line) for line in (lines[0], lines[2]))
+    assert (
+        head == "| task | prompts | score | pass@1 | pass@2 | truncated | tokens: mean | most | right | wrong | ends |"
+    )
+    assert cells.startswith("| t | 4 | 0.4306 ± 0.1085 | 0.3611 ± 0.0735 | 0.6667 ± 0.0962 | 25.0% | 9 | 20 | 4 | 15 |")
+    assert "t: 31.2% of the answers could not be judged; they are in no mean." in lines
+    first, second = scored("rr", "rw", "ww", "nn", "rr"), scored("rw", "rw", "ww", "rr", "tt")
+    lines = compare([first], [second], ("one", "other"))
+    assert re.sub(r" +", " ", lines[0]) == "| task | one | other | difference | wins | ties | losses | p |"
+    cells = re.sub(r" +", " ", lines[2])
+    assert cells == "| t | 0.7188 ± 0.1795 | 0.5000 ± 0.1723 | +0.3438 ± 0.2359 | 2 | 2 | 0 | 0.500 |"
+
+
+def test_a_score_has_one_name():
+    task = scored("rw")
+    grades = [[Grade({"a": 1.0, "b": 1.0}), Grade({"b": 1.0})]]
+    with pytest.raises(ConfigError, match="its score: it must have one name, not a, b"):
+        _ = dataclasses.replace(task, grades=grades).columns
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"samples": 4, "temperature": 0.0}, "are the same answer 4 times: give a temperature above 0"),
+        ({"samples": 2, "pass_at": (1, 4)}, "pass_at=4 needs samples=4 at least, and there are 2"),
+        ({"grade_workers": 0}, "grade_workers=0 must be an integer of at least 1"),
+        ({"samples": 0}, "samples=0 must be an integer of at least 1"),
+        ({"grade_seconds": math.nan}, "grade_seconds=nan must be a finite number"),
+    ],
+)
+def test_settings_that_make_no_sense(options, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        AnswerSettings(**options)
+
+
+def test_what_settings_mean():
+    assert AnswerSettings().drawn_at == 0.0 and AnswerSettings(samples=2).drawn_at == 1.0
+    assert AnswerSettings(samples=16).ks == (1, 2, 4, 8) and AnswerSettings(samples=8, pass_at=(5,)).ks == (5,)
+    settings = AnswerSettings(samples=2, temperature=0.5, top_k=3, top_p=0.9, seed=4)
+    one = settings.sampling("task", 3, 1)
+    assert (one.temperature, one.top_k, one.top_p) == (0.5, 3, 0.9) and one == settings.sampling("task", 3, 1)
+    others = [("other", 3, 1), ("task", 2, 1), ("task", 3, 0)]
+    assert len({one.seed, *(settings.sampling(*other).seed for other in others)}) == 4
+    assert dataclasses.replace(settings, seed=5).sampling("task", 3, 1).seed != one.seed
+
+
+def test_prompts_are_messages_where_the_model_has_a_template(file):
+    text, short = chat_model(), load_task(f"{file}:short")
+    asked = answer_requests(text, short, AnswerSettings(samples=2, max_new_tokens=9))
+    assert len(asked) == 6 and asked[0].prompt == asked[1].prompt and asked[0].max_new_tokens == 9
+    message = [{"role": "user", "content": "the lazy fox"}]
+    assert asked[2].prompt == tuple(text.encode(message)) and asked[2].stop_ids == text.stop_ids
+    raw = answer_requests(text, load_task(f"{file}:own"), AnswerSettings())
+    assert raw[1].prompt == tuple(text.encode("the lazy fox"))
+    without = dataclasses.replace(text, chat=None)
+    assert [each.prompt for each in answer_requests(without, short, AnswerSettings())] == [each.prompt for each in raw]
+    with pytest.raises(ConfigError, match="'chats' has examples with messages, and this model has no chat template"):
+        answer_requests(without, load_task(f"{file}:chats"), AnswerSettings())
+
+
+def test_a_model_is_evaluated(file, tmp_path):
+    """Answers and grades are those of single requests; the same again, whatever was computed before."""
+    text, engine = chat_model(), small_engine()
+    settings = AnswerSettings(samples=3, temperature=1.5, seed=1)
+    tasks = [load_task(f"{file}:{name}") for name in ("short", "own", "made")]
+    short, own, made = (evaluate_task(text, engine, task, settings) for task in tasks)
+    again = evaluate_task(text, engine, tasks[0], settings)
+    assert again.answers == short.answers and again.grades == short.grades
+    rows = zip(short.answers, short.grades, strict=True)
+    pairs = [pair for answers, grades in rows for pair in zip(answers, grades, strict=True)]
+    assert {grade is None for answer, grade in pairs if answer.end == "length"} <= {True}
+    assert all(grade.columns == {"score": float("e" in answer.text)} for answer, grade in pairs if grade is not None)
+    assert own.columns == ["letters", "known"] and own.score.mean >= 0
+    judged = [grade.columns is not None for grade in made.grades[1] if grade is not None]
+    assert not any(judged)
+    short.write(tmp_path / "answers.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(lines) == 9 and lines[4]["example"] == 1 and lines[4]["sample"] == 1
+    assert lines[4]["answer"] == short.answers[1][1].text and lines[4]["example.answer"] == "lazy"
+    long = dataclasses.replace(tasks[0], examples=({"prompt": "fox " * 80},))
+    with pytest.raises(ConfigError, match=r"'short', example 1: its prompt has .* more than max_length=64. Raise it"):
+        evaluate_task(text, engine, long, settings)
+
+
+def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():
+    text, prompt = chat_model(), tuple(chat_model().encode("the quick").tolist())
+    drawn = [SamplingParams(temperature=1.2, seed=seed) for seed in range(8)]
+    free = [AnswerRequest(prompt, 12, sampling, (), text.stop_ids) for sampling in drawn]
+    known = [write_answers(text.tokenizer, small_engine(), [each])[0] for each in free]
+    counts = []
+    assert write_answers(text.tokenizer, small_engine(), free, counts.append) == known and sum(counts) == 8
+    stops = [each._replace(stop=("e", "a")) for each in free]
+    found = write_answers(text.tokenizer, small_engine(), stops)
+    for whole, cut in zip(known, found, strict=True):
+        assert cut.text == re.split("[ea]", whole.text)[0]
+        assert (cut.end == "stop_string") == (cut.text != whole.text) and cut.num_tokens <= whole.num_tokens
+    assert {answer.end for answer in found} >= {"stop_string"} and "length" in {answer.end for answer in known}
