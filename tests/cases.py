@@ -575,10 +575,11 @@ def _guessing(model: ed.Decoder, memory: ed.Cache, token: jax.Array):
     return memory.commit(proposal.entries, kept), model.logits(hidden[:, :1])
 
 
-def _jittered(model: ed.Decoder, size: float, seed: int) -> ed.Decoder:
+@eqx.filter_jit
+def _jittered(model: ed.Decoder, size: float, key: jax.Array) -> ed.Decoder:
     """The model with every weight moved by so much of itself, up or down."""
     leaves, structure = jax.tree.flatten(model)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    keys = jax.random.split(key, len(leaves))
     moved = [
         leaf * (1 + size * jax.random.rademacher(key, leaf.shape, leaf.dtype))
         if jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -612,13 +613,14 @@ def check(case: Case, seed: int = 0, **execution: Any) -> None:
         return sums, {name: gradient[name] for name in trained}, logits
 
     exact, rules = plainly(plain), dict(units=512)
-    rounded = [plainly(_jittered(plain, unit("float32"), seed)) for seed in range(2)]
+    rounded = [plainly(_jittered(plain, unit("float32"), jax.random.key(seed))) for seed in range(2)]
     if case["dtype"] == "bfloat16":
         # Rounding may choose another expert for a token or two, and models without norms before their layers blow it
         # up: the root mean square counts, and what the plain form itself loses in bfloat16.
         rules = dict(units=12, dtype="bfloat16", measure=root_mean_square)
         coarse = plain.replace(precision=ed.Precision(compute="bfloat16"))
-        rounded = [plainly(_jittered(coarse, size, seed)) for seed, size in enumerate((0.0, 2**-9, 2**-9))]
+        sizes = enumerate((0.0, 2**-9, 2**-9))
+        rounded = [plainly(_jittered(coarse, size, jax.random.key(seed))) for seed, size in sizes]
     for got, want, *lossy in zip(results, exact, *rounded, strict=True):
         if got is trained and case["dtype"] == "bfloat16" and case["mixer"] in (*RECURRENT, "differential"):
             assert all(jnp.isfinite(leaf).all() for leaf in got.values())  # the plain form's are as wrong as large

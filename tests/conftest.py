@@ -158,6 +158,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.freeze()  # pytest looks for cycles five times as it ends, among millions of objects
     if OWN_CACHE is not None:
         shutil.rmtree(OWN_CACHE, ignore_errors=True)
 

@@ -16,58 +16,58 @@ extend = eqx.filter_jit(lambda model, tokens, cache: model(tokens, cache=cache))
 
 def check_pieces(model: Decoder, pieces: tuple[int, ...]) -> None:
     """A cache filled piece by piece gives the logits of one call."""
-    tokens = some_tokens(2, sum(pieces))
+    tokens = np.asarray(some_tokens(2, sum(pieces)))
     whole, begin, found = forward(model, tokens), 0, []
     cache = ed.init_cache(model.config, 2, tokens.shape[1], dtype=jnp.float32)
     for piece in pieces:
         out = extend(model, tokens[:, begin : begin + piece], cache)
         cache, begin = out.cache, begin + piece
-        found.append(out.logits)
-    assert_close(jnp.concatenate(found, axis=1), whole)
+        found.append(np.asarray(out.logits))
+    assert_close(np.concatenate(found, axis=1), whole)
 
 
 def check_ragged_pieces(model: Decoder, layout: ed.Layout, piece: int = 5, slots: int = 13) -> None:
     """Two pieces of a padded prefill, then each row at its own place, on a mesh: the logits of one call."""
-    tokens, lengths = some_tokens(4, 13), jnp.minimum(jnp.asarray([9, 1, 5, 8]), 2 * piece)
-    want = forward(model, tokens)
+    tokens, lengths = np.asarray(some_tokens(4, 13)), np.minimum([9, 1, 5, 8], 2 * piece).astype(np.int32)
+    want = np.asarray(forward(model, tokens))
     model = model.place(layout)
     cache = ed.init_cache(model.config, 4, slots, dtype=jnp.float32, layout=layout)
     for begin in (0, piece):
-        here = jnp.arange(begin, begin + piece)[None]
-        positions = jnp.where(here < lengths[:, None], here, -1)
+        here = np.arange(begin, begin + piece, dtype=np.int32)[None]
+        positions = np.where(here < lengths[:, None], here, -1)
         logits, cache = extend_at(model, tokens[:, begin : begin + piece], cache, positions)
-        counts = np.clip(lengths - begin, 0, piece)
+        logits, counts = np.asarray(logits), np.clip(lengths - begin, 0, piece)
         for row, length in ((row, counts[row]) for row in np.flatnonzero(counts)):
             assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
     for _ in range(4):
-        here = cache.length[:, None]
-        logits, cache = extend_at(model, jnp.take_along_axis(tokens, here, axis=1), cache)
-        assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
+        here = np.asarray(cache.length)[:, None]
+        logits, cache = extend_at(model, np.take_along_axis(tokens, here, axis=1), cache)
+        assert_close(np.asarray(logits)[:, 0], np.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
     assert cache.length.tolist() == (lengths + 4).tolist()
 
 
 def check_documents(model: Decoder) -> None:
     """Packed documents equal each alone, and nothing of one reaches the next."""
-    tokens, segments = packed(1)
-    logits = forward(model, tokens, None, segments)
+    tokens, segments = map(np.asarray, packed(1))
+    logits = np.asarray(forward(model, tokens, None, segments))
     for begin, end in ((0, 5), (5, 6), (6, 10)):
         assert_close(logits[:, begin:end], forward(model, tokens[:, begin:end]))
-    other = forward(model, tokens.at[:, :2].set((tokens[:, :2] + 3) % 32), None, segments)
+    changed = np.where(np.arange(tokens.shape[1])[None] < 2, (tokens + 3) % 32, tokens)
+    other = np.asarray(forward(model, changed, None, segments))
     np.testing.assert_array_equal(logits[:, 5:10], other[:, 5:10])
 
 
 def check_rejection(model: Decoder) -> None:
     """Tokens that are proposed and then rejected leave no trace."""
-    tokens = some_tokens(2, 9)
+    tokens = np.asarray(some_tokens(2, 9))
     forward_uncommitted = eqx.filter_jit(lambda model, tokens, cache: model.forward_uncommitted(tokens, cache=cache)[1])
     cache = extend(model, tokens[:, :4], ed.init_cache(model.config, 2, 12, dtype=jnp.float32)).cache
     proposal = forward_uncommitted(model, tokens[:, 4:7], cache)
-    kept = cache.commit(
-        proposal.entries, jnp.where(jnp.arange(3)[None] < jnp.asarray([[1], [2]]), proposal.positions, -1)
-    )
+    accepted = np.arange(3)[None] < np.asarray([[1], [2]])
+    kept = eqx.filter_jit(lambda c, p: c.commit(p.entries, jnp.where(accepted, p.positions, -1)))(cache, proposal)
     for row, count in enumerate((5, 6)):
         plain = extend(model, tokens[:, :count], ed.init_cache(model.config, 2, 12, dtype=jnp.float32)).cache
-        got, want = (extend(model, tokens[:, 7:], each).logits[row] for each in (kept, plain))
+        got, want = (np.asarray(extend(model, tokens[:, 7:], each).logits)[row] for each in (kept, plain))
         assert_close(got, want)
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
@@ -31,6 +33,12 @@ DENSE = dataclasses.replace(SPARSE, mlp=MLPConfig(mlp_dim=24))
 
 def decoder(*blocks: ed.BlockConfig, **changes) -> ed.DecoderConfig:
     return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=blocks, final_norm=NORM, **changes)
+
+
+@eqx.filter_jit
+def copied(tree):
+    """Arrays for a step to take, by one program for all of them."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 @eqx.filter_jit

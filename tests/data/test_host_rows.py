@@ -70,6 +70,8 @@ def check_batches():
         found[json.dumps([axes, order])] = [list(held), int(jax.jit(lambda x: x.sum())(batch.tokens))]
     (folder / f"rows{number}.json").write_text(json.dumps(found))
 
+QUIET = ("--sample-tokens", "0")  # of runs that are about how they end and go on
+
 def train(name, *more):
     return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
 
@@ -108,16 +110,16 @@ with connected(60):
     assert train("steps") == 0
     with no_renames():  # as in a bucket
         with mock.patch.object(MetricsReporter, "report", interrupted):
-            assert train("stopped") == 143
+            assert train("stopped", *QUIET) == 143
         again = mock.patch.object(reading, "_load", flipped)
         read = mock.patch.object(reading, "read_manifest", flaky)
         with again, read, mock.patch.object(reading, "PAUSES", (0.1,)):
-            assert train("stopped") == 0  # the step that could not be read at once is not set aside
+            assert train("stopped", *QUIET) == 0  # the step that could not be read at once is not set aside
         with mock.patch.object(reading, "read_manifest", torn):
-            assert train("stopped", "--steps", "4") == 0
+            assert train("stopped", *QUIET, "--steps", "4") == 0
     print("done", number, flush=True)
     with mock.patch.object(Batches, "__next__", broken):
-        train("steps", "--steps", "6")
+        train("steps", *QUIET, "--steps", "6")
 """
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,17 +33,21 @@ FIRST, SECOND, *_ = SMALL.blocks
 def test_a_shortcut_is_a_sum_after_two_blocks():
     """Computed layer by layer, from experts that keep nothing aside."""
     model, tokens = filled(dataclasses.replace(SMALL, blocks=(FIRST, SECOND), final_norm=None)), some_tokens(2, 5)
-    ctx = ed.Context(jnp.broadcast_to(jnp.arange(5), (2, 5)), execution=model.execution)
-    first, second = (block for segment in model.segments for block in segment.unstacked())
-    x = model.embedding(tokens, ctx)
-    h = x + first.mixer(first.pre_mixer_norm(x), ctx)[0]
-    normed = first.pre_mlp_norm(h)
-    both = dataclasses.replace(first.mlp, config=dataclasses.replace(first.mlp.config, shortcut=None))
-    aside = both(normed, ctx)[0] - first.mlp.shared(normed, ctx)
-    h = h + first.mlp.shared(normed, ctx)
-    h = h + second.mixer(second.pre_mixer_norm(h), ctx)[0]
-    h = h + second.mlp(second.pre_mlp_norm(h), ctx) + aside
-    assert_close(model(tokens).hidden, h, units=256)
+
+    @eqx.filter_jit
+    def by_hand(model):
+        ctx = ed.Context(jnp.broadcast_to(jnp.arange(5), (2, 5)), execution=model.execution)
+        first, second = (block for segment in model.segments for block in segment.unstacked())
+        x = model.embedding(tokens, ctx)
+        h = x + first.mixer(first.pre_mixer_norm(x), ctx)[0]
+        normed = first.pre_mlp_norm(h)
+        both = dataclasses.replace(first.mlp, config=dataclasses.replace(first.mlp.config, shortcut=None))
+        aside = both(normed, ctx)[0] - first.mlp.shared(normed, ctx)
+        h = h + first.mlp.shared(normed, ctx)
+        h = h + second.mixer(second.pre_mixer_norm(h), ctx)[0]
+        return h + second.mlp(second.pre_mlp_norm(h), ctx) + aside
+
+    assert_close(model(tokens).hidden, by_hand(model), units=256)
 
 
 def test_what_experts_send_is_used_once():
@@ -85,7 +90,7 @@ def test_a_rows_padding_goes_to_no_expert():
     model = filled(SMALL)
     layer = model.segments[0].unstacked()[0].mlp
     x, ctx = jnp.ones((1, 3, EMBED)), ed.Context(jnp.asarray([[0, -1, 1]]))
-    result = layer.branch(x, ctx, None, None)
+    result = eqx.filter_jit(layer.branch)(x, ctx, None, None)
     np.testing.assert_array_equal(result.lent[0, 1], 0.0)
     assert np.abs(result.lent[0, 0]).max() > 0.01
 
@@ -115,7 +120,7 @@ def test_a_block_may_take_and_send_under_one_name():
             for mlp, before in zip(sent, (None, *names), strict=False)
         ]
         config = dataclasses.replace(SMALL, blocks=tuple(blocks))
-        return ed.init(config, key=jax.random.key(0))(some_tokens(1, 4)).logits
+        return forward(ed.init(config, key=jax.random.key(0)), some_tokens(1, 4))
 
     one, three = logits("a", "a", "a", None), logits("a", "b", "c", None)
     assert_close(one, three)

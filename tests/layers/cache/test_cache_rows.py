@@ -25,8 +25,9 @@ def with_pages(cache):
 
 
 KINDS = (*MIXERS, "states", "pages")
+QUICK = ("keys", "indexed", "states", "pages")  # an indexer's keys are beside latents; blocks and chunks are of keys
 CASES = [
-    *((kind, [3, 0]) for kind in KINDS),
+    *(pytest.param(kind, [3, 0], marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS),
     *(pytest.param(kind, [2], marks=[] if kind == "states" else pytest.mark.slow) for kind in KINDS),
 ]
 

@@ -22,6 +22,7 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
 from tests.compare import assert_close
 from tests.models import VOCAB, filled, rich_decoder
+from tests.steps import copied
 
 
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="constant", warmup_steps=0, eps=1.0)
@@ -145,7 +146,7 @@ def expected(objective, model):
 
 def after_a_step(objective, model, batch, **step):
     trainer = Trainer.create(PLAIN, model, steps=10, config=StepConfig(**step), loss=objective)
-    state = trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0))
+    state = trainer.init(copied(model), key=jax.random.key(0))
     state, metrics = trainer.step(state, place(batch, model.execution.layout, batch.tokens.shape[0]))
     return jax.device_get((state.model, dataclasses.replace(metrics, stats=None)))
 
@@ -157,8 +158,13 @@ def test_a_step_is_that_of_the_formula(objective):
     """One answer a row or many, microbatches or none, on one device and on a mesh that splits rows, lengths, out of
     order, and the vocabulary."""
     model = filled(CONFIG)
-    value, gradient = jax.jit(jax.value_and_grad(lambda model: expected(objective, model)))(model)
-    norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
+
+    @jax.jit
+    def value_and_norm(model):
+        value, gradient = jax.value_and_grad(lambda model: expected(objective, model))(model)
+        return value, jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
+
+    value, norm = value_and_norm(model)
     rows, packed = (with_labels(batch_of(*each), each[0]) if objective is KTO else batch_of(*each) for each in FORMS)
     new, metrics = after_a_step(objective, model, rows)
     assert_close(metrics.loss, value, units=128)
