@@ -102,7 +102,7 @@ DEFAULTS = {
         name="adamw", learning_rate=3e-4, schedule="cosine", decay_fraction=0.2, min_lr_ratio=0.1, weight_decay=0.1,
         trainable=("*",),
         no_decay=("*norm*", "*bias*", "*sink", "*scale", "embedding.*", "positions.*", "*.table", "*.a_log", "*.skip",
-            "*.decay", "*.bonus", "*_mix", "*.alpha_?"),
+            "*.decay", "*.bonus", "*_mix", "*.alpha_?", "*.lora_magnitude"),
        
         beta1=0.9,
         beta2=0.95, eps=1e-8, momentum=0.95, max_grad_norm=1.0, lr_multipliers=(), moments_dtype="float32",

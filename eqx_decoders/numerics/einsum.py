@@ -37,11 +37,12 @@ class ProductOptions(NamedTuple):
 
 
 class LowRankPair(NamedTuple):
-    """Low-rank update of a weight: `scale lora_a lora_b`."""
+    """Low-rank update of a weight: `scale lora_a lora_b`, and the factors of the columns of their sum; None for 1."""
 
     scale: float
     lora_a: Any
     lora_b: Any
+    factor: Any = None
 
 
 class AbstractWeight(eqx.Module):
@@ -226,7 +227,10 @@ def grouped_products(
         if pair is None:
             return out
         (low,) = grouped_products(x, (pair.lora_a,), counts, form=form)
-        return out + grouped_products(pair.scale * low, (pair.lora_b,), counts, form=form)[0]
+        out = out + grouped_products(pair.scale * low, (pair.lora_b,), counts, form=form)[0]
+        if pair.factor is None:
+            return out
+        return (out * jnp.repeat(pair.factor, counts, axis=0, total_repeat_length=len(out))).astype(out.dtype)
 
     return tuple(plus_pair(next(outs[type(base)]), pair) for base, pair in zip(bases, pairs, strict=True))
 

@@ -66,6 +66,14 @@ class ProductPlan:
         """Return whether an activation has one row, which is multiplied by a matrix."""
         return self.contracted is not None and math.prod(x.shape[: x.ndim - self.contracted]) == 1
 
+    def spread_outputs(self, table: Float[Array, "..."], dimensions: int) -> Float[Array, "..."]:
+        """Return a number for each output of the weight as it multiplies the result of an x of so many dimensions."""
+        _, right, out = self.spelled(dimensions)
+        columns = [word for word in right if word in out]
+        sizes = dict(zip(columns, table.shape, strict=True))
+        table = table.transpose([columns.index(word) for word in out if word in columns])
+        return table.reshape([sizes.get(word, 1) for word in out])
+
     def flattened(
         self, x: Float[Array, "..."], weight: Float[Array, "..."]
     ) -> tuple[Float[Array, "rows inner"], Float[Array, "..."], tuple[int, ...]]:

@@ -164,9 +164,7 @@ class AbstractQuantizedWeight(AbstractWeight):
             return jnp.einsum(plan.letters, x, weight.dequantized(x.dtype), preferred_element_type=dtype)
         wide = np.promote_types(dtype, np.float32)
         kernel, scales = weight.numbers(x.dtype), weight.factors(wide)
-        sizes = dict(zip(right, self.shape, strict=True))
-        scales = scales.squeeze(self.lead).transpose([columns.index(word) for word in out if word in columns])
-        scales = scales.reshape([sizes[word] if word in columns else 1 for word in out])
+        scales = plan.spread_outputs(scales.squeeze(self.lead), x.ndim)
         return (jnp.einsum(plan.letters, x, kernel, preferred_element_type=wide) * scales).astype(dtype)
 
     def _gathered(self, plan: ProductPlan, x: Array, options: ProductOptions) -> "AbstractQuantizedWeight":

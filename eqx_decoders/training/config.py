@@ -79,6 +79,17 @@ class TrainedModelSettings(ModelSettings):
     """What a pair adds is multiplied by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
     """Patterns of the paths of the weights that get a pair."""
+    lora_rank_pattern: tuple[tuple[str, int], ...] = ()
+    """Patterns of paths whose pairs have another rank, such as '*.mlp.*=16'; the first that matches counts."""
+    lora_alpha_pattern: tuple[tuple[str, float], ...] = ()
+    """The same with another lora_alpha."""
+    lora_rank_stabilized: bool = False
+    """Multiply by lora_alpha / sqrt(lora_rank) instead (rsLoRA)."""
+    lora_dora: bool = False
+    """Train the lengths of the columns of weights, too (DoRA)."""
+    lora_init: Literal["zeros", "pissa"] = "zeros"
+    """zeros: pairs add nothing at first; pissa: they are the largest singular values of their weights, taken out of
+    these (PiSSA)."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -97,9 +108,14 @@ class TrainedModelSettings(ModelSettings):
 
     def lora(self) -> LoRAConfig | None:
         """Return the settings of the low-rank pairs, which are in float32; None for a run without them."""
-        if self.lora_rank is None:
-            return None
-        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets, dtype="float32")
+        names = [field.name for field in dataclasses.fields(LoRAConfig) if field.name != "dtype"]
+        settings = {name: getattr(self, f"lora_{name}") for name in names}
+        if self.lora_rank is not None:
+            return LoRAConfig(**settings, dtype="float32")
+        for name in ("rank_pattern", "alpha_pattern", "rank_stabilized", "dora", "init"):
+            unused = settings[name] == getattr(LoRAConfig, name)
+            check(unused, f"lora_{name}={settings[name]!r} needs lora_rank: there are no pairs without.")
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

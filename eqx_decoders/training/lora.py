@@ -18,11 +18,15 @@ from jaxtyping import Array, PRNGKeyArray
 
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.pissa import check_split, taken_out
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
 from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
 from eqx_decoders.sharding.layout import out_shardings, partitions
 from eqx_decoders.training.lora_config import LoRAConfig
+
+
+_NEW = ("lora_a", "lora_b", "lora_magnitude", "start_a", "start_b")
 
 
 def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decoder:
@@ -32,7 +36,12 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
     `lora_a` is uniform within `1 / sqrt(fan_in)`, `lora_b` zero, as in PEFT. The pairs are created sharded; the other
     weights are shared with `model`. A model of `jax.ShapeDtypeStruct`s gets such pairs.
 
-    Raises ConfigError for a pattern that matches nothing or no matrix of a block, and for a model with pairs.
+    With `config.init="pissa"` a pair is the part of a weight with its largest singular values, and the base is what
+    remains, rounded as the weight is. `quantize` after `add_lora` rounds the remainder alone, which loses less than
+    rounding the weight before.
+
+    Raises ConfigError for a pattern that matches nothing or no matrix of a block, for a model with pairs, and for a
+    weight that PiSSA can't split.
     """
     present = sorted(low_rank_weights(model))[:1]
     check(
@@ -42,24 +51,26 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
     dtype = model.execution.precision.params if config.dtype is None else jnp.dtype(config.dtype)
     fixed, nodes = frozen(plain_shapes(model)), {}
     for path in _targets(config, {name: axis_names for name, axis_names in words.items() if name not in fixed}):
-        pair = _pair(words[path], leaves[path].shape, config.rank, dtype)
-        nodes[path] = LowRank(base=leaves[path], scale=config.scale, **pair)
+        parts = _parts(config, path, words[path], leaves[path], dtype)
+        nodes[path] = LowRank(base=leaves[path], scale=config.scale_of(path), **parts)
     target = replaced(model, nodes)
-    shardings = named_leaves(model.execution.layout.shardings(target))
-    pairs = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
-        for name, leaf in named_leaves(target).items()
-        if name.endswith((".lora_a", ".lora_b"))
-    }
+    shardings, new = named_leaves(model.execution.layout.shardings(target)), {}
+    for path, node in nodes.items():
+        parts = {f"{path}.{name}": getattr(node, name) for name in _NEW}
+        parts = {name: leaf for name, leaf in parts.items() if leaf is not None}
+        new |= {name: leaf.update(sharding=shardings[name]) for name, leaf in parts.items()}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in named_leaves(model).values()):
-        return replaced(target, pairs)
+        return replaced(target, new)
+    if config.init == "pissa":
+        layout, shaped = model.execution.layout, low_rank_weights(replaced(target, new))
+        return replaced(target, {path: taken_out(layout, shaped[path], config.rank_of(path)) for path in nodes})
     inner = axes(target)
 
     def draw(key):
-        keys = dict(zip(pairs, jax.random.split(key, len(pairs)), strict=True))
-        return {name: _draw(keys[name], inner[name], leaf) for name, leaf in pairs.items()}
+        keys = dict(zip(new, jax.random.split(key, len(new)), strict=True))
+        return {name: _draw(keys[name], inner[name], leaf) for name, leaf in new.items()}
 
-    return replaced(target, jax.jit(draw, out_shardings=out_shardings(pairs))(key))
+    return replaced(target, jax.jit(draw, out_shardings=out_shardings(new))(key))
 
 
 def merge_lora(model: Decoder) -> Decoder:
@@ -79,8 +90,13 @@ def merge_lora(model: Decoder) -> Decoder:
 
 
 def without_lora(model: Decoder) -> Decoder:
-    """Leave out every pair: the model before any was trained, of the same arrays."""
-    return replaced(model, {path: node.base for path, node in low_rank_weights(model).items()})
+    """Return the model before any pair was trained, of the same arrays: nothing is merged or copied.
+
+    A pair that began at zero is left out. One that was taken out of its weight (PiSSA) is put back as it was, as a pair
+    beside what remained of the weight: bit by bit the model at the start, and the original weights to rounding, which
+    `merge_lora` makes of it.
+    """
+    return replaced(model, {path: node.first() for path, node in low_rank_weights(model).items()})
 
 
 def _merged_shapes(model: Decoder, nodes: Mapping[str, LowRank]) -> dict[str, Any]:
@@ -104,20 +120,27 @@ def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:
             "norms and biases have no pairs. Write another pattern.",
         )
         paths += [path for path in matrices if path not in paths]
+    for name in ("rank_pattern", "alpha_pattern"):
+        matching(paths, [pattern for pattern, _ in getattr(config, name)], f"LoRAConfig.{name}")
     return paths
 
 
-def _pair(words: Axes, shape: tuple[int, ...], rank: int, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of both factors for a weight."""
-    sizes = dict(zip(words, shape, strict=True)) | {"rank": rank}
-    stack = words[: words.count("layers")]
+def _parts(config: LoRAConfig, path: str, words: Axes, leaf: Any, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of what stands beside a weight."""
+    stack, rank = words[: words.count("layers")], config.rank_of(path)
+    sizes = dict(zip(words, leaf.shape, strict=True)) | {"rank": rank}
     parts = pair_axes(words[len(stack) :])
-    shapes = {name: tuple(sizes[word] for word in (*stack, *parts[name])) for name in ("lora_a", "lora_b")}
-    return {name: jax.ShapeDtypeStruct(each, dtype) for name, each in shapes.items()}
+    if config.dora:
+        parts["lora_magnitude"] = tuple(word for word in parts["lora_b"] if word != "rank")
+    if config.init == "pissa":
+        check_split(path, words, leaf, rank)
+        parts |= {"start_a": parts["lora_a"], "start_b": parts["lora_b"]}
+    shapes = {name: tuple(sizes[word] for word in (*stack, *part)) for name, part in parts.items()}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
 
 def _draw(key: PRNGKeyArray, words: Axes, leaf: jax.ShapeDtypeStruct) -> Array:
-    """Draw a first factor, `... rank`; a second one, `rank ...`, is zero."""
+    """Draw a first factor, `... rank`; a second one, `rank ...`, and magnitudes are zero."""
     if words[-1] != "rank":
         return jnp.zeros(leaf.shape, leaf.dtype)
     others = ("layers", "experts", "rank")

@@ -1,13 +1,14 @@
 """Settings of low-rank adaptation."""
 
 import dataclasses
+import fnmatch
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt
+from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt, check
 
 
-LORA_WEIGHTS = ("*.lora_a", "*.lora_b")
+LORA_WEIGHTS = ("*.lora_*",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,12 +21,46 @@ class LoRAConfig(CheckedFields):
     """The product of a pair is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], NonEmpty("pattern, such as '*.mlp.up'")] = ("*.mixer.query", "*.mixer.value")
     """Patterns of the paths of weights that get a pair; of what they match, the matrices inside the blocks."""
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    """Patterns of paths whose pairs have another rank, such as '*.mlp.*=16'; the first that matches counts."""
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    """The same with another alpha."""
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    dora: bool = False
+    """Train the lengths of the columns of weights beside their directions (DoRA, Liu et al. 2024)."""
+    init: Literal["zeros", "pissa"] = "zeros"
+    """zeros: the second factor; pissa: pairs are the largest singular values of a weight and their vectors, and are
+    taken out of it (Meng et al. 2024)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the pairs; None: that in which the model keeps its weights."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        for name, rule in (("rank_pattern", "a whole number"), ("alpha_pattern", "a number")):
+            for pattern, value in getattr(self, name):
+                good = not isinstance(value, bool) and 0 < value < math.inf
+                text = f"LoRAConfig.{name}={getattr(self, name)!r}"
+                check(
+                    good, f"{text}: that of {pattern!r} must be {rule} above 0. Weights without a pair are no targets."
+                )
+
+    def rank_of(self, path: str) -> int:
+        """Return the rank of a weight's pair."""
+        return _first_match(path, self.rank_pattern, self.rank)
+
+    def scale_of(self, path: str) -> float:
+        """Return the factor of the product of a weight's pair."""
+        return self._scale(self.rank_of(path), _first_match(path, self.alpha_pattern, self.alpha))
+
     @property
     def scale(self) -> float:
-        """Return the factor of the product of a pair."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        """Return the factor of the product of a pair that no pattern matches."""
+        return self._scale(self.rank, self.alpha)
+
+    def _scale(self, rank: int, alpha: float) -> float:
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def _first_match(path: str, patterns: tuple[tuple[str, Any], ...], otherwise: Any) -> Any:
+    return next((value for pattern, value in patterns if fnmatch.fnmatchcase(path, pattern)), otherwise)

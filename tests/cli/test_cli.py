@@ -52,6 +52,8 @@ FLAGS = """
 --config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
 --checkpoint-dir
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
+--lora-rank-pattern --lora-alpha-pattern --lora-rank-stabilized --no-lora-rank-stabilized --lora-dora
+--no-lora-dora --lora-init
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --cache-dir --batch-size
 --seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
 --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat

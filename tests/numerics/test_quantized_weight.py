@@ -409,7 +409,7 @@ def test_pairs_are_trained_and_bases_are_not(models):
 def test_pairs_of_experts_on_a_mesh(mode, models):
     """Few experts on each device, whose rows come in pieces: gradients are those of one device, and of the arrays."""
     base = ed.quantize(models["deepseek3_groups"], mode, group_size=2)
-    lora = LoRAConfig(rank=2, targets=("*.mlp.gate", "*.mlp.down", "*.kv_up"))
+    lora = LoRAConfig(rank=2, targets=("*.mlp.gate", "*.mlp.down", "*.kv_up"), dora=True)
     model = add_lora(base, lora, key=jax.random.key(0))
     batch = ed.Batch(tokens=tokens(model, 4, 32))
 

@@ -21,6 +21,7 @@ from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.remat import Remat
 from eqx_decoders.training.config import METHOD_GROUPS, TrainConfig
 from eqx_decoders.training.config_file import field_types, with_settings
+from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.mesh_config import MeshConfig
 from eqx_decoders.training.methods.method_kinds import KINDS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
@@ -312,6 +313,22 @@ def test_options_of_an_execution_are_settings():
         execution = config.step_execution(None)
         assert {name: getattr(execution, name) for name in changes} == changes
     assert all(getattr(Execution(), name) != value for name, value in changes.items())
+
+
+def test_options_of_pairs_are_settings():
+    changes = dict(
+        lora_rank=4, lora_alpha=2.0, lora_targets=("*.mlp.*",), lora_rank_pattern=(("*.up", 2),),
+        lora_alpha_pattern=(("*.up", 3.0),), lora_rank_stabilized=True, lora_dora=True, lora_init="pissa",
+    )  # fmt: skip
+    lora = TrainConfig(**changes).lora()
+    assert lora is not None and lora.dtype == "float32"
+    own = {field.name for field in dataclasses.fields(LoRAConfig)} - {"dtype"}
+    assert {f"lora_{name}": getattr(lora, name) for name in own} == changes
+    assert all(getattr(TrainConfig(), name) != value for name, value in changes.items())
+    for name, value in changes.items():
+        if name not in ("lora_rank", "lora_alpha", "lora_targets"):
+            with pytest.raises(ConfigError, match=f"{name}=.* needs lora_rank"):
+                TrainConfig(**{name: value})
 
 
 @pytest.mark.parametrize(

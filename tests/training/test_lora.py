@@ -200,7 +200,10 @@ def test_shapes_alone_get_pairs_of_shapes(born):
     assert jax.tree.structure(merge_lora(model)) == jax.tree.structure(ed.abstract(SPLIT, **placed))
 
 
-OTHERS = dict(rank=2, alpha=3.0, targets=("*.mlp.down",), rank_stabilized=True, dtype="bfloat16")
+OTHERS = dict(
+    rank=2, alpha=3.0, targets=("*.mlp.down",), rank_stabilized=True, dtype="bfloat16", dora=True, init="pissa",
+    rank_pattern=(("*.down", 2),), alpha_pattern=(("*.query", 2.0),),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LoRAConfig)])
@@ -214,6 +217,25 @@ def test_every_setting_is_read(field):
 def test_scales():
     assert LoRAConfig(rank=8, alpha=4.0).scale == 0.5
     assert LoRAConfig(rank=16, alpha=4.0, rank_stabilized=True).scale == 1.0
+
+
+def test_ranks_and_alphas_by_pattern():
+    """The first pattern that matches counts, each must match a pair, and its number must be one."""
+    lora = LoRAConfig(
+        rank=8, alpha=4.0, targets=("*.query", "*.up", "*.down"), rank_stabilized=True,
+        rank_pattern=(("*.mlp.down", 1), ("*.mlp.*", 2)), alpha_pattern=(("*.up", 3.0),),
+    )  # fmt: skip
+    nodes = low_rank_weights(shapes(lora, SPLIT))
+    kinds = {path.rpartition(".")[2]: (node.lora_a.shape[-1], node.scale) for path, node in nodes.items()}
+    assert kinds == {"query": (8, 4 / 8**0.5), "up": (2, 3 / 2**0.5), "down": (1, 4.0)}
+    for changes, sentence in (
+        (dict(rank_pattern=(("*.out", 2),)), "LoRAConfig.rank_pattern: no weight matches"),
+        (dict(alpha_pattern=(("*.gate", 2.0),)), "LoRAConfig.alpha_pattern: no weight matches"),
+        (dict(rank_pattern=(("*.up", 0),)), "that of '\\*.up' must be a whole number above 0"),
+        (dict(alpha_pattern=(("*.up", -1.0),)), "must be a number above 0"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            shapes(dataclasses.replace(lora, **changes), SPLIT)
 
 
 # --- laws ---

@@ -1,16 +1,19 @@
 """Adapter directories of PEFT, loaded and saved without PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT adds two matrices to a module's weight, `lora_A` [r, in] and `lora_B` [out, r], here called its low-rank pair. The
-family's table of weights says which of our dimensions are folded into in and out.
+PEFT adds two matrices to a module's weight, `lora_A` [r, in] and `lora_B` [out, r], here called its low-rank pair, and
+with DoRA `lora_magnitude_vector` [out]. The family's table of weights says which of our dimensions are folded into in
+and out.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence, Set
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax.typing import DTypeLike
@@ -24,39 +27,18 @@ from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, check
 from eqx_decoders.io.huggingface.export_config import export_config
 from eqx_decoders.io.huggingface.export_directory import exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
+from eqx_decoders.io.huggingface.peft_config import AdapterSettings, adapter_config, read_settings
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.pissa import taken_out
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.numerics.quantized_weight import plain_shapes, whole_weights
 from eqx_decoders.sharding.axes import axes, named_leaves, product_axes, replaced
+from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
-
-# Keys that don't change what a loaded adapter computes, each with the reason.
-IGNORED_PEFT_KEYS: dict[str, str] = {
-    **dict.fromkeys(("base_model_name_or_path", "revision", "auto_mapping", "peft_version"), "where it came from"),
-    **dict.fromkeys(("task_type", "inference_mode"), "how PEFT wraps the model"),
-    **dict.fromkeys(("target_modules", "exclude_modules"), "the names of the tensors say which modules have a pair"),
-    **dict.fromkeys(("lora_dropout", "eva_config"), "of training only"),
-    **dict.fromkeys(("megatron_core", "qalora_group_size"), "a setting of what must be off"),
-    "fan_in_fan_out": "how the frozen weight is stored; lora_A and lora_B never are",
-    "runtime_config": "where PEFT keeps weights while it runs",
-    "ensure_weight_tying": "about embeddings, which cannot have a pair here",
-}
-
-# Keys whose effect is not supported, with the values that switch them off (null always does).
-UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # the others change the frozen weights
-    **dict.fromkeys(("use_dora", "use_qalora", "use_bdlora", "lora_bias"), (False,)),
-    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layers_pattern", "layer_replication"), ([],)),
-    **dict.fromkeys(("trainable_token_indices", "target_parameters", "alora_invocation_tokens"), ([],)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern", "loftq_config"), ({},)),
-    **dict.fromkeys(("megatron_config", "corda_config", "lora_ga_config"), ()),
-    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), ()),
-}
 
 
 def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None = None) -> Decoder:
@@ -68,35 +50,58 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     - `directory`: with `adapter_config.json` and `adapter_model.safetensors`.
     - `dtype`: of the pairs; None for the model's parameter dtype.
 
-    Raises ConversionError where the adapter is of another model, is not plain LoRA, covers a stack of equal layers only
-    in part, or has settings that are not understood.
+    Magnitudes of DoRA become differences from the lengths at the start. For PiSSA (`init_lora_weights="pissa"`) the
+    weights lose their largest singular values first, as PEFT does when it loads; adapters that PEFT has converted have
+    the double rank and need no such thing. Layers of one stack may differ in rank: the smaller ones are filled with 0.
+
+    Raises ConversionError where the adapter is of another model, is no LoRA, covers a stack of equal layers only in
+    part, or has settings that are not understood.
     """
     folder, present = Directory(directory), low_rank_weights(model)
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
-    rank, scale = _read_config(Fields(folder.json(CONFIG), CONFIG))
+    settings = read_settings(Fields(folder.json(CONFIG), CONFIG))
     family, _ = export_config(model)
     tensors = {_module_name(family, name): tensor for name, tensor in stored_tensors(folder, TENSORS).items()}
     check_dtypes(tensors)
-    weights = {path: weight for path, weight in _adaptable(model).items() if weight.tensors & tensors.keys()}
-    factors = [factor for weight in weights.values() for factor in weight.factors.values()]
+    weights = _adaptable(model, settings.dora).items()
+    weights = {path: weight for path, weight in weights if weight.tensors & tensors.keys()}
     check_tensors(
         folder.path,
         tensors,
-        {name: factor.shape(rank) for factor in factors for name in factor.names},
+        {name: shape for weight in weights.values() for name, shape in weight.shapes(settings).items()},
         rule="An adapter must hold both factors of a weight in all layers of a stack of equal ones, and nothing else",
         owner="matrix of the model's blocks",
-        source=f"the model and r={rank}",
+        source=f"the model and {settings.described}",
     )
     check(bool(weights), f"{folder.path / TENSORS} holds no pair: there is nothing to load.", ConversionError)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
     leaves, nodes = whole_weights(model)[1], {}
     for path, weight in weights.items():
-        pair = {name: factor.load(tensors, params) for name, factor in weight.factors.items()}
-        nodes[path] = LowRank(base=leaves[path], scale=scale, **pair)
+        parts, scale = weight.load(tensors, settings, params)
+        nodes[path] = LowRank(base=leaves[path], scale=scale, **parts)
+        if settings.pissa:
+            weight.check_equal(settings, folder.path / CONFIG)
     target = replaced(model, nodes)
     shardings = named_leaves(model.execution.layout.shardings(target))
-    pairs = {name: leaf for name, leaf in named_leaves(target).items() if isinstance(leaf, np.ndarray)}
-    return replaced(target, {name: _placed(leaf, shardings[name]) for name, leaf in pairs.items()})
+    arrays = {name: leaf for name, leaf in named_leaves(target).items() if isinstance(leaf, np.ndarray)}
+    adapted = replaced(target, {name: _placed(leaf, shardings[name]) for name, leaf in arrays.items()})
+    if not (settings.pissa or settings.dora):
+        return adapted
+    layout = model.execution.layout
+    return replaced(adapted, {path: _based(layout, node, settings) for path, node in low_rank_weights(adapted).items()})
+
+
+def _based(layout: Layout, node: LowRank, settings: AdapterSettings) -> LowRank:
+    """Return a loaded pair beside what remains of its weight (PiSSA), and its magnitudes as differences (DoRA)."""
+    if settings.pissa:
+        shaped = dataclasses.replace(node, start_a=node.lora_a, start_b=node.lora_b)
+        split = taken_out(layout, shaped, node.lora_a.shape[-1])
+        node = dataclasses.replace(node, base=split.base, start_a=split.start_a, start_b=split.start_b)
+    if node.lora_magnitude is None:
+        return node
+    like = jax.tree.map(lambda leaf: leaf, node.lora_magnitude)
+    run = layout.automatically(lambda node: node.lora_magnitude - node.lengths()[0], lambda _: partitions(like))
+    return dataclasses.replace(node, lora_magnitude=jax.jit(run, out_shardings=out_shardings(like))(node))
 
 
 def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -108,9 +113,12 @@ def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") -> None:
     """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
+    Pairs that were taken out of their weights (PiSSA) are written as what they add to these, of the double rank, as
+    PEFT converts them: `scale (a b - a_0 b_0)`.
+
     **Arguments:**
 
-    - `model`: with pairs of one rank and one scale, of a family that Hugging Face knows.
+    - `model`: with pairs, of a family that Hugging Face knows.
     - `directory`: a new or empty one; it appears completely or not at all.
     - `base_model`: name or directory of the base, for PEFT's automatic classes.
 
@@ -121,12 +129,19 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
     with exported_directory(directory) as folder:
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
-            for name, factor in weights[path].factors.items():
-                whole = on_first_host(getattr(node, name))
-                tensors |= {} if whole is None else factor.stored(whole)
+            for name, part in on_originals(model.execution.layout, node).items():
+                whole = on_first_host(part)
+                tensors |= {} if whole is None else weights[path].factors[name].stored(whole)
         if folder is not None:
-            modules = _target_modules({module for path in nodes for module in weights[path].modules}, _modules(model))
-            write_json(folder / CONFIG, _config(nodes, weights, modules, base_model), sort_keys=True)
+            kinds = {module: _kind(node) for path, node in nodes.items() for module in weights[path].modules}
+            content = adapter_config(
+                kinds,
+                _modules(model),
+                dora=any(node.lora_magnitude is not None for node in nodes.values()),
+                inputs_first=any(weights[path].inputs_first for path in nodes),
+                base_model=base_model,
+            )
+            write_json(folder / CONFIG, content, sort_keys=True)
             save_tensors(tensors, folder / TENSORS)
 
 
@@ -138,12 +153,38 @@ def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_Adapta
     safetensors()
     nodes = low_rank_weights(model)
     check(bool(nodes), "save_peft: the model has no low-rank pairs. Add them with add_lora.", ConversionError)
-    kinds = {(node.lora_a.shape[-1], node.scale) for node in nodes.values()}
-    check(len(kinds) == 1, f"save_peft: pairs of several (rank, scale): {sorted(kinds)}. Use one.", ConversionError)
-    weights = _adaptable(replaced(model, {path: node.base for path, node in nodes.items()}))
+    kinds = {node.lora_magnitude is not None for node in nodes.values()}
+    check(len(kinds) == 1, "save_peft: some pairs have magnitudes and some have none. Use one kind.", ConversionError)
+    weights = _adaptable(replaced(model, {path: node.base for path, node in nodes.items()}), True in kinds)
     lost = sorted(nodes.keys() - weights.keys())
     check(not lost, f"save_peft: PEFT has no module for {', '.join(lost)}: merge or remove its pair.", ConversionError)
     return nodes, weights
+
+
+def on_originals(layout: Layout, node: LowRank) -> dict[str, jax.Array]:
+    """Return the factors and magnitudes of an adapter of the original weight, as PEFT has them."""
+    parts = {"lora_a": node.lora_a, "lora_b": node.lora_b, "lora_magnitude": node.lora_magnitude}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    if node.start_a is None and node.lora_magnitude is None:
+        return parts
+
+    def run(node: LowRank) -> dict[str, jax.Array]:
+        found: dict[str, Any] = {"lora_a": node.lora_a, "lora_b": node.lora_b}
+        if node.start_a is not None and node.start_b is not None:
+            found["lora_a"] = jnp.concatenate([node.lora_a, node.start_a], axis=-1)
+            found["lora_b"] = jnp.concatenate([node.lora_b, -node.start_b], axis=node.rank_axis)
+        if node.lora_magnitude is not None:
+            found["lora_magnitude"] = node.lengths()[0] + node.lora_magnitude
+        return found
+
+    places = {name: part.sharding for name, part in parts.items()}
+    auto = layout.automatically(run, lambda _: {name: place.spec for name, place in places.items()})
+    return jax.jit(auto, out_shardings=out_shardings(parts))(node)
+
+
+def _kind(node: LowRank) -> tuple[int, float]:
+    """Return rank and scale of a pair as it is written."""
+    return node.lora_a.shape[-1] * (1 if node.start_a is None else 2), node.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,13 +206,27 @@ class _Factor:
     sizes: Mapping[str, int]
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of each tensor."""
+        """Return the shape of a tensor of this rank."""
         features = math.prod(self.sizes.values())
-        return (rank, features) if self.theirs.startswith("rank") else (features, rank)
+        return tuple(
+            rank if part == "rank" else features for part in re.sub(r"\(.*\)", "features", self.theirs).split()
+        )
 
-    def load(self, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> np.ndarray:
-        pattern = f"{self.theirs} -> {self.ours}"
-        layers = [rearrange(tensors[name].read_all(), pattern, **self.sizes).astype(dtype) for name in self.names]
+    def load(
+        self, tensors: Mapping[str, StoredTensor], rank: int, factors: Sequence[float], dtype: np.dtype
+    ) -> np.ndarray:
+        """Read the tensors times `factors`, filled with zeros up to this rank."""
+        pattern, layers = f"{self.theirs} -> {self.ours}", []
+        for name, factor in zip(self.names, factors, strict=True):
+            layer = rearrange(tensors[name].read_all(), pattern, **self.sizes)
+            layer = layer if factor == 1.0 else layer.astype(np.float32) * np.float32(factor)
+            words = self.ours.split()
+            layers.append(
+                np.pad(
+                    layer,
+                    [(0, rank - size if word == "rank" else 0) for word, size in zip(words, layer.shape, strict=True)],
+                ).astype(dtype)
+            )
         return np.stack(layers) if self.stacked else layers[0]
 
     def stored(self, factor: np.ndarray) -> dict[str, np.ndarray]:
@@ -194,6 +249,32 @@ class _AdaptableWeight:
     def tensors(self) -> set[str]:
         return {name for factor in self.factors.values() for name in factor.names}
 
+    def shapes(self, settings: AdapterSettings) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor."""
+        ranks = [settings.rank_of(module) for module in self.modules]
+        factors = self.factors.values()
+        return {name: each.shape(rank) for each in factors for name, rank in zip(each.names, ranks, strict=True)}
+
+    def load(
+        self, tensors: Mapping[str, StoredTensor], settings: AdapterSettings, dtype: np.dtype
+    ) -> tuple[dict[str, np.ndarray], float]:
+        """Return the parts of the pair, and its scale: the first layer's, with those of others in their factors."""
+        rank = max(map(settings.rank_of, self.modules))
+        scale, *_ = scales = [settings.scale_of(module) for module in self.modules]
+        factors = {"lora_b": [each / scale for each in scales]}
+        dtypes, ones = {"lora_magnitude": np.promote_types(dtype, np.float32)}, [1.0] * len(scales)
+        parts = self.factors.items()
+        return {
+            name: part.load(tensors, rank, factors.get(name, ones), dtypes.get(name, dtype)) for name, part in parts
+        }, scale
+
+    def check_equal(self, settings: AdapterSettings, file: Path) -> None:
+        """Raise ConversionError where layers differ in rank or scale."""
+        kinds = {(settings.rank_of(module), settings.scale_of(module)) for module in self.modules}
+        rule = f"which the layers of a stack must share so that weights can be split: {self.modules[0]}"
+        text = f"{file}: init_lora_weights='pissa' with several (rank, scale), {sorted(kinds)}, {rule}."
+        check(len(kinds) == 1, text, ConversionError)
+
 
 def _module_name(family: Family, name: str) -> str:
     """Return the name of an adapter's tensor in present transformers; older ones used the names in the files."""
@@ -202,7 +283,7 @@ def _module_name(family: Family, name: str) -> str:
     return _PREFIX + family.module_name(family.stored_name(name.removeprefix(_PREFIX)))
 
 
-def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
+def _adaptable(model: Decoder, magnitudes: bool) -> dict[str, _AdaptableWeight]:
     """Find the weights that PEFT can adapt, by their paths: matrices of blocks that are one module's weight."""
     model = plain_shapes(model)
     family, _ = export_config(model)
@@ -218,67 +299,32 @@ def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
             inputs, outputs = mapping.words[: len(split[0])], mapping.words[len(split[0]) :]
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):
                 modules = tuple(family.module_name(name).removesuffix(_WEIGHT) for name in mapping.names)
-                weights[path] = _adaptable_weight(mapping, modules, inputs, outputs)
+                weights[path] = _adaptable_weight(mapping, modules, inputs, outputs, magnitudes)
     return weights
 
 
 def _adaptable_weight(
-    mapping: WeightMapping, modules: tuple[str, ...], inputs: tuple[str, ...], outputs: tuple[str, ...]
+    mapping: WeightMapping,
+    modules: tuple[str, ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    magnitudes: bool,
 ) -> _AdaptableWeight:
     inputs_first = set(mapping.groups[0]) == set(inputs)
     first, second = (" ".join(group) for group in mapping.groups)
     their_inputs, their_outputs = (first, second) if inputs_first else (second, first)
 
     def factor(name: str, theirs: str, ours: tuple[str, ...], features: tuple[str, ...]) -> _Factor:
-        names = tuple(f"{_PREFIX}{module}.{name}{_WEIGHT}" for module in modules)
+        names = tuple(f"{_PREFIX}{module}.{name}" for module in modules)
         return _Factor(names, mapping.stacked, theirs, " ".join(ours), {word: mapping.sizes[word] for word in features})
 
     factors = {
-        "lora_a": factor("lora_A", f"rank ({their_inputs})", (*inputs, "rank"), inputs),
-        "lora_b": factor("lora_B", f"({their_outputs}) rank", ("rank", *outputs), outputs),
+        "lora_a": factor(f"lora_A{_WEIGHT}", f"rank ({their_inputs})", (*inputs, "rank"), inputs),
+        "lora_b": factor(f"lora_B{_WEIGHT}", f"({their_outputs}) rank", ("rank", *outputs), outputs),
     }
+    if magnitudes:
+        factors["lora_magnitude"] = factor("lora_magnitude_vector", f"({their_outputs})", outputs, outputs)
     return _AdaptableWeight(modules, inputs_first, factors)
-
-
-def _read_config(fields: Fields) -> tuple[int, float]:
-    """Read the rank and the scale. Raises ConversionError for other settings unless they are off or without effect."""
-    fields.word("peft_type", {"LORA": True})
-    rank, alpha = fields.integer("r"), fields.number("lora_alpha")
-    stabilized = fields.flag("use_rslora", False)
-    for key, allowed in UNSUPPORTED_KEYS.items():
-        fields.allow_only(key, *allowed)
-    fields.finish(IGNORED_PEFT_KEYS)
-    return rank, alpha / (math.sqrt(rank) if stabilized else rank)
-
-
-def _config(
-    nodes: Mapping[str, LowRank], weights: Mapping[str, _AdaptableWeight], modules: Sequence[str], base_model: str
-) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`."""
-    node = next(iter(nodes.values()))
-    rank, scale = node.lora_a.shape[-1], node.scale
-    alpha, stabilized = _alpha(rank, scale)
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model or None,
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_rslora": stabilized,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": any(weights[path].inputs_first for path in nodes),
-        "target_modules": modules,
-        "inference_mode": True,
-    }
-
-
-def _alpha(rank: int, scale: float) -> tuple[int | float, bool]:
-    """Return `lora_alpha` and `use_rslora` that give this scale: `lora_alpha` is a whole number if possible."""
-    for root, stabilized in ((rank, False), (math.sqrt(rank), True)):
-        if round(scale * root) / root == scale:
-            return round(scale * root), stabilized
-    return scale * rank, False
 
 
 def _modules(model: Decoder) -> set[str]:
@@ -287,13 +333,3 @@ def _modules(model: Decoder) -> set[str]:
     family, _ = export_config(base)
     names = (family.module_name(name) for mapping in family.bind(base).values() for name in mapping.names)
     return {name.removesuffix(_WEIGHT) for name in names if name.endswith(_WEIGHT)}
-
-
-def _target_modules(adapted: Set[str], every: Set[str]) -> list[str]:
-    """Return the last parts of modules' names where all modules of that name have a pair, otherwise full names.
-
-    A number is no such name: layers are numbered, too.
-    """
-    ambiguous = {module.rpartition(".")[2] for module in every - adapted}
-    names = {module: module.rpartition(".")[2] for module in adapted}
-    return sorted({module if last in ambiguous or last.isdecimal() else last for module, last in names.items()})

@@ -352,6 +352,8 @@ def _into_latents(
     """Compute `W_k^T q`."""
     pattern, keys = "batch length heads nope, kv_rank heads nope -> batch length heads kv_rank", slice(query.shape[-1])
     base, pair = as_weight(kv_up).base_and_pair()
+    if pair is not None and pair.factor is not None:
+        query = (query * pair.factor[None, None, :, keys]).astype(query.dtype)
     out = ctx.einsum(pattern, query, as_weight(base).array(0)[..., keys])
     if pair is None:
         return out
@@ -372,4 +374,5 @@ def _into_values(
     down = "batch length heads kv_rank, kv_rank rank -> batch length heads rank"
     low = pair.scale * ctx.einsum(down, mixed, pair.lora_a)
     up = "batch length heads rank, rank heads value_dim -> batch length heads value_dim"
-    return out + ctx.einsum(up, low, pair.lora_b[..., nope_dim:])
+    out = out + ctx.einsum(up, low, pair.lora_b[..., nope_dim:])
+    return out if pair.factor is None else (out * pair.factor[None, None, :, nope_dim:]).astype(out.dtype)

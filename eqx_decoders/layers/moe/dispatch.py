@@ -78,7 +78,8 @@ def run_on_mesh(
             return RingWeight(cast_in_loop(leaf, x.dtype), ring)
         leaf = _gather_weight(leaf, layout.weight_spec(words[name]), plan.split_axes, x.dtype)
         # a bias of results counts once among those who add up their parts of a result
-        return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] in RESULTS else leaf
+        is_bias = len(path) == 1 and words[name] in RESULTS
+        return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and is_bias else leaf
 
     def run(weights, parts):
         flat = [tuple(each.reshape(-1, each.shape[-1]) for each in part) for part in parts]

@@ -27,6 +27,7 @@ from eqx_decoders.layers.norm import ExpertNorms, NormConfig
 from eqx_decoders.numerics.einsum import add_bias, as_weight, grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, choose_form
 from eqx_decoders.numerics.initializers import fan_in
+from eqx_decoders.numerics.low_rank import settled
 from eqx_decoders.remat import save
 
 
@@ -308,14 +309,14 @@ class Experts(eqx.Module):
 
     def _dropless(self, parts: "list[Tokens]", ctx: Context) -> "list[Made]":
         """Sort rows by expert, multiply by each expert, and return them to their tokens: each device for itself."""
-        none = jnp.zeros((), jnp.float32)
+        none, whole = jnp.zeros((), jnp.float32), settled(self)  # columns of a device's part have other lengths
         if ctx.execution.layout.single:
             flat = [[each.reshape(-1, each.shape[-1]) for each in part] for part in parts]
-            outputs = [self._local_experts(x, chosen, weights, ctx) for x, chosen, weights in flat]
+            outputs = [whole._local_experts(x, chosen, weights, ctx) for x, chosen, weights in flat]
             return [(out.reshape(part[0].shape), none) for out, part in zip(outputs, parts, strict=True)]
         rest = ("router", "shared", "shared_gate", "norms", "latent_in", "latent_out", "out_bias")
         of_rest, nothing = (lambda m: [getattr(m, name) for name in rest]), [None] * len(rest)
-        alone = eqx.tree_at(of_rest, self, nothing, is_leaf=lambda m: m is None)
+        alone = eqx.tree_at(of_rest, whole, nothing, is_leaf=lambda m: m is None)
         run_local, scale_inputs = partial(Experts._local_experts, ctx=ctx), self.config.router.input_scaling
         outs = run_on_mesh(run_local, alone, parts, ctx.execution, scale_inputs=scale_inputs)
         return [(out, none) for out in outs]

@@ -62,6 +62,7 @@ class OptimizerConfig(CheckedFields):
         "*.bonus",
         "*_mix",
         "*.alpha_?",
+        "*.lora_magnitude",
     )
     """Patterns of weights' paths without weight decay."""
     trainable: tuple[str, ...] = ("*",)

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +16,17 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.huggingface import peft
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.huggingface.peft import load_peft, save_peft
+from eqx_decoders.io.huggingface.peft_config import IGNORED_PEFT_KEYS, UNSUPPORTED_KEYS
 from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
 from eqx_decoders.sharding.axes import named_leaves, replaced
-from eqx_decoders.training.lora import merge_lora
+from eqx_decoders.training.lora import merge_lora, without_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.adapters import pairs, trained
 
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 NAMES = ("peft_llama", "peft_gpt2")
+WITH_MORE = ("peft_dora", "peft_pissa")  # which are written in other numbers than they were read in
 LLAMA = FIXTURES / "peft_llama"
 Q_PROJ = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 
@@ -91,6 +94,33 @@ def test_the_merged_model_gives_the_same_logits(llama):
     expected = np.load(LLAMA / "expected.npz")
     merged = merge_lora(load_peft(llama, LLAMA / "adapter"))
     np.testing.assert_allclose(merged(jnp.asarray(expected["input_ids"])).logits, expected["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WITH_MORE)
+def test_magnitudes_and_what_remains_of_weights_are_those_of_peft(name, tmp_path):
+    """Read, merged, and written and read again, PiSSA as a pair of the double rank beside the original weights."""
+    expected = np.load(FIXTURES / name / "expected.npz")
+    base = load_hf(FIXTURES / name / "base")
+    model = load_peft(base, FIXTURES / name / "adapter")
+    save_peft(model, tmp_path / "again")
+    again, written = load_peft(base, tmp_path / "again"), settings(tmp_path / "again")
+    logits = eqx.filter_jit(lambda model: model(jnp.asarray(expected["input_ids"])).logits)
+    for one in (model, merge_lora(model), again):
+        np.testing.assert_allclose(logits(one), expected["logits"], rtol=0, atol=2e-5)
+    assert np.abs(expected["logits"] - expected["base_logits"]).max() > 1
+    np.testing.assert_allclose(logits(without_lora(model)), expected["base_logits"], rtol=0, atol=1e-5)
+    assert all(node.start_a is None for node in low_rank_weights(again).values())
+    if name == "peft_pissa":
+        assert (written["r"], written["lora_alpha"]) == (4, 6)
+    else:  # layers of a stack have one rank here
+        assert written["use_dora"] and written["use_rslora"] and written["rank_pattern"] == {"down_proj": 2}
+        assert written["alpha_pattern"] == {"o_proj": 6}
+        theirs, ours = tensors(FIXTURES / name / "adapter"), tensors(tmp_path / "again")
+        assert theirs.keys() == ours.keys()
+        lengths = [key for key in ours if key.endswith("lora_magnitude_vector")]
+        assert len(lengths) == 8
+        for key in lengths:
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-6)
 
 
 def test_what_peft_wrote_is_written_again_bit_by_bit(fixture, tmp_path):
@@ -185,7 +215,7 @@ REFUSED = {
     "lora_alpha": -1,
     "use_rslora": "yes",
     "bias": "lora_only",
-    "use_dora": True,
+    "use_dora": "yes",
     "use_qalora": True,
     "use_bdlora": {"target_modules_bd_a": []},
     "lora_bias": True,
@@ -193,10 +223,10 @@ REFUSED = {
     "layers_to_transform": [0],
     "layers_pattern": "layers",
     "layer_replication": [[0, 2], [1, 3]],
-    "rank_pattern": {"q_proj": 2},
-    "alpha_pattern": {"q_proj": 2},
+    "rank_pattern": {"q_proj": 0},
+    "alpha_pattern": {"q_proj(": 2},
     "loftq_config": {"loftq_bits": 4},
-    "init_lora_weights": "pissa",
+    "init_lora_weights": "pissa_niter_4",
     "megatron_config": {"a": 1},
     "trainable_token_indices": [1],
     "target_parameters": ["experts.down_proj"],
@@ -218,17 +248,20 @@ def test_settings_with_an_effect_are_refused_by_name(llama, copy, key):
 
 
 def test_every_setting_that_must_be_off_is_tried():
-    assert (
-        peft.UNSUPPORTED_KEYS.keys() <= REFUSED.keys()
-        and not peft.UNSUPPORTED_KEYS.keys() & peft.IGNORED_PEFT_KEYS.keys()
-    )
-    known = REFUSED.keys() | peft.IGNORED_PEFT_KEYS.keys()
+    assert UNSUPPORTED_KEYS.keys() <= REFUSED.keys() and not UNSUPPORTED_KEYS.keys() & IGNORED_PEFT_KEYS.keys()
+    known = REFUSED.keys() | IGNORED_PEFT_KEYS.keys()
     assert settings(LLAMA / "adapter").keys() <= known
 
 
 def test_settings_without_an_effect_are_passed_over(llama, copy):
-    directory = copy(dict.fromkeys(peft.IGNORED_PEFT_KEYS, "anything") | {"init_lora_weights": "gaussian"})
+    directory = copy(dict.fromkeys(IGNORED_PEFT_KEYS, "anything") | {"init_lora_weights": "gaussian"})
     same(load_peft(llama, directory), load_peft(llama, LLAMA / "adapter"))
+
+
+def test_stacks_in_which_weights_cannot_be_split_are_refused(llama, copy):
+    changes = {"init_lora_weights": "pissa", "alpha_pattern": {"layers.1.mlp.up_proj": 2}}
+    with pytest.raises(ConversionError, match=r"'pissa' with several \(rank, scale\), .* which the layers .*up_proj"):
+        load_peft(llama, copy(changes))
 
 
 @pytest.mark.parametrize("key", ["peft_type", "r", "lora_alpha"])
@@ -301,14 +334,14 @@ def test_what_peft_cannot_hold_is_not_written(fixture, tmp_path, monkeypatch):
     with pytest.raises(ConversionError, match="has no low-rank pairs"):
         save_peft(base, tmp_path / "none")
     path, node = next(iter(low_rank_weights(model).items()))
-    other = LowRank(base=node.base, lora_a=node.lora_a, lora_b=node.lora_b, scale=0.125)
-    with pytest.raises(ConversionError, match=r"pairs of several \(rank, scale\): .*0\.125"):
+    other = LowRank(node.base, node.lora_a, node.lora_b, node.scale, node.lora_b[:, 0])
+    with pytest.raises(ConversionError, match="some pairs have magnitudes and some have none"):
         save_peft(replaced(model, {path: other}), tmp_path / "none")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConversionError, match="is not empty"):
         save_peft(model, tmp_path / "full")
-    monkeypatch.setattr(peft, "_adaptable", lambda model: {})
+    monkeypatch.setattr(peft, "_adaptable", lambda model, magnitudes: {})
     with pytest.raises(ConversionError, match=f"no module for .*{path}"):
         save_peft(model, tmp_path / "none")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full"]

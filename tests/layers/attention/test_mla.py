@@ -180,15 +180,16 @@ def test_gradients_are_the_differences_of_the_formula():
 
 
 def in_parts(layer, seed: int = 7):
-    """The same layer with a low-rank pair beside every matrix, and the layer whose weights equal these."""
+    """The same layer with a low-rank pair and magnitudes beside every matrix, and the one with these weights."""
     generator, words, pairs = np.random.default_rng(seed), axes(layer), {}
     for name, base in named_leaves(layer).items():
         if name in WORDS:
             sizes = dict(zip(words[name], base.shape, strict=True)) | {"rank": 2}
             parts = pair_axes(words[name])
-            shapes = ([sizes[word] for word in parts[field]] for field in ("lora_a", "lora_b"))
-            first, second = (jnp.asarray(generator.normal(0, 0.5, shape), jnp.float32) for shape in shapes)
-            pairs[name] = LowRank(base=base, lora_a=first, lora_b=second, scale=0.3)
+            shapes = [[sizes[word] for word in parts[field]] for field in ("lora_a", "lora_b")]
+            shapes.append([sizes[word] for word in parts["lora_b"] if word != "rank"])
+            first, second, lengths = (jnp.asarray(generator.normal(0, 0.5, shape), jnp.float32) for shape in shapes)
+            pairs[name] = LowRank(base, first, second, 0.3, lengths)
     return replaced(layer, pairs), replaced(layer, {name: pair.array() for name, pair in pairs.items()})
 
 
@@ -229,7 +230,7 @@ def test_absorbed_is_expanded(pairs):
     assert_close(want, latent_by_hand(merged.config, weights_of(merged), wide(X), places, segments)[:, 4:], units=128)
     for pair, bar in zip(low_rank_weights(layer).values(), low_rank_weights(got_bar[0]).values(), strict=True):
         assert np.any(pair.base) and not np.any(bar.base)
-        assert np.any(bar.lora_a) and np.any(bar.lora_b)
+        assert np.any(bar.lora_a) and np.any(bar.lora_b) and np.any(bar.lora_magnitude)
 
 
 def test_the_kernel_knows_how_it_is_to_run(monkeypatch):

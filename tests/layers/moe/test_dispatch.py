@@ -67,7 +67,7 @@ CASES = {
 
 @functools.cache
 def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
-    """Every weight drawn by NumPy; with pairs, low-rank ones for two of the projections."""
+    """Every weight drawn by NumPy; with pairs, low-rank ones with magnitudes for two of the projections."""
     draws = np.random.default_rng(0)
 
     def draw(*shape):
@@ -79,7 +79,7 @@ def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
 
     def pair(weight):
         experts, inner, outer = weight.shape
-        return LowRank(base=weight, lora_a=draw(experts, inner, 2), lora_b=draw(experts, 2, outer), scale=0.5)
+        return LowRank(weight, draw(experts, inner, 2), draw(experts, 2, outer), 0.5, draw(experts, outer))
 
     return eqx.tree_at(lambda m: (m.up, m.down), built, (pair(built.up), pair(built.down))) if pairs else built
 

@@ -273,7 +273,8 @@ def test_low_rank_pairs_of_experts_are_their_merged_weights(form):
 
     def pair(weight):
         a, b = (draws.normal(size=(5, size, 2)).astype(np.float32) for size in weight.shape[1:])
-        return LowRank(base=weight, lora_a=jnp.asarray(a), lora_b=jnp.asarray(b.swapaxes(1, 2)), scale=0.5)
+        magnitude = jnp.asarray(draws.normal(size=(5, weight.shape[-1])).astype(np.float32))
+        return LowRank(weight, jnp.asarray(a), jnp.asarray(b.swapaxes(1, 2)), 0.5, magnitude)
 
     parts = eqx.tree_at(lambda m: (m.gate, m.down), layer, (pair(layer.gate), pair(layer.down)))
     whole = eqx.tree_at(lambda m: (m.gate, m.down), layer, (parts.gate.array(), parts.down.array()))

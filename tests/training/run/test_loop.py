@@ -813,6 +813,10 @@ ELSEWHERE = {
     "TrainConfig.lora_rank": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
     "TrainConfig.lora_alpha": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
     "TrainConfig.lora_targets": "tests/test_finetuning.py::test_an_imported_directory_can_be_trained",
+    **{
+        f"TrainConfig.lora_{name}": "tests/training/test_config.py::test_options_of_pairs_are_settings"
+        for name in ("rank_pattern", "alpha_pattern", "rank_stabilized", "dora", "init")
+    },
     "TrainConfig.remat_save": "tests/test_remat.py::test_custom_lists_reach_the_model",
     "TrainConfig.remat_offload": "tests/test_remat.py::test_custom_lists_reach_the_model",
     "TrainConfig.replicated_tolerance": f"{RUN}::test_a_mesh_that_leaves_weights_whole_is_refused_at_once",

@@ -1,0 +1,285 @@
+"""DoRA and PiSSA: magnitudes as written out, pairs that begin as a part of their weights, and the laws of all pairs."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.model.quantize import quantize
+from eqx_decoders.numerics.einsum import einsum, grouped_products
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights
+from eqx_decoders.sharding.axes import axes, named_leaves, replaced
+from eqx_decoders.training.lora import add_lora, merge_lora, without_lora
+from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, muon_dimensions
+from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.step_config import StepConfig
+from tests.compare import assert_close
+from tests.models import filled, some_tokens
+from tests.numerics.test_grouped_matmul import RAGGED_DOT
+from tests.training.test_lora import KINDS, SPLIT, UPDATES
+
+
+DORA = LoRAConfig(rank=2, alpha=3.0, targets=("*.query", "*.out", "*.gate", "*.down"), dora=True)
+PISSA = dataclasses.replace(DORA, dora=False, init="pissa", rank_pattern=(("*.down", 3),))
+BOTH = dataclasses.replace(PISSA, dora=True)
+
+
+@eqx.filter_jit
+def logits(model, tokens):
+    return model(tokens).logits
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return filled(SPLIT)
+
+
+def noisy(model, size: float = 0.3):
+    """The model with every number of a pair moved."""
+    draws = np.random.default_rng(7)
+    moved = {
+        name: leaf + jax.device_put(draws.normal(0, size, leaf.shape).astype(leaf.dtype), leaf.sharding)
+        for name, leaf in named_leaves(model).items()
+        if ".lora_" in name
+    }
+    return replaced(model, moved)
+
+
+# --- the product ---
+
+
+def written_out(update, base, a, b, magnitude, inner: tuple[int, ...]):
+    """The weight of DoRA, by its definition: the length of a column is a number in gradients."""
+    whole = base + 1.5 * jnp.einsum(update, a, b)
+    first, length = (jnp.sqrt(jnp.sum(w**2, axis=inner, keepdims=True)) for w in (base, whole))
+    return (first + magnitude.reshape(length.shape)) * whole / jax.lax.stop_gradient(length)
+
+
+def test_magnitudes_are_those_of_the_definition():
+    """Values and gradients of products with two axes in and out, with experts, and of sorted rows."""
+    draws = np.random.default_rng(0)
+    counts, form = jnp.asarray((2, 0, 3)), RAGGED_DOT
+
+    @jax.jit
+    def run(operands):
+        got, want = {}, {}
+        for kind, (x, base, a, b, magnitude) in operands.items():
+            pattern, inner = KINDS[kind][0], {"out": (0, 1), "gate_up": (0,), "batched": (1,)}[kind]
+            product = lambda w, x, pattern=pattern: jnp.sin(einsum(pattern, x, w))  # noqa: E731
+            rows = lambda w, x: jnp.sin(grouped_products(x[0], (w,), counts, form=form)[0])  # noqa: E731
+            for name, multiply in {kind: product, **({"rows": rows} if kind == "batched" else {})}.items():
+                by_parts = lambda parts, f=multiply, base=base, x=x: jnp.sum(  # noqa: E731
+                    f(LowRank(base, parts[0], parts[1], 1.5, parts[2]), x)
+                )
+                by_hand = lambda parts, f=multiply, base=base, x=x, kind=kind, inner=inner: jnp.sum(  # noqa: E731
+                    f(written_out(UPDATES[kind], base, *parts, inner), x)
+                )
+                got[name], want[name] = (jax.value_and_grad(one)((a, b, magnitude)) for one in (by_parts, by_hand))
+        return got, want
+
+    operands = {}
+    for kind, columns in {"out": (8,), "gate_up": (2, 6), "batched": (3, 6)}.items():
+        arrays = [draws.normal(size=shape).astype(np.float32) for shape in KINDS[kind][1:]]
+        operands[kind] = (*arrays, draws.normal(size=columns).astype(np.float32))
+    got, want = run(operands)
+    for name, (value, gradients) in want.items():
+        np.testing.assert_allclose(got[name][0], value, rtol=1e-5, err_msg=name)
+        for mine, gradient in zip(got[name][1], gradients, strict=True):
+            np.testing.assert_allclose(mine, gradient, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def test_a_factor_near_1_is_not_lost_in_16_bits():
+    ones = jnp.ones((64, 2), jnp.bfloat16)
+    node = LowRank(ones, jnp.zeros((64, 1)), jnp.zeros((1, 2)), 1.0, jnp.full((2,), 0.008))  # of 8
+    y = einsum("b embed, embed mlp -> b mlp", jnp.full((1, 64), 1000.0, jnp.bfloat16), node, out_dtype=jnp.float32)
+    np.testing.assert_allclose(y, 64064.0, rtol=1e-5)
+
+
+# --- birth ---
+
+
+@pytest.fixture(scope="module")
+def born(plain):
+    return {name: add_lora(plain, lora, key=jax.random.key(0)) for name, lora in (("dora", DORA), ("both", BOTH))}
+
+
+def test_new_magnitudes_change_no_bit(plain, born):
+    tokens = some_tokens(4, 8)
+    np.testing.assert_array_equal(logits(born["dora"], tokens), logits(plain, tokens))
+
+
+def test_a_pair_is_the_part_with_the_largest_singular_values(plain, born):
+    """The base has the others; together they are the weight, to rounding, and so is the model at its start."""
+    words = axes(plain)
+    for path, node in low_rank_weights(born["both"]).items():
+        inner = node.lora_a.ndim - 1 - words[path].count("layers")
+        weight, rest, pair = (
+            np.asarray(each, np.float64).reshape(len(each), int(np.prod(each.shape[1 : 1 + inner])), -1)
+            for each in (
+                named_leaves(plain)[path],
+                node.base,
+                LowRank(0 * node.base, node.lora_a, node.lora_b, node.scale).array(),
+            )
+        )
+        values = np.linalg.svd(weight, compute_uv=False)
+        rank = node.lora_a.shape[-1]
+        assert rank == (3 if path.endswith("down") else 2)
+        np.testing.assert_allclose(rest + pair, weight, atol=1e-6)
+        np.testing.assert_allclose(np.linalg.svd(pair, compute_uv=False)[:, :rank], values[:, :rank], rtol=1e-5)
+        kept = np.linalg.svd(rest, compute_uv=False)[:, : values.shape[1] - rank]
+        np.testing.assert_allclose(kept, values[:, rank:], atol=1e-5)
+        np.testing.assert_array_equal(node.lora_a, node.start_a)
+
+
+@pytest.mark.slow
+def test_a_new_model_is_the_old_one_to_rounding_and_its_start_to_the_bit(plain, born):
+    tokens, model = some_tokens(4, 8), born["both"]
+    before = logits(plain, tokens)
+    np.testing.assert_allclose(logits(model, tokens), before, atol=2e-6 * np.abs(before).max())
+    start = without_lora(noisy(model))
+    assert (
+        named_leaves(start).keys() == named_leaves(without_lora(add_lora(plain, PISSA, key=jax.random.key(0)))).keys()
+    )
+    for path, node in low_rank_weights(start).items():
+        first = low_rank_weights(model)[path]
+        assert node.base is first.base and np.array_equal(node.lora_a, first.lora_a) and node.lora_magnitude is None
+    np.testing.assert_allclose(logits(start, tokens), before, atol=2e-6 * np.abs(before).max())
+    merged = named_leaves(merge_lora(start))
+    for name, leaf in named_leaves(plain).items():
+        np.testing.assert_allclose(merged[name], leaf, atol=1e-6, err_msg=name)
+
+
+def test_what_has_too_few_singular_values_is_refused(plain):
+    with pytest.raises(ConfigError, match=r"LoRAConfig.rank=17: .* has 16 singular values"):
+        add_lora(
+            plain, dataclasses.replace(PISSA, rank=17, targets=("*.query",), rank_pattern=()), key=jax.random.key(0)
+        )
+
+
+# --- laws of all pairs ---
+
+
+def gradient_of_pairs(model, tokens):
+    own = {name: leaf for name, leaf in named_leaves(model).items() if ".lora_" in name}
+
+    @jax.jit
+    def run(own, model, tokens):
+        def loss(own):
+            logits = replaced(model, own)(tokens).logits
+            return jnp.sum(jnp.sin(logits)), logits
+
+        return jax.grad(loss, has_aux=True)(own)
+
+    gradient, logits = run(own, model, tokens)
+    return logits, gradient
+
+
+@pytest.fixture(scope="module")
+def expected(born):
+    return gradient_of_pairs(noisy(born["both"]), some_tokens(4, 8))
+
+
+def test_merging_changes_no_logit(plain, born, expected):
+    merged = merge_lora(noisy(born["both"]))
+    assert jax.tree.structure(merged) == jax.tree.structure(plain)
+    np.testing.assert_allclose(logits(merged, some_tokens(4, 8)), expected[0], atol=1e-5)
+    assert all(np.any(leaf) for leaf in expected[1].values())
+
+
+@pytest.mark.slow
+def test_scan_is_loop_with_and_without_remat(born, expected):
+    changed = gradient_of_pairs(noisy(born["both"]).replace(scan=False, remat="full"), some_tokens(4, 8))
+    jax.tree.map(lambda a, b: assert_close(a, b, units=512), changed, expected)
+
+
+@pytest.mark.slow
+def test_sharded_is_single(plain, born, expected):
+    placed = plain.place(ed.Layout.create(fsdp=4, tensor=2))
+    model = add_lora(placed, BOTH, key=jax.random.key(0))
+    shardings = named_leaves(placed.execution.layout.shardings(model))
+    for name, leaf in named_leaves(model).items():
+        assert leaf.sharding == shardings[name]
+        np.testing.assert_allclose(leaf, named_leaves(born["both"])[name], atol=1e-4, err_msg=name)
+    model = noisy(born["both"]).place(placed.execution.layout)
+    jax.tree.map(lambda a, b: assert_close(a, b, units=1024), gradient_of_pairs(model, some_tokens(4, 8)), expected)
+
+
+def test_lengths_are_no_matrices(plain):
+    assert muon_dimensions(("layers", "heads", "head_dim")) is None
+    trainer = Trainer.create(
+        OptimizerConfig(trainable=LORA_WEIGHTS), add_lora(plain, BOTH, key=jax.random.key(0)), steps=2
+    )
+    assert {name.rpartition(".")[2] for name in trainer.trainable} == {"lora_a", "lora_b", "lora_magnitude"}
+
+
+@pytest.mark.slow
+def test_steps_move_pairs_and_lengths_alone_and_are_resumed(plain, tmp_path):
+    model = add_lora(plain, BOTH, key=jax.random.key(0))
+    first = jax.device_get(named_leaves(model))
+    optimizer = OptimizerConfig(trainable=LORA_WEIGHTS, learning_rate=0.02, schedule="constant", warmup_steps=0)
+    trainer = Trainer.create(optimizer, model, steps=10, config=StepConfig(fused_loss=False))
+    state, losses, batch = trainer.init(model, key=jax.random.key(1)), [], Batch(tokens=some_tokens(4, 8))
+    for _ in range(3):
+        state, metrics = trainer.step(state, batch)
+        losses.append(float(metrics.loss))
+    assert losses[2] < losses[1] < losses[0]
+    moved = {name for name, leaf in named_leaves(state.model).items() if np.any(first[name] != np.asarray(leaf))}
+    assert moved == {name for name in first if ".lora_" in name}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, data_state={}, config={}, wait=True)
+        target = add_lora(ed.abstract(SPLIT), BOTH, key=jax.random.key(5))
+        back = checkpoints.restore(trainer.abstract(target, key=jax.random.key(1))).tree
+    assert jax.tree.structure(back.model) == jax.tree.structure(state.model)
+    jax.tree.map(np.testing.assert_array_equal, named_leaves(back.model), named_leaves(state.model))
+
+
+# --- beside weights in few bits ---
+
+
+@pytest.mark.parametrize(
+    "mode", ["nf4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8_block", marks=pytest.mark.slow)]
+)
+def test_pairs_beside_weights_in_few_bits(plain, mode):
+    """Lengths are those of the widened sum. What remains of a weight is in the same bits, and loses less so."""
+    options = dict(group_size=8) if mode == "nf4" else {}
+    base, tokens = quantize(plain, mode, **options), some_tokens(4, 8)
+    tuned = noisy(add_lora(base, DORA, key=jax.random.key(0)))
+    np.testing.assert_allclose(
+        logits(tuned, tokens),
+        logits(noisy(add_lora(ed.dequantize(base), DORA, key=jax.random.key(0))), tokens),
+        atol=2e-5,
+    )
+    split, late = (
+        add_lora(base, PISSA, key=jax.random.key(0)),
+        quantize(add_lora(plain, PISSA, key=jax.random.key(0)), mode, **options),
+    )
+    target = add_lora(quantize(ed.abstract(SPLIT), mode, **options), PISSA, key=jax.random.key(0))
+    for model in (split, late):
+        assert jax.tree.structure(model) == jax.tree.structure(target)
+    weights = named_leaves(plain)
+
+    def loss(found):
+        return {path: float(jnp.linalg.norm(found[path] - weights[path])) for path in low_rank_weights(split)}
+
+    whole, first, second = (
+        loss(named_leaves(each)) for each in (ed.dequantize(base), merge_lora(split), merge_lora(late))
+    )
+    assert all(second[path] < whole[path] for path in whole)
+    assert all(first[path] < 2 * whole[path] for path in whole)
+
+
+def test_bits_to_which_nothing_is_rounded_are_refused(plain):
+    base = quantize(plain, "int8")
+    path = "segments.0.unit.0.mixer.query"
+    weight = base.segments[0].unit[0].mixer.query
+    other = dataclasses.replace(weight, zeros=jnp.zeros_like(weight.scales))
+    with pytest.raises(ConfigError, match=f"init='pissa': {path} is in int8 with zeros .* Call dequantize first"):
+        add_lora(replaced(base, {path: other}), PISSA, key=jax.random.key(0))
