@@ -139,6 +139,22 @@ def test_a_run_needs_its_checkpoint_only_once(lora):
     assert ed.abstract_hf(folder / "later").config == ed.abstract_hf(BASE).config
 
 
+@pytest.mark.slow
+def test_a_run_of_lengths_and_singular_values_is_exported_as_an_adapter_of_the_base(full):
+    """DoRA and PiSSA together, resumed: PEFT's adapter of the double rank beside the base is the merged model."""
+    folder, kinds = full, ["--lora-dora", "--lora-init", "pissa", "--lora-rank-pattern", "*.value=2"]
+    changes = {"lora-rank": 4, "export": folder / "kinds-export", "export-adapter": folder / "kinds-adapter"}
+    call("train", *options(folder, "kinds", **{"lora-rank": 4, "steps": 2, "export": folder / "early"}), *kinds)
+    _, err = call("train", *options(folder, "kinds", **changes), *kinds)
+    assert "resumed at step 2" in err
+    base, merged = ed.load_hf(BASE), ed.load_hf(folder / "kinds-export")
+    adapted = load_peft(base, folder / "kinds-adapter")
+    assert np.max(np.abs(logits(merged) - logits(base))) > 1e-3
+    np.testing.assert_allclose(logits(adapted), logits(merged), atol=2e-5)
+    content = json.loads((folder / "kinds-adapter" / "adapter_config.json").read_text())
+    assert content["use_dora"] and sorted([content["r"], *content["rank_pattern"].values()]) == [4, 8]
+
+
 def test_generate_reads_a_run_with_adapters(lora):
     words = ("--run-dir", lora / "lora", "--prompt", "the cat", "--max-new-tokens", 4, "--no-chat")
     out, _ = call("generate", *words)

@@ -8,10 +8,11 @@ SIGTERM saves and exits with 143.
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from eqx_decoders.cli import program, require
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
@@ -106,19 +107,24 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     """
     import tyro
 
-    pair = tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATTERN=FACTOR",
-        instance_from_str=_multiplier,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda value: [f"{value[0]}={value[1]:g}"],
-    )
+    def table(number: type) -> Any:
+        pair = tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="PATTERN=NUMBER",
+            instance_from_str=functools.partial(_by_pattern, number),
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda value: [f"{value[0]}={value[1]:g}"],
+        )
+        return tuple[Annotated[tuple[str, number], pair], ...]
+
     paths = None | str | tuple[str, ...]  # in this order: a text "None" is taken by the first that can
     types = {
         "dataset.path": paths,
         "dataset.held_out_path": paths,
         "set": Annotated[tuple[str, ...], tyro.conf.UseAppendAction],
-        "optimizer.lr_multipliers": tuple[Annotated[tuple[str, float], pair], ...],
+        "optimizer.lr_multipliers": table(float),
+        "lora_rank_pattern": table(int),
+        "lora_alpha_pattern": table(float),
     }
     default = _defaults(args)
     try:
@@ -127,11 +133,11 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
         raise ConfigError(f"{default.config}: {error}" if _fails_alone(default, error) else str(error)) from None
 
 
-def _multiplier(words: list[str]) -> tuple[str, float]:
-    pattern, _, factor = words[0].rpartition("=")
+def _by_pattern(number: type, words: list[str]) -> tuple[str, Any]:
+    pattern, _, value = words[0].rpartition("=")
     if not pattern:
-        raise ValueError("it must be a pattern and a factor, such as '*.mlp.*=2'")
-    return pattern, float(factor)
+        raise ValueError("it must be a pattern and a number, such as '*.mlp.*=2'")
+    return pattern, number(value)
 
 
 def _defaults(args: Sequence[str] | None) -> TrainConfig:

@@ -98,6 +98,8 @@ def test_flags_become_settings():
     assert parse(["--data", "None"]).dataset.path is None
     pairs = parse(["--optimizer.lr-multipliers", "*.mlp.*=2", "a=b=1e-1"]).optimizer.lr_multipliers
     assert pairs == (("*.mlp.*", 2.0), ("a=b", 0.1))
+    ranks = parse(["--lora-rank", "2", "--lora-rank-pattern", "*.mlp.*=4", "--lora-alpha-pattern", "*.up=0.5"])
+    assert (ranks.lora_rank_pattern, ranks.lora_alpha_pattern) == ((("*.mlp.*", 4),), (("*.up", 0.5),))
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
 
 

@@ -814,8 +814,8 @@ ELSEWHERE = {
     "TrainConfig.lora_alpha": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
     "TrainConfig.lora_targets": "tests/test_finetuning.py::test_an_imported_directory_can_be_trained",
     **{
-        f"TrainConfig.lora_{name}": "tests/training/test_config.py::test_options_of_pairs_are_settings"
-        for name in ("rank_pattern", "alpha_pattern", "rank_stabilized", "dora", "init")
+        f"TrainConfig.{name}": "tests/training/test_config.py::test_options_of_pairs_are_settings"
+        for name in ("lora_rank_pattern", "lora_alpha_pattern", "lora_rank_stabilized", "lora_dora", "lora_init")
     },
     "TrainConfig.remat_save": "tests/test_remat.py::test_custom_lists_reach_the_model",
     "TrainConfig.remat_offload": "tests/test_remat.py::test_custom_lists_reach_the_model",
