@@ -762,7 +762,7 @@ DATA = {
     "ItemTensor", "LevelsTensor", "MappedTensor", "Metadata", "MinusOne", "OtherBlocks", "WithAxis",
     "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
-    "EvaluationPlan", "HarnessScores", "LoadedTask", "TaskScores", "TextScores", "TextSet",
+    "EvaluationPlan", "HarnessScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart",
 }  # fmt: skip
 

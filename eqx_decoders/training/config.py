@@ -134,6 +134,11 @@ class DataSettings(CheckedFields):
     """Batches of each held-out set, the first ones, in an evaluation during the run."""
     final_eval_batches: PositiveInt | None = None
     """The same for the evaluation at the end; None: all."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks whose examples the model answers at each evaluation: file.py:name, or lm-eval:name (extra lm-eval), as
+    scripts/evaluate.py takes them. Its most likely answers are graded; the run does not depend on them."""
+    eval_task_examples: PositiveInt = 32
+    """Examples of each task, the first ones, in an evaluation during the run; the one at the end takes all."""
     sample_tokens: NonNegativeInt = 120
     """Tokens of a sample; 0: none."""
     prompt: str = "class Reader:\n    def"
@@ -203,6 +208,8 @@ class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, T
         check(free, f"optimizer.trainable={patterns} and lora_rank={self.lora_rank} exclude each other: leave one out.")
         self.check_rows(self.dataset.batch_size)
         check_method(self)
+        alone = not (self.eval_tasks and self.distributed)
+        check(alone, f"eval_tasks={self.eval_tasks} need a run of one process: leave them out, and evaluate the run.")
         make_schedule(self.optimizer, self.steps)
 
     def optimizer_config(self) -> OptimizerConfig:

@@ -56,7 +56,7 @@ FLAGS = """
 --no-lora-dora --lora-init
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --cache-dir --batch-size
 --seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
---eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
+--eval-tasks --eval-task-examples --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
 --context-order --context-form --head-bytes --exchange-bytes --experts --expert-exchange --lookup --scan --no-scan
 --remat-save --remat-offload --attention --xla-flags --layer-stats --no-layer-stats --trackers --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed

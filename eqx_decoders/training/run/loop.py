@@ -27,6 +27,7 @@ from eqx_decoders.training.run.hooks.checkpoint_hook import CheckpointHook
 from eqx_decoders.training.run.hooks.evaluation_hook import EvaluationHook
 from eqx_decoders.training.run.hooks.metrics_reporter import MetricsReporter
 from eqx_decoders.training.run.hooks.sample_hook import SampleHook
+from eqx_decoders.training.run.hooks.task_hook import TaskHook
 from eqx_decoders.training.run.hooks.trace_hook import TraceHook
 from eqx_decoders.training.run.messages import out_of_memory, print_status, summary
 from eqx_decoders.training.run.metrics import read_metrics
@@ -109,9 +110,10 @@ class TrainingLoop:
         self.trace = TraceHook(run, self.metrics)
         self.checkpoints = CheckpointHook(run, self.metrics, self.time)
         self.evaluation = EvaluationHook(run, trackers, show, self.time, self.stop)
+        self.tasks = TaskHook(run, trackers, show, self.time, self.stop)
         self.samples = SampleHook(run, show, self.time, self.stop)
         # a checkpoint comes before what may fail; a sample belongs to the losses above it
-        self.hooks: tuple[Hook, ...] = (self.trace, self.checkpoints, self.evaluation, self.samples)
+        self.hooks: tuple[Hook, ...] = (self.trace, self.checkpoints, self.evaluation, self.tasks, self.samples)
 
     def _step_log(self, first_step: int) -> StepLog:
         run, length, path = self.run, self.run.config.dataset.seq_len, self.run.directory.metrics
@@ -205,5 +207,7 @@ class TrainingLoop:
         print_status(f"time of this process: {self.time.text()}{goodput}")
         sets = {name: batches.parts[0].counts for name, batches in run.held_out.items() if isinstance(batches, Batches)}
         print("\n".join(summary(run.config, run.directory.path, loads, steps, self.evaluation.results, sets)))
+        for line in self.tasks.lines:
+            print(f"task {line}")
         if self.samples.text:
             print(f"sample:\n{self.samples.text}")

@@ -33,6 +33,7 @@ class PreparedRun:
     - `target`: the shapes of the model.
     - `reader`: the reader of images, videos and audio; None for a model of text alone.
     - `data`, `held_out`: training batches, and batches of each held-out set.
+    - `tasks`: the `TaskEvaluator` of the tasks that the run is measured on; None without them.
     - `method`: what a run computes that learns from preferences; None for one on texts.
     - `data_state`: the position in the data of the next step, which a checkpoint saves.
     - `writes`: whether this is the one process that writes settings, metrics and images.
@@ -48,6 +49,7 @@ class PreparedRun:
     data: Batches | PreferenceBatches
     held_out: Mapping[str, Batches | PreferenceBatches]
     checkpoints: Checkpoints
+    tasks: Any = None
     method: Method | None = None
     data_state: Any = None
 
@@ -58,6 +60,12 @@ class PreparedRun:
     @property
     def writes(self) -> bool:
         return jax.process_index() == 0
+
+    def text_model(self, model: Decoder) -> Any:
+        """Return a model of the run as `load_text_run` loads it."""
+        from eqx_decoders.training.run.run_loading import text_model_of  # late: of its imports this needs few
+
+        return text_model_of(self.directory, model, self.tokenizer)
 
     def epochs(self) -> dict[str, float]:
         """Return the passes over the data so far, of each source and of all, by their names in a row of metrics."""

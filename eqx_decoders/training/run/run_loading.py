@@ -9,7 +9,7 @@ from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.inference.text_model import TextModel, build_text_model
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
 from eqx_decoders.io.text.chat_template import load_chat_template
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import merge_lora
@@ -48,7 +48,11 @@ def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unp
     A run with the tokenizer of a published model has its chat template and its defaults, too.
     """
     run = RunDirectory.open(run_dir)
-    model, tokenizer = _load_weights(run, step, Execution(**execution), True), load_tokenizer(run.tokenizer)
+    return text_model_of(run, _load_weights(run, step, Execution(**execution), True), load_tokenizer(run.tokenizer))
+
+
+def text_model_of(run: RunDirectory, model: Decoder, tokenizer: Tokenizer) -> TextModel:
+    """Return a model of a run with the tokenizer and the chat template of the run."""
     if run.tokenizer == run.source:
         return build_text_model(model, tokenizer, run.source)
     chat = load_chat_template(run.tokenizer) if isinstance(tokenizer, JsonTokenizer) else None

@@ -15,6 +15,7 @@ from eqx_decoders.data.host_rows import host_rows
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.errors import check
+from eqx_decoders.evaluation.task_evaluator import TaskEvaluator
 from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
@@ -75,6 +76,7 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
     tokenizer = first_then_all(
         "tokenizer", lambda: make_tokenizer(run, target, data_config, reader), run.path / "tokenizer"
     )
+    tasks = _load_tasks(run, target, tokenizer)
     opened = METHODS[config.method](
         MethodStart(
             run=run,
@@ -97,6 +99,7 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
         data=opened.data,
         held_out=opened.held_out,
         checkpoints=stack.enter_context(Checkpoints(run.checkpoint_directory, max_checkpoints=config.max_checkpoints)),
+        tasks=tasks,
         method=opened.method,
         trainer=Trainer.create(
             config.optimizer_config(),
@@ -154,6 +157,15 @@ def make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader:
     if reader is None or not config.dataset.evaluates:
         _check_sample_length(config, target, tokenizer)
     return tokenizer
+
+
+def _load_tasks(run: RunDirectory, target: Decoder, tokenizer: Tokenizer) -> TaskEvaluator | None:
+    """Load the tasks that a run is measured on, before anything that takes long; None without them."""
+    if not run.settings.eval_tasks:
+        return None
+    from eqx_decoders.training.run.run_loading import text_model_of
+
+    return TaskEvaluator.create(run.settings.eval_tasks, text_model_of(run, target, tokenizer), flag="eval_tasks")
 
 
 def _check_sample_length(config: TrainConfig, target: Decoder, tokenizer: Tokenizer) -> None:

@@ -36,6 +36,7 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.mesh_config import MeshConfig
+from eqx_decoders.training.methods import texts
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run import loop as run_module, setup
 from eqx_decoders.training.run.goodput import WallTime
@@ -393,7 +394,7 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
 
     names = {"evaluate_sets": evaluation_hook, "sample_text": sample_hook, "plot_losses": run_module}
     patches = [mock.patch.object(module, name, failing(name)) for name, module in names.items()]
-    patches += [mock.patch.object(module, "all_gather_json", gathered) for module in (run_module, setup)]
+    patches += [mock.patch.object(module, "all_gather_json", gathered) for module in (run_module, setup, texts)]
     patches += [
         mock.patch.object(CheckpointHook, "save", saved),
         mock.patch.object(MetricsReporter, "report", reported),
@@ -806,6 +807,10 @@ PIPELINE = "tests/sharding/test_pipeline.py"
 # Settings whose effect a test of another file asserts.
 ELSEWHERE = {
     "TrainConfig.method": "tests/training/run/test_preference_run.py::test_answers_with_labels",
+    **{
+        f"TrainConfig.{name}": "tests/training/run/test_task_hook.py::test_a_run_is_measured_and_does_not_depend_on_it"
+        for name in ("eval_tasks", "eval_task_examples")
+    },
     "TrainConfig.init_from": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
     "TrainConfig.init_weights": "tests/training/run/test_run_directory.py::test_only_some_weights_are_taken",
     "TrainConfig.export": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",

@@ -1,0 +1,123 @@
+"""A run that is measured on tasks: their scores, and that nothing else of the run knows of them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.evaluation.task import load_task
+from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make_engine
+from eqx_decoders.io.coordination import Stop
+from eqx_decoders.serving.engine.config import EngineLimits
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.run.goodput import WallTime
+from eqx_decoders.training.run.hooks.task_hook import TaskHook
+from eqx_decoders.training.run.metrics import read_metrics
+from eqx_decoders.training.run.prepared_run import PreparedRun
+from eqx_decoders.training.run.run_loading import load_text_run
+from eqx_decoders.training.run.trackers import Trackers
+from eqx_decoders.training.step.train_state import TrainState
+from tests.commands import call, flags, outcome, steps_of, write_corpus
+
+
+OPTIONS = {
+    "--model": "gpt3-52k",
+    "--tokenizer": "bytes",
+    "--steps": 4,
+    "--batch-size": 8,
+    "--seq-len": 16,
+    "--sample-tokens": 0,
+    "--eval-every": 2,
+    "--checkpoint-every": 2,
+}
+TASKS = """
+from eqx_decoders.evaluation import Task
+
+ROWS = [{"prompt": f"the {word}", "answer": word} for word in ("quick", "lazy", "small")]
+letters = Task(examples=ROWS, grade=lambda example, answer: len(answer), max_new_tokens=4, stop=("e",))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    write_corpus(folder / "text")
+    (folder / "tasks.py").write_text(TASKS)
+    return folder
+
+
+def train(folder: Path, name: str, *more: object) -> tuple[str, str]:
+    return call("train", "--run-dir", folder / name, "--data", folder / "text", *flags(OPTIONS), *more)
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_and_does_not_depend_on_it(folder):
+    """Bit for bit: its losses, and the weights of its last checkpoint; and the score is that of `evaluate.py`."""
+    train(folder, "plain")
+    tasks = ("--eval-tasks", f"{folder}/tasks.py:letters", "--eval-task-examples", 2)
+    out, err = train(folder, "measured", *tasks)
+    steps = [steps_of(folder / name) for name in ("plain", "measured")]
+    one, other = ([(row["step"], row["loss"], row["grad_norm"]) for row in rows] for rows in steps)
+    assert one == other and len(one) == 4
+    rows = [row for row in read_metrics(folder / "measured" / "metrics.jsonl") if "task/letters" in row]
+    assert [row["step"] for row in rows] == [2, 4] and set(rows[0]) >= {"task/letters/error", "task/letters/truncated"}
+    assert "step 2: tasks letters " in err and "task letters " in out
+    texts = [load_text_run(folder / name) for name in ("plain", "measured")]
+    first, second = (named_leaves(text.model) for text in texts)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first.keys() | second.keys())
+    engine = make_engine(texts[1], EngineLimits(max_batch_size=2, max_length=32, prefill_chunk=16))
+    scores = evaluate_task(texts[1], engine, load_task(f"{folder}/tasks.py:letters"), AnswerSettings())
+    assert scores.score.mean == pytest.approx(rows[-1]["task/letters"]) and len(scores.answers) == 3
+
+
+class Shown:
+    """What a hook shows and writes."""
+
+    def __init__(self, evaluate, stopped: bool = False):
+        self.lines, self.rows = [], []
+        run, trackers, state = (mock.Mock(spec=kind) for kind in (PreparedRun, Trackers, TrainState))
+        run.tasks, trackers.write = SimpleNamespace(evaluate=evaluate), self.rows.append
+        self.hook = TaskHook(run, trackers, self.lines.append, WallTime("t", 0.0), Stop(lambda: stopped))
+        self.hook.finish(7, state)
+
+
+def test_what_fails_is_a_warning():
+    def evaluate(text, *, examples, progress):
+        raise ValueError("of the grade")
+
+    shown = Shown(evaluate)
+    assert shown.lines == [
+        "warning: the evaluation of tasks at step 7 failed, the run goes on: ValueError: of the grade"
+    ]
+    assert shown.rows == shown.hook.lines == []
+
+
+def test_a_signal_ends_an_evaluation():
+    def evaluate(text, *, examples, progress):
+        progress(1)
+        return []
+
+    assert Shown(evaluate).rows == [{"step": 7}]
+    shown = Shown(evaluate, stopped=True)
+    assert shown.lines == shown.rows == []
+
+
+@pytest.mark.parametrize(
+    "task, says",
+    [
+        ("tasks.py:nothing", "--eval-tasks='{folder}/tasks.py:nothing': the file has no 'nothing'."),
+        ("none.py:letters", "must be a Python file with the task 'letters'"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_step(folder, task, says):
+    words = ("--run-dir", folder / "mistake", "--data", folder / "text", *flags(OPTIONS))
+    left, _, err = outcome("train", *words, "--eval-tasks", f"{folder}/{task}")
+    assert left == 2 and says.format(folder=folder) in " ".join(err.replace("│", "").split())
+
+
+def test_a_run_of_several_processes_has_no_tasks():
+    with pytest.raises(ConfigError, match="need a run of one process: leave them out, and evaluate the run"):
+        TrainConfig(eval_tasks=("tasks.py:a",), distributed=True)
