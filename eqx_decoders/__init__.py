@@ -9,7 +9,8 @@ Describe a model
     `describe_model` counts weights and cache (`ModelInfo`).
 
 Make it
-    `init` makes the weights, `abstract` their shapes alone; `count_parameters`, `with_mtp`, `add_mtp`.
+    `init` makes the weights, `abstract` their shapes alone; `count_parameters`, `with_mtp`, `add_mtp`,
+    `add_score_head`.
 
 Read and write Hugging Face's directories, and llama.cpp's files
     `load_hf`, `abstract_hf`, `save_hf`, `save_gguf`; with tokenizer and chat template `load_text_model`.
@@ -110,6 +111,7 @@ if TYPE_CHECKING:
     from eqx_decoders.model.init import (
         abstract as abstract,
         add_mtp as add_mtp,
+        add_score_head as add_score_head,
         count_parameters as count_parameters,
         init as init,
         with_mtp as with_mtp,
@@ -161,7 +163,7 @@ __getattr__, __all__, __dir__ = lazy(
         "model.caches": "abstract_cache init_cache",
         "model.decoder": "Decoder Output",
         "model.decoder_config": "DecoderConfig",
-        "model.init": "abstract add_mtp count_parameters init with_mtp",
+        "model.init": "abstract add_mtp add_score_head count_parameters init with_mtp",
         "model.mtp_config": "MTPConfig",
         "model.quantize": "dequantize quantize",
         "numerics.low_precision": "LowPrecision",

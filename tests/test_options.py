@@ -450,6 +450,7 @@ OPTIONS: dict[type, tuple] = {
             final_norm=None,
             tied=True,
             head_bias=True,
+            scores=2,
             embedding_scale=3.0,
         )
         | dict(positions=SinusoidalPositions(), logit_divisor=2.0, logit_soft_cap=0.5, dropout=0.5)
@@ -722,6 +723,7 @@ SHOWN_IN = {
     **dict.fromkeys(("PairObjective", "KTOObjective", "PolicyObjective"), "training/objectives/test_objectives.py"),
     "PreferenceConfig": "training/run/test_preference_run.py",
     "DistillConfig": "training/run/test_distill_run.py",
+    **dict.fromkeys(("RewardConfig", "RewardObjective"), "training/run/test_reward_run.py"),
     "HeadForm": "training/head/test_log_probs.py",
     "NextTokenLoss": "training/step/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),

@@ -7,7 +7,8 @@ before it, which is the whole state, and each process makes the rows that its de
 Each answer is a segment of its own, with its prompt before it. `Signals.answers` numbers the answers of a row at their
 tokens. Weights are those of the whole batch, so that sums over microbatches and devices are its loss.
 
-**Pairs.** Both answers lie in one row, as numbers 2k - 1 (chosen) and 2k (rejected). `Signals.policy` is 1 / pairs.
+**Pairs.** Both answers lie in one row, as numbers 2k - 1 (chosen) and 2k (rejected). `Signals.policy` is 1 / pairs,
+and if some pairs have a margin it stands in `Signals.baseline`.
 
 **Answers with labels.** `Signals.advantages` is 1 or -1, `policy` 1 / answers. KTO's z needs log-probs of answers to
 other prompts: a batch has as further segments each prompt with the answer of the next example, the last one with that
@@ -40,6 +41,7 @@ class _Segment(NamedTuple):
     number: int
     answer: Answer
     label: int
+    margin: float
     mismatched: bool
 
 
@@ -148,7 +150,7 @@ class PreferenceBatches:
         shape, held = (len(self._rows), self.preferences.seq_len), {row: index for index, row in enumerate(self._rows)}
         arrays: dict[str, Any] = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions")}
         signals = {name: np.zeros(shape, np.float32) for name in ("policy", "advantages", "divergence")}
-        answers = np.zeros(shape, np.int32)
+        answers, margins = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         mismatched = sum(segment.mismatched for segment in segments)
         examples = (len(segments) - mismatched) // (2 if self.preferences.paired else 1)
         weighted = ("policy", 1 / examples), ("divergence", 1 / max(1, mismatched))
@@ -163,10 +165,11 @@ class PreferenceBatches:
             arrays["tokens"][span], arrays["segment_ids"][span] = tokens, count[row]
             arrays["positions"][span] = np.arange(len(tokens))
             answers[span], signals["advantages"][span] = targets * segment.number, targets * segment.label
+            margins[span] = targets * segment.margin
             name, weight = weighted[segment.mismatched]
             signals[name][span] = targets * weight
         if self.preferences.paired:
-            signals = {"policy": signals["policy"]}
+            signals = {"policy": signals["policy"]} | ({"baseline": margins} if self.preferences.has_margins else {})
         marks = Signals(**signals, answers=answers, most_answers=self.most_answers)
         return Batch(**arrays, loss_mask=answers > 0, signals=marks, contiguous=True)
 
@@ -198,7 +201,10 @@ class _Rows:
                 self._room[row] -= size
                 counts[row] += 1
                 numbered = enumerate(example.answers, first)
-                return [_Segment(row, number, answer, example.label, mismatched) for number, answer in numbered]
+                return [
+                    _Segment(row, number, answer, example.label, example.margin, mismatched)
+                    for number, answer in numbered
+                ]
         return None
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,10 +62,12 @@ class Answer(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Pair of answers, the chosen and the rejected one; or one answer with its label, 1 (desirable) or -1."""
+    """Pair of answers, the chosen and the rejected one, and the margin by which a reward model must tell them; or one
+    answer with its label, 1 (desirable) or -1."""
 
     answers: tuple[Answer, ...]
     label: int = 0
+    margin: float = 0.0
 
     @property
     def size(self) -> int:
@@ -95,8 +98,15 @@ class Preferences:
         for example in self.examples:
             for tokens, targets in example.answers:
                 digest.update(len(tokens).to_bytes(8, "little") + tokens.astype("<i4").tobytes() + targets.tobytes())
-            digest.update(bytes([example.label + 1]))
+            digest.update(
+                bytes([example.label + 1]) + (np.float64(example.margin).tobytes() if example.margin else b"")
+            )
         return digest.hexdigest()
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether some pairs have a margin."""
+        return any(example.margin for example in self.examples)
 
     def describe(self) -> str:
         """Describe the examples and what was left out, in one line."""
@@ -114,19 +124,28 @@ class _Record(NamedTuple):
     answers: tuple[str | Messages, ...]
     label: int
     variables: Mapping[str, Any]
+    margin: float = 0.0
 
 
 def read_pairs(
-    path: Paths, tokenizer: Tokenizer, *, seq_len: int, template: ChatTemplate | None = None, flag: str = DATA
+    path: Paths,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    template: ChatTemplate | None = None,
+    flag: str = DATA,
+    margins: bool = False,
 ) -> Preferences:
     """Read pairs, `{"prompt": …, "chosen": …, "rejected": …}`, of at most `seq_len` tokens with both prompts.
 
     Prompt and answers are texts, or lists of messages; an answer of the latter may be one message, or its text.
     Answers may repeat the prompt's messages; without a list in `prompt` it is the messages with which both begin.
+    `margins`: whether the column `margin`, of numbers, is read.
 
     Raises DataError that names file and row for what is no such record, and if no pair is left.
     """
-    return _read(_records(path, flag, ("chosen", "rejected"), _pair), path, tokenizer, seq_len, template)
+    fields, more = ("chosen", "rejected"), ("margin",) if margins else ()
+    return _read(_records(path, flag, fields, _pair, more), path, tokenizer, seq_len, template)
 
 
 def read_labelled_answers(
@@ -143,9 +162,13 @@ def read_labelled_answers(
 
 
 def _records(
-    path: Paths, flag: str, fields: Sequence[str], parse: Callable[[Mapping[str, Any], str], _Record]
+    path: Paths,
+    flag: str,
+    fields: Sequence[str],
+    parse: Callable[[Mapping[str, Any], str], _Record],
+    more: Sequence[str] = (),
 ) -> Iterator[_Record]:
-    columns = ("prompt", "messages", *fields, *VARIABLES, *FILES)
+    columns = ("prompt", "messages", *fields, *more, *VARIABLES, *FILES)
     for source in find_sources(path, flag):
         for where, record in read_records(source, columns):
             check(isinstance(record, dict), f"{where} must hold a JSON object with {_listed(fields)}.", DataError)
@@ -155,7 +178,8 @@ def _records(
             check(not missing, f"{where} has no field {', '.join(map(repr, missing))}: {rule}.", DataError)
             media = [name for name in FILES if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: preferences are read as text alone.", DataError)
-            yield parse(record, where)
+            found = parse(record, where)
+            yield found._replace(margin=_margin(record, where)) if "margin" in more else found
 
 
 def _listed(fields: Sequence[str]) -> str:
@@ -164,6 +188,13 @@ def _listed(fields: Sequence[str]) -> str:
 
 def _pair(record: Mapping[str, Any], where: str) -> _Record:
     return _with_prompt(record, where, ("chosen", "rejected"), 0)
+
+
+def _margin(record: Mapping[str, Any], where: str) -> float:
+    margin = record.get("margin")
+    number = isinstance(margin, int | float) and not isinstance(margin, bool) and math.isfinite(margin)
+    check(margin is None or number, f"{where}: margin={str(margin)[:60]!r} must be a number.", DataError)
+    return float(margin or 0.0)
 
 
 def _labelled(record: Mapping[str, Any], where: str) -> _Record:
@@ -271,7 +302,7 @@ def _examples(
             yield reason
             continue
         answers = next(chats if isinstance(record.prompt, list) else texts)
-        example = Example(answers, record.label)
+        example = Example(answers, record.label, record.margin)
         same = [answer.tokens.tolist() for answer in answers]
         reason = _reason(same, (not answer.targets.any() for answer in answers))
         yield reason or ("too_long" if example.size > seq_len else example)

@@ -25,7 +25,7 @@ class Signals(eqx.Module):
     - `sampler`: log-probs of the distribution that the answer was really drawn from.
     - `reference`: log-probs under the reference model.
     - `teacher`: log-probs under a teacher.
-    - `baseline`: a number taken off: KTO's estimate of the divergence.
+    - `baseline`: a number taken off: KTO's estimate of the divergence, the margin of a reward model's pair.
     - `answers`: number of the answer within its row, 1, 2, …, of which the token is one; 0 for tokens of prompts, of
         tools and for padding. Numbers 2k - 1 and 2k are the chosen and the rejected answer of a pair.
     - `top_ids`, `top_log_probs`: a teacher's likeliest tokens and their log-probs.

@@ -16,14 +16,15 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields, abbreviate
-from eqx_decoders.families.settings_table import Setting, public, read_all, write_all
+from eqx_decoders.families.scorers import SCORER, SCORER_CLASS, number_of_scores, scorer_name
+from eqx_decoders.families.settings_table import Rule, Setting, public, read_all, write_all
 from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping, are_transposed
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.shared_transformer import AidedMixerConfig
-from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig, with_scores
 from eqx_decoders.model.mtp_config import MTPConfig
 from eqx_decoders.sharding.axes import axes, computed, named_leaves
 
@@ -111,8 +112,24 @@ class Family:
         return self.decode_fields(Fields(self.own_settings(content)))
 
     def described_by(self, content: Mapping[str, Any]) -> "Family":
-        """Return the family, or one of `variants`, whose decoder a `config.json` names."""
-        return self
+        """Return the family, or one of its kinds, that a `config.json` names: a variant, or models that score texts."""
+        names = content.get("architectures")
+        scores = isinstance(names, list) and any(str(name).endswith(SCORER) for name in names)
+        return self.scoring() if scores else self
+
+    def scoring(self) -> "Family":
+        """Return the family of its models that score texts. Raises ConversionError where transformers has no such."""
+        row = Weight("score.weight", "head.kernel", "scores embed -> embed scores")
+        number = Rule("_scores", number_of_scores, lambda config: {"num_labels": config.scores})
+        return dataclasses.replace(
+            self,
+            architecture=scorer_name(self.model_type, self.architecture),
+            settings=(*self.settings, number),
+            weights=tuple(row if weight.path == row.path else weight for weight in self.weights),
+            other_architectures=(),
+            with_depth=None,
+            auto_class=SCORER_CLASS,
+        )
 
     def stored_name(self, name: str) -> str:
         """Return the name of a tensor in the files that are written here."""
@@ -145,7 +162,9 @@ class Family:
 
     def read(self, fields: Fields) -> DecoderConfig:
         """Return the configuration of a checkpoint's settings."""
-        return self.build(**public(read_all(self.settings, fields)))
+        values = read_all(self.settings, fields)
+        config = self.build(**public(values))
+        return with_scores(config, values["_scores"]) if "_scores" in values else config
 
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
         """Return the settings that describe `config`; ConversionError with the differences where none do."""
@@ -156,6 +175,8 @@ class Family:
 
         Its weights are the tensors that are written.
         """
+        if config.scores is not None and self.auto_class != SCORER_CLASS:
+            return self.scoring().expressing(config)
         for family in self.variants:
             try:
                 return family._as_written(), family._encode(config)

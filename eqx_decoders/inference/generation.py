@@ -168,6 +168,7 @@ class _Request(eqx.Module):
         options: GenerationOptions,
     ) -> "_Request":
         """Check everything that can be known before compiling."""
+        model.config.check_logits("generate()")
         for name in options.keys() - GenerationOptions.__annotations__.keys():
             raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
         cache_dtype, media = options.get("cache_dtype"), options.get("media")

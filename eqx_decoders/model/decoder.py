@@ -20,14 +20,9 @@ from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs, P
 from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.core.sampling import GenerationConfig
+from eqx_decoders.encoders import merge
 from eqx_decoders.encoders.encoder import Encoder, encode_media
 from eqx_decoders.encoders.media import Encoded, Media, merge_features
-from eqx_decoders.encoders.merge import (
-    check_tokens,
-    merge_media_inputs,
-    stacked_deepstack,
-    without_placeholders,
-)
 from eqx_decoders.errors import check
 from eqx_decoders.layers.cache.cache import Cache, Proposal
 from eqx_decoders.layers.dropout import dropout
@@ -35,6 +30,7 @@ from eqx_decoders.layers.embedding.embedding import (
     Head,
     LearnedPositions,
     LearnedPositionTable,
+    ScoreHead,
     Sinusoids,
     TokenEmbedding,
     build_head,
@@ -68,7 +64,7 @@ class Output(eqx.Module):
 
     **Arguments:**
 
-    - `logits`: scores of the next token, in float32.
+    - `logits`: of the next token, in float32; scores of the text so far where the model gives these.
     - `hidden`: the residual stream after the last block, before the final norm.
     - `cache`: the given cache with this call's tokens, or None.
     - `stats`: statistics of the layers, stacked in their order.
@@ -81,8 +77,7 @@ class Output(eqx.Module):
 
 
 class Decoder(eqx.Module):
-    """`head(norm(block_n(... block_1(embed(tokens)))))`, an immutable pytree, with encoders of images and audio if it
-    has any.
+    """`head(norm(block_n(... block_1(embed(tokens)))))`, an immutable pytree, with encoders if it has any.
 
     Created by `init`, `abstract` or `load_*`. `model.replace(remat="full")` is the same model run another way.
     """
@@ -95,7 +90,7 @@ class Decoder(eqx.Module):
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head_transform: HeadTransform | None
-    head: Head | None
+    head: Head | ScoreHead | None
     head_bias: Float[AnyArray, "vocab"] | None
     shared: SharedTransformers | None
     mtp: MTP | None
@@ -136,7 +131,9 @@ class Decoder(eqx.Module):
             segments=tuple(stack),
             final_norm=None if config.final_norm is None else config.final_norm.build(config.embed_dim),
             head_transform=None if transform is None else transform.build(config.embed_dim, key=transform_key),
-            head=None if config.tied else build_head(config.head_features, config.vocab_size, key=head_key),
+            head=None
+            if config.tied
+            else build_head(config.head_features, config.vocab_size, config.scores, key=head_key),
             head_bias=jnp.zeros(config.vocab_size) if config.head_bias else None,
             shared=None if transformer is None else transformer.build(config.embed_dim, key=shared_key),
             mtp=None if config.mtp is None else MTP.build(config.mtp, config.embed_dim, key=mtp_key),
@@ -178,7 +175,7 @@ class Decoder(eqx.Module):
             outside of the vocabulary. With a cache they are this call's, as its tokens are.
         """
         arrays = as_int32_inputs(TokenInputs(tokens, positions, segment_ids, embeds))
-        known = arrays.tokens if media is None else without_placeholders(arrays.tokens, media)
+        known = arrays.tokens if media is None else merge.without_placeholders(arrays.tokens, media)
         documents = arrays.positions, arrays.segment_ids
         check_inputs(self.config, known, *documents, embeds=embeds, packed=cache is None)
         return _compiled_call(self, arrays, cache, key, inputs, media)
@@ -235,9 +232,9 @@ class Decoder(eqx.Module):
         """Run without writing to the cache: `cache.commit` takes the proposal, less rejected tokens."""
         inputs = Inputs() if inputs is None else inputs
         if media is not None:
-            check_tokens(tokens, media)
+            merge.check_tokens(tokens, media)
             encoded = self._encode(media) if encoded is None else encoded
-            inputs, segment_ids = merge_media_inputs(media, inputs, segment_ids)
+            inputs, segment_ids = merge.merge_media_inputs(media, inputs, segment_ids)
         arrays = TokenInputs(tokens, positions, segment_ids, embeds)
         batch = prepare_inputs(self.config, self.execution, arrays, inputs, cache, promises)
         if cache is None:
@@ -262,7 +259,7 @@ class Decoder(eqx.Module):
         if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
             embeds = ctx.constrain(merge_features(embeds, encoded.by_group, index), "batch length embed")
-            by_layer = by_layer | stacked_deepstack(encoded, index)
+            by_layer = by_layer | merge.stacked_deepstack(encoded, index)
             tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
         x = self._inputs(embeds, ctx, key)
         x = self.config.residual.expand(x) if self.streams is None else self.streams.expand(x, ctx)
@@ -324,9 +321,9 @@ class Decoder(eqx.Module):
         assert self.mtp is not None
         inputs, key = Inputs() if inputs is None else inputs, as_key(key)
         if media is not None:
-            check_tokens(tokens, media)
+            merge.check_tokens(tokens, media)
             encoded = self._encode(media) if encoded is None else encoded
-            inputs, segment_ids = merge_media_inputs(media, inputs, segment_ids)
+            inputs, segment_ids = merge.merge_media_inputs(media, inputs, segment_ids)
         token_ids, positions, segment_ids, _ = as_arrays(TokenInputs(tokens, positions, segment_ids))
         positions, segment_ids = document_positions(positions, segment_ids, token_ids.shape)
         seen: Any = dict(contiguous=contiguous) | layer_positions(inputs, positions)
@@ -370,7 +367,9 @@ class Decoder(eqx.Module):
     def logits(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
-        """Apply the head to `Output.hidden`; with `depth`, counted from 1, to `MTPOutput.hidden[depth - 1]`."""
+        """Apply the head, of logits or of scores, to `Output.hidden`; with `depth` to `MTPOutput.hidden[depth - 1]`."""
+        if isinstance(self.head, ScoreHead):
+            return self.head(self.head_input(hidden, key=key))
         options: Any = dict(tied=self.head is None, bias=self.logit_bias, soft_cap=self.config.logit_soft_cap)
         x = self.head_input(hidden, key=key, depth=depth)
         return logits(x, self.head_kernel, self._head_context(hidden), **options)

@@ -1,7 +1,7 @@
 """The configuration of a decoder, with its JSON form."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_sharing
@@ -32,6 +32,8 @@ class DecoderConfig(CheckedFields):
     - `embedding_rank`: features of the embedding table where they are not those of the stream, to which a matrix maps
         them (Lan et al. 2020); None where they are.
     - `head_transform`: what maps the normalized stream to the head's input; None for nothing.
+    - `scores`: numbers that the head gives for a token in place of logits, such as the reward of the text so far; None
+        for logits. Such a model generates nothing.
     - `head_bias`: whether the head, tied or not, adds a bias to the logits.
     - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
     - `embedding_norm`: normalization of the input of the first layer (BLOOM); None for none.
@@ -52,6 +54,7 @@ class DecoderConfig(CheckedFields):
     tied: bool = False
     embedding_rank: PositiveInt | None = None
     head_transform: HeadTransformConfig | None = None
+    scores: PositiveInt | None = None
     head_bias: bool = False
     embedding_scale: PositiveFloat = 1.0
     embedding_norm: NormConfig | None = None
@@ -78,11 +81,25 @@ class DecoderConfig(CheckedFields):
         rule = f"a head of {read} features, and the embedding table has {stored}"
         remedy = "Set head_transform.features to embedding_rank"
         check(not self.tied or read == stored, f"DecoderConfig.tied=True needs {rule}. {remedy}, or tied=False.")
+        if self.scores is not None:
+            self._check_scores()
         check_sharing(self.blocks)
         _check_mtp_block(None if self.mtp is None else self.mtp.block)
         _ = self.shared_transformer
         check_per_layer(self.blocks, self.per_layer_embedding)
         check_media(self.media, self.blocks, self.embed_dim)
+
+    def _check_scores(self) -> None:
+        """Raise ConfigError for what only logits have."""
+        plain = {"tied": False, "head_bias": False, "logit_soft_cap": None, "logit_divisor": 1.0, "mtp": None}
+        others = [f"{name}={getattr(self, name)!r}" for name in plain if getattr(self, name) != plain[name]]
+        rule = f"DecoderConfig.scores={self.scores} excludes {', '.join(others)}"
+        check(not others, f"{rule}: these are of logits. Use `with_scores`.")
+
+    def check_logits(self, what: str) -> None:
+        """Raise ConfigError if the model gives scores: `what` needs logits."""
+        rule = f"DecoderConfig.scores={self.scores}: {what} needs a model with logits, and this one scores texts"
+        check(self.scores is None, f"{rule}.")
 
     @property
     def residual(self) -> ResidualConfig:
@@ -98,6 +115,11 @@ class DecoderConfig(CheckedFields):
     def head_features(self) -> int:
         """Features that the output head reads."""
         return (self.head_transform and self.head_transform.features) or self.embed_dim
+
+    @property
+    def head_sizes(self) -> tuple[int, int | None]:
+        """Logits of a token, and the scores that it has in their place."""
+        return self.vocab_size, self.scores
 
     @property
     def shared_transformer(self) -> SharedTransformerConfig | None:
@@ -131,6 +153,12 @@ class DecoderConfig(CheckedFields):
     def from_json(cls, text: str) -> "DecoderConfig":
         """Return the configuration of a text of `to_json`. Raise ConfigError for unknown classes, fields and values."""
         return decoder_from_json(text, cls)
+
+
+def with_scores(config: DecoderConfig, scores: int) -> DecoderConfig:
+    """Return the configuration with a head of scores in place of that of logits."""
+    none: dict[str, Any] = dict(head_bias=False, logit_soft_cap=None, logit_divisor=1.0, mtp=None)
+    return dataclasses.replace(config, scores=scores, tied=False, **none)
 
 
 def _check_mtp_block(block: BlockConfig | None) -> None:

@@ -1,6 +1,7 @@
 """Creation of models: as shapes that take no memory, or as arrays on their devices."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
@@ -13,9 +14,10 @@ from jaxtyping import Array, PRNGKeyArray
 from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.core.prng import fast_key
 from eqx_decoders.errors import check
+from eqx_decoders.layers.embedding.embedding import build_head
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.decoder_config import DecoderConfig, with_scores
 from eqx_decoders.model.mtp import MTP
 from eqx_decoders.model.mtp_config import MTPConfig, needs_model
 from eqx_decoders.numerics.precision import Precision
@@ -138,3 +140,16 @@ def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: P
             depths, lambda key: MTP.build(mtp, config.embed_dim, key=key), key, model.execution.layout
         )
     return dataclasses.replace(model, mtp=depths, config=config)
+
+
+def add_score_head(model: Decoder, *, scores: int = 1, key: PRNGKeyArray) -> Decoder:
+    """Return the model with a new head of scores in place of that of logits, created sharded like the rest.
+
+    A model of `jax.ShapeDtypeStruct`s stays one. Multi-token prediction is left out.
+    """
+    config = with_scores(model.config, scores)
+    head = abstract(config, **vars(model.execution)).head
+    if not isinstance(model.embedding.table, jax.ShapeDtypeStruct):
+        build = functools.partial(build_head, config.head_features, *config.head_sizes)
+        head = _materialize(head, lambda key: build(key=key), key, model.execution.layout)
+    return dataclasses.replace(model, head=head, head_bias=None, mtp=None, config=config)

@@ -34,6 +34,7 @@ AXES: dict[str, str] = {
     "places": "places of an expert",
     "embed": "features of the residual stream",
     "vocab": "token ids",
+    "scores": "numbers that a head gives for a token in place of logits",
     "dimensions": "dimensions of a position: time, height, width",
     "positions": "rows of a table of learned positions",
     "heads": "query heads",
@@ -176,7 +177,7 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     inner = tuple(word for word in words if word != "layers")
     ends = {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
     inner = inner[1:] if inner[:1] == ("experts",) else inner
-    others = {"vocab", "positions"} & set(inner) or inner[:1] in (("streams",), ("out_groups",))
+    others = {"vocab", "positions", "scores"} & set(inner) or inner[:1] in (("streams",), ("out_groups",))
     others = others or inner[:2] == ("heads", "inner")
     if len(inner) < 2 or not ends & set(inner) or others:
         return None

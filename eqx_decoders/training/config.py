@@ -13,6 +13,7 @@ from eqx_decoders.training.lora_config import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.method_kinds import check_groups, check_method
 from eqx_decoders.training.methods.preference_config import PreferenceConfig
+from eqx_decoders.training.methods.reward_config import RewardConfig
 from eqx_decoders.training.objectives.preference_loss import KTOLoss
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
@@ -154,12 +155,13 @@ class MethodSettings(CheckedFields):
     """What a run learns from its data."""
 
     checked_name = ""
-    method: Literal["sft", "dpo", "kto", "distill"] = "sft"
+    method: Literal["sft", "dpo", "kto", "reward", "distill"] = "sft"
     """sft: the next tokens of texts and conversations; dpo: pairs of answers, by one of the losses of
-    `preference.kind`; kto: answers that are desirable or not; distill: what a teacher says of texts and
-    conversations."""
+    `preference.kind`; kto: answers that are desirable or not; reward: a model that scores answers, from pairs;
+    distill: what a teacher says of texts and conversations."""
     preference: PreferenceConfig = PreferenceConfig()
     kto: KTOLoss = KTOLoss()
+    reward: RewardConfig = RewardConfig()
     distill: DistillConfig = DistillConfig()
 
     def __post_init__(self):
@@ -216,7 +218,8 @@ class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, T
         """Return `optimizer`, which in a LoRA run moves the pairs only."""
         if self.lora_rank is None:
             return self.optimizer
-        return dataclasses.replace(self.optimizer, trainable=LORA_WEIGHTS)
+        scores = ("head.kernel",) if self.method == "reward" else ()  # new, as the pairs are
+        return dataclasses.replace(self.optimizer, trainable=(*LORA_WEIGHTS, *scores))
 
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
         """Make layout, dtypes and remat of these devices, or of all devices of this program."""

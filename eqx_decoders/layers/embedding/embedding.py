@@ -6,6 +6,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.context import Context
@@ -133,9 +134,20 @@ class Head(eqx.Module):
     kernel: Float[Array, "embed vocab"]
 
 
-def build_head(embed_dim: int, vocab_size: int, *, key: PRNGKeyArray) -> Head:
-    """Build a head with variance `1 / embed_dim`."""
-    return Head(kernel=fan_in(key, (embed_dim, vocab_size), jnp.float32, embed_dim))
+class ScoreHead(eqx.Module):
+    """Head of a model that scores texts, `kernel^T x` in float32 throughout: a reward model has one score."""
+
+    kernel: Float[Array, "embed scores"]
+
+    def __call__(self, x: Float[Array, "batch length embed"]) -> Float32[Array, "batch length scores"]:
+        x, kernel = (y.astype(jnp.float32) for y in (x, as_weight(self.kernel).array(0)))
+        return jnp.einsum("ble,es->bls", x, kernel, precision=lax.Precision.HIGHEST)
+
+
+def build_head(embed_dim: int, vocab_size: int, scores: int | None, *, key: PRNGKeyArray) -> Head | ScoreHead:
+    """Build a head, of logits or of scores, with variance `1 / embed_dim`."""
+    kernel = fan_in(key, (embed_dim, vocab_size if scores is None else scores), jnp.float32, embed_dim)
+    return Head(kernel=kernel) if scores is None else ScoreHead(kernel=kernel)
 
 
 def logits(

@@ -95,6 +95,7 @@ class EngineConfig(EngineLimits):
 
     def check_model(self, model: Decoder) -> None:
         """Raise ConfigError for a model that is not supported."""
+        model.config.check_logits("Engine")
         positions = model.config.positions
         limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
         rule = f"EngineConfig.max_length={self.max_length} must be at most {limit}, the model's learned positions"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from eqx_decoders.errors import check
 from eqx_decoders.training.methods.distill_config import check_teacher
 from eqx_decoders.training.methods.preference_config import check_reference
+from eqx_decoders.training.methods.reward_config import check_reward
 
 
 ALL = ("*",)  # fields of a group
@@ -34,6 +35,7 @@ KINDS = {
     "sft": MethodKind({}, answers=False),
     "dpo": MethodKind({"preference": ALL}, "pairs", check_run=check_reference),
     "kto": MethodKind({"preference": (*SHARED, "reference"), "kto": ALL}, "answers", check_run=check_reference),
+    "reward": MethodKind({"preference": SHARED, "reward": ALL}, "pairs", check_run=check_reward),
     "distill": MethodKind({"distill": ALL}, answers=False, check_run=check_teacher),
 }
 

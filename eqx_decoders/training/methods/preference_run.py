@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +9,15 @@ from jaxtyping import Array
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.host_rows import hand_over
-from eqx_decoders.data.preference_batches import PreferenceBatches
-from eqx_decoders.data.preferences import Preferences, read_labelled_answers, read_pairs
-from eqx_decoders.errors import ConfigError, DataError, check
-from eqx_decoders.io.coordination import from_first
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import without_lora
 from eqx_decoders.training.methods.held_out_figures import held_out_figures
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
+from eqx_decoders.training.methods.preference_data import preference_data
 from eqx_decoders.training.objectives.objectives import KTOObjective, PairObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.run.metrics import MetricsRow
@@ -107,25 +103,6 @@ def open_preferences(start: MethodStart) -> OpenedMethod:
     start.check_text_alone()
     data, held_out = preference_data(start)
     return OpenedMethod(data, held_out, PreferenceRun(start.run, start.target, start.execution))
-
-
-def preference_data(start: MethodStart) -> tuple[PreferenceBatches, dict[str, PreferenceBatches]]:
-    """Read the examples of a run, and the held-out ones, if there is a `held_out_path`."""
-    config, data, tokenizer = start.config, start.config.dataset, start.tokenizer
-    read = read_labelled_answers if config.method == "kto" else read_pairs
-    template = written_by(data, start.options["template"], tokenizer)
-
-    def batches(path: Any, split: Any, flag: str) -> PreferenceBatches:
-        found: Preferences = read(path, tokenizer, seq_len=data.seq_len, template=template, flag=flag)
-        sizes = dict(batch_size=data.batch_size, examples_per_row=config.preference.examples_per_row)
-        return PreferenceBatches(found, rows=start.options["rows"], seed=data.seed, split=split, **sizes)
-
-    data_batches = batches(data.path, "train", "--data")
-    held_out = {} if data.held_out_path is None else {"": batches(data.held_out_path, "held_out", "--held-out")}
-    hashes = [each.preferences.content_hash for each in (data_batches, *held_out.values())]
-    rule = f"the answers of process {jax.process_index()} are others than those of the first"
-    check(hashes == from_first("made", hashes), f"{rule}: all must read the same files.", DataError)
-    return data_batches, held_out
 
 
 @jax.jit

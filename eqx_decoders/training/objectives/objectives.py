@@ -11,7 +11,7 @@ from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.objectives.answers import answer_lengths, answer_means, answer_sums, masked_sum
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss, kl_penalty, policy_loss
-from eqx_decoders.training.objectives.preference_loss import KTOLoss, PairLoss, kto_loss, pair_loss
+from eqx_decoders.training.objectives.preference_loss import KTOLoss, PairLoss, kto_loss, pair_figures, pair_loss
 from eqx_decoders.training.objectives.token_log_probs import TargetLogProbs, needed, target_log_probs
 from eqx_decoders.training.step.loss_metrics import LossMetrics
 
@@ -77,10 +77,7 @@ class PairObjective(_Objective):
 
     def figures(self, sums: Sums) -> Sums:
         """Return means over pairs: `reward_accuracy`, `reward_margin`, rewards and log-probs of both answers."""
-        pairs = jnp.maximum(sums["pairs"], 1.0)
-        names = {"correct": "reward_accuracy", "margin": "reward_margin"}
-        found = {names.get(name, name): value / pairs for name, value in sums.items() if name != "pairs"}
-        return {"pairs": sums["pairs"]} | found
+        return pair_figures(sums)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -281,6 +281,14 @@ def kto_baseline(log_probs: Answers, reference: Answers) -> Float32[Array, ""]:
     return stop_gradient(relu(jnp.mean((log_probs - reference).astype(jnp.float32))))
 
 
+def pair_figures(sums: Sums) -> Sums:
+    """Return the means over pairs of sums over them."""
+    pairs = jnp.maximum(sums["pairs"], 1.0)
+    names = {"correct": "reward_accuracy", "margin": "reward_margin"}
+    found = {names.get(name, name): value / pairs for name, value in sums.items() if name != "pairs"}
+    return {"pairs": sums["pairs"]} | found
+
+
 def reward_loss(
     chosen: Pairs,
     rejected: Pairs,

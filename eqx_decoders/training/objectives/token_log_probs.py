@@ -96,4 +96,4 @@ def needed(signals: Signals, *names: str) -> tuple[Array, ...]:
     """Return signals that an objective needs. Raises ConfigError for what is missing."""
     missing = [name for name in names if getattr(signals, name) is None]
     check(not missing, f"Batch.signals needs {', '.join(missing)}: the objective reads {', '.join(names)}.")
-    return tuple(getattr(signals, name) for name in names)
+    return tuple(jnp.asarray(getattr(signals, name)) for name in names)

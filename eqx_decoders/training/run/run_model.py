@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.context import Execution
-from eqx_decoders.errors import ConfigError
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.families import get_config
 from eqx_decoders.io.atomic_files import new_directory, write_atomically, write_json
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
@@ -20,7 +20,7 @@ from eqx_decoders.io.huggingface.load import abstract_hf, decode_config, load_hf
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
-from eqx_decoders.model.init import abstract, add_mtp, init
+from eqx_decoders.model.init import abstract, add_mtp, add_score_head, init
 from eqx_decoders.sharding.axes import matching, named_leaves, replaced
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import add_lora
@@ -89,8 +89,13 @@ def abstract_run(run: RunDirectory, execution: Execution = Execution()) -> Decod
 
 
 def _with_additions(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Decoder:
-    """Return the model with the depths of multi-token prediction and the LoRA pairs that the run adds."""
+    """Return the model with what the run adds: depths of multi-token prediction, a head of scores, LoRA pairs."""
     lora = settings.lora()
+    if settings.method == "reward":
+        rule = f"method='reward' trains one score, but init_from={settings.init_from!r} gives {model.config.scores}"
+        check(model.config.scores in (None, 1), f"{rule}: take a model with one, or with logits.")
+    if settings.method == "reward" and model.config.scores is None:
+        model = add_score_head(model, key=jax.random.fold_in(key, 3))
     if settings.mtp_depths > 0:
         model = add_mtp(model, settings.mtp_depths, key=jax.random.fold_in(key, 2))
     return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))

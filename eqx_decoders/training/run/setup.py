@@ -30,6 +30,7 @@ from eqx_decoders.training.flags import flag
 from eqx_decoders.training.methods.distill_run import open_distillation
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.preference_run import open_preferences
+from eqx_decoders.training.methods.reward_run import open_rewards
 from eqx_decoders.training.methods.texts import open_texts
 from eqx_decoders.training.run.media_eval import with_images
 from eqx_decoders.training.run.messages import describe_model, format_setting, print_status
@@ -48,6 +49,7 @@ METHODS: dict[str, Callable[[MethodStart], OpenedMethod]] = {
     "sft": open_texts,
     "dpo": open_preferences,
     "kto": open_preferences,
+    "reward": open_rewards,
     "distill": open_distillation,
 }
 

@@ -187,7 +187,8 @@ def _head_loss(
 
 
 def head_weights(model: Decoder) -> HeadWeights:
-    """Return the plain weights of the output head."""
+    """Return the plain weights of the output head. Raises ConfigError for a head of scores."""
+    model.config.check_logits("a loss of tokens")
     return HeadWeights(as_weight(model.head_kernel).array(1 if model.head is None else 0), model.logit_bias)
 
 

@@ -137,7 +137,13 @@ case("no model_type", config(model_type=...), "model_type")
 case("model_type a list", config(model_type=["mistral"]), "model_type")
 case("model_type misspelled", config(model_type="mistrall"), "mistrall", "mistral")
 case("model_type unknown", config(model_type="blt"), "blt", "Known")
-case("another head", config(architectures=["LlamaForSequenceClassification"]), "architectures", fixture="llama_bf16")
+case(
+    "scores of a family without",
+    config(architectures=["XForSequenceClassification"]),
+    "transformers has no",
+    fixture="granite",
+)
+case("another head", config(architectures=["LlamaForTokenClassification"]), "architectures", fixture="llama_bf16")
 
 for name, value in {
     "zero": 0,

@@ -869,6 +869,7 @@ GROUPS = {
         "preference",
         "kto",
         "distill",
+        "reward",
         "dataset",
         "mesh",
         "pipeline",

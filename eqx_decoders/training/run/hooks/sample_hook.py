@@ -52,7 +52,7 @@ class SampleHook(Hook):
         `draw`: whether images with their answers are drawn into the run directory.
         """
         run, config = self.run, self.run.config
-        if config.sample_tokens == 0 or self.stop.agreed:
+        if config.sample_tokens == 0 or model.config.scores is not None or self.stop.agreed:
             return ""
         if run.reader is not None and run.held_out:
             stores = [batches.store for batches in run.held_out.values() if isinstance(batches, Batches)]
