@@ -144,7 +144,7 @@ class ToGGUF(Devices):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verify(CheckedFields):
-    """Check that a Hugging Face directory is read as it is meant.
+    """Check that a Hugging Face directory or a GGUF file is read as it is meant.
 
     Where transformers and torch are installed its logits are compared with theirs on random ids; elsewhere the tensors
     of the loaded model, exported again, are compared with those in the files, bit by bit. Exits with 1 if they differ.
@@ -153,9 +153,9 @@ class Verify(CheckedFields):
     checked_name = ""
 
     directory: str
-    """Directory with config.json and safetensors files, or "org/name" on huggingface.co."""
+    """Directory with config.json and safetensors files, GGUF file, or "org/name" on huggingface.co."""
     against: str | None = None
-    """Compare with this other directory instead: settings, tensors by name, and logits."""
+    """Compare with this other directory or file instead: settings, tensors by name, and logits."""
     tolerance: NonNegativeFloat = 1e-3
     """Largest difference of logits."""
     rows: PositiveInt = 2

@@ -133,6 +133,17 @@ def test_tensors_come_back_bit_by_bit(without_transformers, name, count):
     assert count is None or f"all {count} tensors" in out
 
 
+def test_a_gguf_file_is_verified_as_a_directory_is(without_transformers, tmp_path):
+    file = tmp_path / "model.gguf"
+    assert outcome("convert", "gguf", CHAT, file, "--dtype", "q8_0")[0] == 0
+    code, out, _ = outcome("convert", "verify", file)
+    assert code == 0 and "all 11 tensors, loaded and exported again, have the bits of the files" in out
+    code, out, _ = outcome("convert", "verify", file, "--against", CHAT)
+    assert code == 1 and "values: 8 tensors differ: model.embed_tokens.weight" in out  # the matrices, in 8 bits
+    _, _, err = outcome("convert", "verify", tmp_path / "other.gguf")
+    assert "other.gguf does not exist: give a GGUF file" in err
+
+
 def test_a_tensor_that_changes_is_named(without_transformers, monkeypatch):
     load = verify.load_hf
 

@@ -62,9 +62,9 @@ def answered(folder: Path, *words: object) -> list[int]:
     return [int(word[1:]) for word in out[len("w7 w8") :].split()]
 
 
-def expected(text: TextModel, before: Sequence[int], **arrays: np.ndarray) -> list[int]:
+def expected(text: TextModel, before: Sequence[int], prompt: Sequence[int] = (7, 8), **arrays: np.ndarray) -> list[int]:
     """What the model makes of arrays; the program shows no special tokens."""
-    ids = np.asarray([[*before, 7, 8]], np.int32)
+    ids = np.asarray([[*before, *prompt]], np.int32)
     media = ed.Media.create(text.model.config, ids, **arrays)
     sampler = text.model.generation_config.sampler(temperature=0.0)
     options = dict(sampler=sampler, key=jax.random.key(0), stop_ids=text.stop_ids, num_draft_tokens=0)
@@ -143,6 +143,35 @@ def test_answers_to_a_video_of_few_frames(name, tmp_path):
             reader.expand_text(*mixed)
     else:
         assert reader.expand_text(*mixed)[0].startswith(made.text)
+
+
+GLM = {"<|vision_start|>": "<|begin_of_image|>", "<|vision_end|>": "<|end_of_image|>", "<|image_pad|>": "<|image|>"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Glm4vProcessor", "Glm46VProcessor"])
+def test_answers_to_a_video_whose_frames_are_images(name, tmp_path):
+    """Two videos have two answers, of more than special tokens; where the first token ends the text there is none."""
+    folder, answers = directory(tmp_path / "model", "glm4v", name), []
+    words = (folder / "tokenizer.json").read_text()
+    for ours, theirs in GLM.items():
+        words = words.replace(ours, theirs)
+    (folder / "tokenizer.json").write_text(words)
+    family, read = read_settings(Directory(folder))
+    assert family.videos is not None
+    rules, text = family.videos(read), load_text_model(folder)
+    assert isinstance(text.tokenizer, JsonTokenizer)
+    for seed in (0, 1):
+        frames = list(np.random.default_rng(seed).integers(0, 256, (30, 16, 24, 3), dtype=np.uint8))
+        (tmp_path / "video.mkv").write_bytes(video("matroska", "ffv1", frames=frames, coded_as="bgr0"))
+        with open_video(Video(frames=frames, fps=10.0)) as clip:
+            made = rules.process(dataclasses.replace(clip, chosen=False), MediaLimits())
+        ids = text.tokenizer.encode(made.text + "w7 w8", special=True).tolist()  # behind the last second: "2w7"
+        answers.append(answered(folder, "--video", tmp_path / "video.mkv"))
+        assert answers[-1] == expected(text, ids, (), **rules.join([made])) and len(answers[-1]) > 3
+    assert answers[0] != answers[1]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": f"w{answers[1][0]}"}))
+    assert answered(folder, "--video", tmp_path / "video.mkv") == []
 
 
 def test_answers_to_an_audio_clip(tmp_path):

@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word
 from eqx_decoders.families.hf_table import Family, for_inference
 from eqx_decoders.families.weight_rows import WeightMapping
-from eqx_decoders.io.atomic_files import write_json
+from eqx_decoders.io.atomic_files import expanded, write_json
 from eqx_decoders.io.coordination import all_gather_json, in_first
 from eqx_decoders.io.huggingface.directory import FLOATS, Directory, parse_json, stored_tensors
 from eqx_decoders.io.huggingface.export_config import export_config, merged
-from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
+from eqx_decoders.io.huggingface.export_directory import check_tokenizer, copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import pieces
 from eqx_decoders.io.huggingface.quantized.write import all_part_mappings, quantization_config, stored_parts
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
@@ -60,7 +60,7 @@ def save_hf(
     - `shard_bytes`: a larger model is cut into files of at most this size, with an index.
     - `family`: a `model_type`; None for the origin's family or, without an origin, the first that can express it.
     - `settings`: other keys of `config.json`, such as `eos_token_id` and `max_position_embeddings`.
-    - `tokenizer`: a directory whose tokenizer is copied; None for the origin's tokenizer.
+    - `tokenizer`: a directory or GGUF file whose tokenizer is copied; None for the origin's tokenizer.
 
     Raises ConversionError where the family cannot express the model exactly. In a run of several processes all of them
     must call it; the first one writes.
@@ -68,7 +68,10 @@ def save_hf(
     check_integer("save_hf: shard_bytes", shard_bytes)
     origin = None if model.origin is None else model.origin.directory
     kind, config, stored = export_plan(model, dtype=dtype, family=family, settings=settings)
-    source = origin if tokenizer is None else tokenizer
+    source = origin
+    if tokenizer is not None:
+        source = given = Path(expanded(tokenizer))
+        in_first("tokenizer", lambda: check_tokenizer(given))
     with exported_directory(directory) as partial:
         # first: a tokenizer that cannot be made costs no weights
         in_first("tokenizer", lambda: None if partial is None else copy_tokenizer(source, partial))

@@ -57,6 +57,16 @@ def exported_directory(directory: str | Path) -> Iterator[Path | None]:
     all_gather_json("exported")
 
 
+def check_tokenizer(source: Path) -> None:
+    """Raise ConversionError for a path from which `copy_tokenizer` would copy nothing."""
+    is_there = source.is_dir() or (is_gguf(source) and source.is_file())
+    check(
+        is_there,
+        f"save_hf: tokenizer={str(source)!r} is neither a directory nor a GGUF file: give one that holds a tokenizer.",
+        ConversionError,
+    )
+
+
 def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
     """Copy the files of a tokenizer and the generation settings, as far as they exist."""
     if source is not None and is_gguf(source) and Path(source).is_file():

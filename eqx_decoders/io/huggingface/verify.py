@@ -11,8 +11,10 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from eqx_decoders.io.huggingface.directory import FLOATS, Directory, StoredTensor, stored_tensors
+from eqx_decoders.io.gguf.gguf_header import is_gguf
+from eqx_decoders.io.huggingface.directory import FLOATS, StoredTensor, stored_tensors
 from eqx_decoders.io.huggingface.export import exported, save_hf
+from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import abstract_hf, load_hf, read_config, stored_weights
 from eqx_decoders.io.huggingface.quantized import QUANTIZED, checkpoint_tensors
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -75,7 +77,7 @@ def transformers_logits(
 
     transformers sees `config.json` and the safetensors files only, and these after our reader has accepted them: no
     code, no pickles, no adapters in the same directory. It gets a plain copy of a quantized checkpoint, since its
-    precision with the original would depend on the machine.
+    precision with the original would depend on the machine, and of a GGUF file.
     """
     import torch  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
@@ -83,9 +85,10 @@ def transformers_logits(
 
     logging.disable_progress_bar()
     abstract_hf(directory)
-    folder = Directory(directory)
+    folder = resolve(directory)
     with tempfile.TemporaryDirectory() as visible:
-        if any(isinstance(tensor, QUANTIZED) for tensor in checkpoint_tensors(folder).values()):
+        quantized = any(isinstance(tensor, QUANTIZED) for tensor in checkpoint_tensors(folder).values())
+        if quantized or is_gguf(folder.path):
             save_hf(load_hf(directory), visible)
         else:
             files = {tensor.file.name for tensor in stored_tensors(folder).values()} | {"config.json"}

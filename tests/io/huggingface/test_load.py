@@ -110,6 +110,17 @@ def test_logits_are_those_of_transformers(loaded):
     assert np.max(np.abs(np.asarray(logits) - expected["logits"])) <= TOLERANCE
 
 
+def test_a_tokenizer_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
+    model, file = ed.load_hf(FIXTURES / "chat_llama"), tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    for wrong in ("no/such/dir", file, tmp_path / "no.gguf"):
+        with pytest.raises(ed.ConversionError, match=re.escape(f"tokenizer={str(wrong)!r} is neither a directory")):
+            ed.save_hf(model, tmp_path / "new" / "export", tokenizer=wrong)
+    assert not (tmp_path / "new").exists()
+    ed.save_hf(model, tmp_path / "export", tokenizer=FIXTURES / "chat_llama")
+    assert (tmp_path / "export" / "tokenizer.json").exists()
+
+
 # windows that wrap, learned positions; the others in the slow tests
 QUICK = ("gemma3_pattern", "gpt2")
 GREEDY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import eqx_decoders as ed
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.io.huggingface import verify
 
@@ -82,6 +83,12 @@ def test_transformers_sees_data_only(fake_transformers, tmp_path):
     assert (
         asked["trust_remote_code"] is False and asked["local_files_only"] is True and asked["use_safetensors"] is True
     )
+
+
+def test_transformers_sees_a_plain_copy_of_a_gguf_file(fake_transformers, tmp_path):
+    ed.save_gguf(ed.load_hf(CHAT), tmp_path / "model.gguf", dtype="f16")
+    assert verify.transformers_logits(tmp_path / "model.gguf", np.zeros((1, 3), np.int32)).shape == (1, 3, 320)
+    assert {"config.json", "model.safetensors"} < set(FakeModel.asked["files"])
 
 
 def test_transformers_never_sees_what_our_reader_refuses(fake_transformers, tmp_path):
