@@ -67,7 +67,7 @@ def selection(heads, length, kv_length):
     [
         (ALL, "chunked", dict(mask=Causal())),
         (LONG, "dot", dict(mask=SlidingWindow(7), soft_cap=2.0, alibi=ALIBI)),
-        (CONTEXT, "chunked", dict(mask=Bidirectional())),
+        pytest.param(CONTEXT, "chunked", dict(mask=Bidirectional()), marks=pytest.mark.slow),
         pytest.param(SEQUENCE, "chunked", dict(mask=Chunked(9)), marks=pytest.mark.slow),
         pytest.param(HEADS, "dot", dict(mask=Causal()), marks=pytest.mark.slow),
     ],

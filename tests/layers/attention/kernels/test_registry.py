@@ -466,7 +466,11 @@ def selection(length, kv_length, heads, seed=3):
 
 @pytest.mark.parametrize(
     ("kind", "heads", "length", "soft_cap"),
-    [("keys", 1, 301, None), ("mask", 4, 301, 2.0), ("groups", 4, 561, None)],
+    [
+        ("mask", 4, 301, 2.0),
+        ("groups", 4, 561, None),
+        pytest.param("keys", 1, 301, None, marks=pytest.mark.slow),
+    ],
 )
 def test_selected_keys(kind, heads, length, soft_cap):
     """Both kernels see what the mask, the segment and the selection allow, per head or for all heads."""

@@ -41,8 +41,8 @@ def layouts(length):
 @pytest.mark.parametrize(
     ("mask", "soft_cap"),
     [
-        (Causal(), None),
         (Chunked(70), 2.0),
+        pytest.param(Causal(), None, marks=pytest.mark.slow),
         pytest.param(Bidirectional(), None, marks=pytest.mark.slow),
         pytest.param(Bidirectional(60), None, marks=pytest.mark.slow),
     ],
