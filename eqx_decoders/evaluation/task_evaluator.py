@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from eqx_decoders.errors import check
 from eqx_decoders.evaluation.engine_requests import EvaluationEngine, Progress, no_progress
@@ -27,6 +27,36 @@ from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 
 
 MAX_LENGTH = 2048  # tokens of a document of lm-eval with its continuation
+
+
+class TaskResults(NamedTuple):
+    """Scores of tasks."""
+
+    scores: Sequence[TaskScores | HarnessScores]
+
+    def figures(self) -> dict[str, float]:
+        """Return all numbers by name: `gsm8k`, `gsm8k/error`, `gsm8k/truncated`, `arc_easy/acc`, …"""
+        figures: dict[str, float] = {}
+        for each in self.scores:
+            if isinstance(each, TaskScores):
+                figures[each.name] = each.score.mean
+                numbers = each.figures()
+                more = {"error": numbers["score_error"], "length": numbers["mean_length"]}
+                more |= {name: numbers[name] for name in ("truncated", "unjudged", *each.columns[1:])}
+            else:
+                more = {name: score.mean for name, score in each.metrics.items()}
+            figures |= {f"{each.name}/{name}": value for name, value in more.items()}
+        return figures
+
+    def lines(self) -> list[str]:
+        """Return a line about each score: `gsm8k 0.4231 ± 0.0137, 2.1% truncated`."""
+        lines = []
+        for each in self.scores:
+            if isinstance(each, TaskScores):
+                lines.append(f"{each.name} {each.score}, {each.truncated:.1%} truncated")
+            else:
+                lines += [f"{each.name} {name} {score}" for name, score in each.metrics.items()]
+        return lines
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,7 +101,7 @@ class TaskEvaluator:
 
     def evaluate(
         self, text: TextSource, *, examples: int | None = None, progress: Progress = no_progress
-    ) -> list[TaskScores | HarnessScores]:
+    ) -> TaskResults:
         """Measure a model on the first `examples` of each task (None: all of them); its weights are not kept."""
         engine = self._engine_of(text)
         try:
@@ -79,7 +109,7 @@ class TaskEvaluator:
             for task in self.tasks:
                 part = dataclasses.replace(task, examples=task.examples[:examples])
                 results.append(evaluate_task(text, engine, part, self.settings, progress))
-            return results + self._evaluate_harness(text, engine, examples, progress)
+            return TaskResults([*results, *self._evaluate_harness(text, engine, examples, progress)])
         except BaseException:
             self._engine = None
             raise
@@ -105,29 +135,3 @@ class TaskEvaluator:
         settings = HarnessSettings(limit=examples, seed=self.settings.seed)
         lm = make_lm(text, engine, seed=self.settings.seed, progress=progress)
         return run_tasks(lm, self.harness, settings, self.manager)
-
-
-def task_figures(results: Sequence[TaskScores | HarnessScores]) -> dict[str, float]:
-    """Return the numbers of tasks by name: `gsm8k`, `gsm8k/error`, `gsm8k/truncated`, `arc_easy/acc`, …"""
-    figures: dict[str, float] = {}
-    for each in results:
-        if isinstance(each, TaskScores):
-            figures[each.name] = each.score.mean
-            numbers = each.figures()
-            errors = {"error": numbers["score_error"], "length": numbers["mean_length"]}
-            errors |= {name: numbers[name] for name in ("truncated", "unjudged", *each.columns[1:])}
-            figures |= {f"{each.name}/{name}": value for name, value in errors.items()}
-        else:
-            figures |= {f"{each.name}/{name}": score.mean for name, score in each.metrics.items()}
-    return figures
-
-
-def describe_tasks(results: Sequence[TaskScores | HarnessScores]) -> list[str]:
-    """Return a line about each score: `gsm8k 0.4231 ± 0.0137, 2.1% truncated`."""
-    lines = []
-    for each in results:
-        if isinstance(each, TaskScores):
-            lines.append(f"{each.name} {each.score}, {each.truncated:.1%} truncated")
-        else:
-            lines += [f"{each.name} {name} {score}" for name, score in each.metrics.items()]
-    return lines

@@ -15,7 +15,6 @@ from eqx_decoders.data.host_rows import host_rows
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.errors import check
-from eqx_decoders.evaluation.task_evaluator import TaskEvaluator
 from eqx_decoders.inference.stream_decoder import prompt_ids
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
@@ -161,10 +160,12 @@ def make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader:
     return tokenizer
 
 
-def _load_tasks(run: RunDirectory, target: Decoder, tokenizer: Tokenizer) -> TaskEvaluator | None:
-    """Load the tasks that a run is measured on, before anything that takes long; None without them."""
+def _load_tasks(run: RunDirectory, target: Decoder, tokenizer: Tokenizer) -> Any:
+    """Load the `TaskEvaluator` of the tasks that a run is measured on, before what takes long; None without tasks."""
     if not run.settings.eval_tasks:
         return None
+    # late: runs without tasks need neither the engine nor what answers and grades
+    from eqx_decoders.evaluation.task_evaluator import TaskEvaluator
     from eqx_decoders.training.run.run_loading import text_model_of
 
     return TaskEvaluator.create(run.settings.eval_tasks, text_model_of(run, target, tokenizer), flag="eval_tasks")

@@ -8,6 +8,7 @@ import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.evaluation.task import load_task
+from eqx_decoders.evaluation.task_evaluator import TaskResults
 from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make_engine
 from eqx_decoders.io.coordination import Stop
 from eqx_decoders.serving.engine.config import EngineLimits
@@ -98,7 +99,7 @@ def test_what_fails_is_a_warning():
 def test_a_signal_ends_an_evaluation():
     def evaluate(text, *, examples, progress):
         progress(1)
-        return []
+        return TaskResults([])
 
     assert Shown(evaluate).rows == [{"step": 7}]
     shown = Shown(evaluate, stopped=True)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 
-from eqx_decoders.evaluation.task_evaluator import describe_tasks, task_figures
 from eqx_decoders.io.coordination import Stop
 from eqx_decoders.training.run.goodput import WallTime
 from eqx_decoders.training.run.hooks.base import Hook, evaluates_after, failures_as_warnings
@@ -51,9 +50,9 @@ class TaskHook(Hook):
                 results = tasks.evaluate(text, examples=examples, progress=self._go_on)
             except Interrupted:
                 return
-            figures = {name: value for name, value in task_figures(results).items() if math.isfinite(value)}
+            figures = {name: value for name, value in results.figures().items() if math.isfinite(value)}
             self.trackers.write({"step": step} | {f"task/{name}": value for name, value in figures.items()})
-            self.lines = describe_tasks(results)
+            self.lines = results.lines()
             self.show(f"step {step}: tasks {'; '.join(self.lines)}")
 
     def _go_on(self, count: int) -> None:
