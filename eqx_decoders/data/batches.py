@@ -27,7 +27,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +98,7 @@ class Batches:
         self._since, self._before = 0, [0] * len(parts)  # row of the last change of weights; rows of each source before
         self._planning = threading.Lock()
         self._row = 0
+        self.complete: Callable[[Batch], Batch] = lambda batch: batch  # adds what a method keeps of these tokens
         self._iterator: Any = None
         self._plan_in_blocks(BLOCK)
 
@@ -122,7 +123,7 @@ class Batches:
             self._iterator = self._start()
         batch = Batch(**next(self._iterator), contiguous=True)
         self._row += self._batch_size
-        return batch
+        return self.complete(batch)
 
     def __enter__(self) -> "Batches":
         return self

@@ -18,7 +18,7 @@ next example has the same prompt, or its answer does not fit behind this one, th
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -68,6 +68,7 @@ class PreferenceBatches:
         check_integer("batch_size", batch_size)
         check_integer("examples_per_row", examples_per_row)
         self.preferences, self.examples_per_row = preferences, examples_per_row
+        self.complete: Callable[[Batch], Batch] = lambda batch: batch  # adds what a method keeps of these tokens
         self._rows, self._batch_size, self._seed = tuple(rows), batch_size, seed
         self._split, self._taken = check_word("split", split, get_args(Split)), 0
 
@@ -79,7 +80,7 @@ class PreferenceBatches:
         if count == 0:
             raise StopIteration
         self._taken += count
-        return self._batch(segments)
+        return self.complete(self._batch(segments))
 
     def __enter__(self) -> "PreferenceBatches":
         return self

@@ -19,7 +19,7 @@ _FAMILIES: dict[str, str] = {
             "glm", "glm4", "gpt_bigcode", "gpt_oss", "gptj", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba",
             "jetmoe", "llama", "minimax", "ministral", "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo",
             "olmo2", "olmo3", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next",
-            "seed_oss", "smollm3", "stablelm", "starcoder2", "zamba2",
+            "seed_oss", "smollm3", "stablelm", "starcoder2",
         ),
         "",
     ),

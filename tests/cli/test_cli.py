@@ -47,9 +47,11 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 FLAGS = """
 --method --preference.kind --preference.beta --preference.smoothing --preference.over --preference.gamma
---preference.nll-weight --preference.reference --preference.examples-per-row --kto.beta --kto.desirable-weight
+--preference.nll-weight --preference.reference --preference.examples-per-row
+--preference.save-reference --preference.no-save-reference --kto.beta --kto.desirable-weight
 --kto.undesirable-weight --reward.centering
---distill.teacher --distill.divergence --distill.beta --distill.temperature --distill.alpha
+--distill.teacher --distill.divergence --distill.beta --distill.temperature --distill.alpha --distill.top
+--distill.saved
 --config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
 --checkpoint-dir
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha

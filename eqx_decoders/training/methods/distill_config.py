@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, check
+from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.head.divergence import Divergence
 
@@ -18,6 +18,12 @@ class DistillConfig(CheckedFields):
 
     teacher: str | None = None
     """Directory of a Hugging Face checkpoint, or "org/name", of a model with the same tokenizer."""
+    top: PositiveInt | None = None
+    """Compare this many of the teacher's likeliest tokens, and one cell for all others, which are computed once for
+    the tokens of a text and kept; None: all tokens, computed in each step."""
+    saved: str | None = None
+    """Directory where a teacher's likeliest tokens are kept, and read by other runs, which then need no teacher; None:
+    `<run-dir>/teacher`."""
     divergence: DivergenceName = "forward"
     """forward: sum of q (log q - log p), q the teacher's; reverse: of p (log p - log q); jsd: the mean of both to
     beta q + (1 - beta) p; jsd_scaled: that divided by beta (1 - beta), whose limits are forward and reverse."""
@@ -30,7 +36,9 @@ class DistillConfig(CheckedFields):
 
     def __post_init__(self):
         super().__post_init__()
-        expand_paths(self, "teacher")
+        expand_paths(self, "teacher", "saved")
+        kept = self.saved is None or self.top is not None
+        check(kept, f"distill.saved={self.saved!r} needs distill.top: only a teacher's likeliest tokens are kept.")
         plain = self.beta == 0.5 or self.divergence in BETAS
         check(plain, f"distill.beta={self.beta} is read with divergence={' or '.join(map(repr, BETAS))}: leave it out.")
 
@@ -41,5 +49,6 @@ class DistillConfig(CheckedFields):
 
 
 def check_teacher(config: Any) -> None:
-    """Raise ConfigError unless a run, a `TrainConfig`, names its teacher."""
-    check(config.distill.teacher is not None, "method='distill' needs distill.teacher: the model to learn from.")
+    """Raise ConfigError unless a run, a `TrainConfig`, names its teacher, or what one has said."""
+    known = config.distill.teacher is not None or config.distill.saved is not None
+    check(known, "method='distill' needs distill.teacher: the model to learn from, or distill.saved, what it said.")

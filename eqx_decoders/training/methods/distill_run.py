@@ -1,10 +1,17 @@
 """What a run that learns from a teacher needs beside one on texts: the teacher, and its loss."""
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import hand_over
+from eqx_decoders.data.store.segment_numbers import Column, SegmentNumbers
 from eqx_decoders.errors import check
+from eqx_decoders.io.huggingface.fingerprint import fingerprint
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.status import StatusLine
@@ -12,8 +19,9 @@ from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokeni
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.methods.held_out_figures import held_out_figures
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
+from eqx_decoders.training.methods.saved_signals import SavedSignals, Scorer, rows_of_process
 from eqx_decoders.training.methods.texts import open_texts
-from eqx_decoders.training.objectives.distillation import DistillObjective
+from eqx_decoders.training.objectives.distillation import DistillObjective, top_tokens
 from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.step.train_state import TrainState
 
@@ -24,7 +32,7 @@ class DistillRun:
     def __init__(self, start: MethodStart):
         settings, self._layout = start.config.distill, start.execution.layout
         self.loss = DistillObjective(
-            teacher=load_teacher(start),
+            teacher=load_teacher(start) if settings.top is None else None,
             divergence=settings.divergence_of(),
             temperature=settings.temperature,
             alpha=settings.alpha,
@@ -47,7 +55,39 @@ def open_distillation(start: MethodStart) -> OpenedMethod:
     """Open the texts of a run, and its teacher."""
     start.check_text_alone()
     run = DistillRun(start)  # a wrong teacher is known before tokens are made
-    return open_texts(start)._replace(method=run)
+    saved = None if start.config.distill.top is None else saved_teacher(start)
+    opened = open_texts(start)
+    for batches in (opened.data, *opened.held_out.values()):
+        if saved is not None:
+            batches.complete = saved
+    return opened._replace(method=run)
+
+
+def saved_teacher(start: MethodStart) -> SavedSignals:
+    """Open the directory of a teacher's likeliest tokens. Without a teacher all must be there."""
+    settings, size = start.config.distill, start.target.config.vocab_size
+    top = settings.top or 0
+    check(top < size, f"distill.top={top} must be below the vocabulary of {size}: leave it out.")
+    folder = start.run.path / "teacher" if settings.saved is None else Path(settings.saved)
+    made_by: dict[str, Any] = {"tokenizer": start.tokenizer.content_hash, "temperature": settings.temperature}
+    compute = None
+    if settings.teacher is not None:
+        made_by |= {"weights": fingerprint(settings.teacher), "precision": repr(start.execution.precision)}
+        compute = _likeliest(start, load_teacher(start), top)
+    columns = {"top_ids": Column("<i4", top), "top_log_probs": Column("<f2", top)}
+    return SavedSignals(SegmentNumbers(folder, columns, made_by, jax.process_index()), compute)
+
+
+def _likeliest(start: MethodStart, teacher: Decoder, top: int) -> Scorer:
+    layout, rows = start.execution.layout, start.config.dataset.batch_size
+    options: Any = dict(top=top, temperature=start.config.distill.temperature)
+
+    def compute(batch: Batch) -> dict[str, np.ndarray]:
+        likeliest = top_tokens(teacher, hand_over(batch, layout, rows), **options)
+        arrays = {"top_ids": likeliest.ids, "top_log_probs": likeliest.log_probs}
+        return {name: rows_of_process(x, layout, start.options["rows"]) for name, x in arrays.items()}
+
+    return compute
 
 
 def load_teacher(start: MethodStart) -> Decoder:

@@ -12,6 +12,7 @@ from eqx_decoders.training.methods.reward_config import check_reward
 
 ALL = ("*",)  # fields of a group
 SHARED = ("examples_per_row",)  # of `preference`: how any examples are packed
+REFERENCE = (*SHARED, "reference", "save_reference")  # and what they are compared with
 
 
 class MethodKind(NamedTuple):
@@ -34,7 +35,7 @@ class MethodKind(NamedTuple):
 KINDS = {
     "sft": MethodKind({}, answers=False),
     "dpo": MethodKind({"preference": ALL}, "pairs", check_run=check_reference),
-    "kto": MethodKind({"preference": (*SHARED, "reference"), "kto": ALL}, "answers", check_run=check_reference),
+    "kto": MethodKind({"preference": REFERENCE, "kto": ALL}, "answers", check_run=check_reference),
     "reward": MethodKind({"preference": SHARED, "reward": ALL}, "pairs", check_run=check_reward),
     "distill": MethodKind({"distill": ALL}, answers=False, check_run=check_teacher),
 }

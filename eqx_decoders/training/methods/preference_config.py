@@ -19,6 +19,9 @@ class PreferenceConfig(PairLoss):
     """Model that answers are compared with. base: this one without its low-rank pairs, which takes no memory; start:
     the weights that the run began with, held beside; ema: the running means of `optimizer.ema_decay`; else the
     directory of a Hugging Face checkpoint. auto: base with `lora_rank`, otherwise start."""
+    save_reference: bool = False
+    """Compute the reference's log-probs of all answers before the first step, keep them in `<run-dir>/reference`, and
+    hold no reference beside the model."""
     examples_per_row: PositiveInt = 16
     """Most pairs, or answers with labels, in one sequence."""
 
@@ -35,3 +38,7 @@ def check_reference(config: Any) -> None:
     check(reference != "base" or adapted, f"{rule} lora_rank: without pairs there is no base beside the model.")
     means = config.optimizer.ema_decay is not None
     check(reference != "ema" or means, f"{rule} optimizer.ema_decay, of the running means.")
+    saved = config.preference.save_reference
+    fixed = reference != "ema" and (config.method == "kto" or config.preference.needs_reference)
+    rule = f"preference.save_reference=True needs a reference that stays: preference.reference={reference!r} moves,"
+    check(fixed or not saved, f"{rule} or kind={config.preference.kind!r} has none. Leave it out.")

@@ -1,6 +1,7 @@
 """What a run on preferences needs beside one on texts: its data, its loss, and the log-probs of its reference."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import jax
@@ -18,6 +19,7 @@ from eqx_decoders.training.lora import without_lora
 from eqx_decoders.training.methods.held_out_figures import held_out_figures
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.preference_data import preference_data
+from eqx_decoders.training.methods.saved_reference import save_reference
 from eqx_decoders.training.objectives.objectives import KTOObjective, PairObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.run.metrics import MetricsRow
@@ -41,15 +43,16 @@ class PreferenceRun:
     def __init__(self, run: RunDirectory, target: Decoder, execution: Execution):
         config = run.settings
         self.loss = loss_of(config)
-        self._run, self._execution, self._target = run, execution, target
-        self._kind = reference_of(config)
-        self._reference, self._falling = self._load_reference(), 0
+        self._execution = execution
+        self._kind, self._saved = reference_of(config), config.preference.save_reference
+        held = not self._saved and self._kind is not None and self._kind not in ("base", "ema")
+        self._reference, self._falling = load_reference(str(self._kind), run, target, execution) if held else None, 0
 
     def prepare(self, batch: Batch, state: TrainState) -> Batch:
         """Add the log-probs of the reference, and KTO's estimate of the divergence, to the signals of a batch."""
         if self._kind is None:
             return batch
-        reference = self._reference_of(state)
+        reference = None if self._saved else self._reference_of(state)
         policy = state.model if isinstance(self.loss, KTOObjective) else None
         return _with_reference(reference, policy, batch)
 
@@ -68,21 +71,21 @@ class PreferenceRun:
         rule = f"warning: for {FALLING} steps chosen answers have been less likely than under the reference"
         return f"{rule}, while margins grow: what the model writes gets worse. Raise preference.nll_weight or beta."
 
-    def _load_reference(self) -> Decoder | None:
-        if self._kind in (None, "base", "ema"):
-            return None
-        if self._kind == "start":
-            key = jax.random.fold_in(jax.random.key(self._run.settings.dataset.seed), 0)
-            return new_base(self._run, self._execution, key)
-        model, size = load_hf(str(self._kind), **vars(self._execution)), self._target.config.vocab_size
-        rule = f"preference.reference={self._kind!r} has {model.config.vocab_size} ids, but the model {size}"
-        check(model.config.vocab_size == size, f"{rule}: a reference must have the model's tokenizer.")
-        return model
-
     def _reference_of(self, state: TrainState) -> Decoder:
         if self._reference is not None:
             return self._reference
         return state.averaged if self._kind == "ema" else without_lora(state.model)
+
+
+def load_reference(kind: str, run: RunDirectory, target: Decoder, execution: Execution) -> Decoder:
+    """Load the model that answers are compared with: the weights that the run began with, or those of a directory."""
+    if kind == "start":
+        key = jax.random.fold_in(jax.random.key(run.settings.dataset.seed), 0)
+        return new_base(run, execution, key)
+    model, size = load_hf(kind, **vars(execution)), target.config.vocab_size
+    rule = f"preference.reference={kind!r} has {model.config.vocab_size} ids, but the model {size}"
+    check(model.config.vocab_size == size, f"{rule}: a reference must have the model's tokenizer.")
+    return model
 
 
 def loss_of(config: TrainConfig) -> PairObjective | KTOObjective:
@@ -102,15 +105,23 @@ def open_preferences(start: MethodStart) -> OpenedMethod:
     """Read the examples of a run, and the held-out ones, if there is a `held_out_path`; make what it computes."""
     start.check_text_alone()
     data, held_out = preference_data(start)
+    if start.config.preference.save_reference:
+        kind = reference_of(start.config)
+        kind = "start" if kind == "base" else str(kind)  # the base of low-rank pairs is what the run began with
+        load = functools.partial(load_reference, kind, start.run, start.target, start.execution)
+        save_reference(start, kind, load, [data, *held_out.values()])
     return OpenedMethod(data, held_out, PreferenceRun(start.run, start.target, start.execution))
 
 
 @jax.jit
-def _with_reference(reference: Decoder, policy: Decoder | None, batch: Batch) -> Batch:
+def _with_reference(reference: Decoder | None, policy: Decoder | None, batch: Batch) -> Batch:
     signals = batch.signals
     if signals is None:
         raise ConfigError("Batch.signals=None: preferences need answers and weights. Take PreferenceBatches.")
-    log_probs = token_log_probs(reference, batch)
+    kept = jnp.asarray(signals.reference) if signals.reference is not None else None
+    log_probs = kept if reference is None else token_log_probs(reference, batch)
+    check(log_probs is not None, "Batch.signals.reference=None: there is no reference to compute it. Give one.")
+    assert log_probs is not None
     changes: dict[str, Array] = {"reference": log_probs}
     if policy is not None:
         gap = token_log_probs(policy, batch) - log_probs

@@ -67,8 +67,8 @@ class DistillObjective(eqx.Module):
     ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
         hidden = model.head_input(forward.hidden, key=key)
         of = self._of_top if self.teacher is None else functools.partial(self._of_teacher, self.teacher)
-        found = jnp.where(forward.weights != 0, of(model, hidden, forward), 0.0)
-        total = jnp.sum(forward.weights * found)
+        divergences = jnp.where(forward.weights != 0, of(model, hidden, forward), 0.0)
+        total = jnp.sum(forward.weights * divergences)
         sums = {"divergence": jax.lax.stop_gradient(total), "tokens": jnp.sum(forward.weights)}
         return self.alpha * self.temperature**2 * total, sums
 
@@ -83,8 +83,8 @@ class DistillObjective(eqx.Module):
 
     def _of_top(self, model: Decoder, hidden: Array, forward: Forward) -> Array:
         ids, log_probs = needed(forward.signals, "top_ids", "top_log_probs")
-        found = linear_log_probs(hidden, head_weights(model), ids, **_form(model, self.temperature))
-        return top_divergence(found.log_probs, log_probs, self.divergence)
+        students = linear_log_probs(hidden, head_weights(model), ids, **_form(model, self.temperature))
+        return top_divergence(students.log_probs, log_probs, self.divergence)
 
 
 def hidden_of(teacher: Decoder, batch: Batch) -> Array:
@@ -153,5 +153,5 @@ def _top_tokens(teacher: Decoder, batch: Batch, top: int, temperature: float) ->
 
     tile = tile_length(hidden.shape[0], length, teacher.config.vocab_size, None, layout.backend)
     log_probs, ids = (joined(x, length) for x in jax.lax.map(of_tile, cut(hidden, tile)))
-    found = (jnp.where(real[..., None], x, jnp.zeros_like(x)) for x in (ids, log_probs))
-    return TopTokens(*(at_tokens(x, teacher.execution) for x in found))
+    masked = (jnp.where(real[..., None], x, jnp.zeros_like(x)) for x in (ids, log_probs))
+    return TopTokens(*(at_tokens(x, teacher.execution) for x in masked))

@@ -90,6 +90,24 @@ def test_the_teacher_itself_teaches_nothing(folder):
 
 
 @pytest.mark.slow
+def test_likeliest_tokens_are_kept_and_read(folder):
+    """Of a whole vocabulary but one they are the teacher, to half precision; another run needs no teacher then."""
+    size = ed.load_hf(STUDENT).config.vocab_size
+    kept = {"distill.saved": folder / "kept", "distill.temperature": 2}
+    train(folder, "exact", **{"distill.temperature": 2})
+    train(folder, "top", **kept, **{"distill.top": size - 1})
+    want, found = (np.array(figures(folder, name)) for name in ("exact", "top"))
+    np.testing.assert_allclose(found, want, rtol=0.01, atol=1e-3)
+    train(folder, "again", **kept, **{"distill.top": size - 1, "distill.teacher": "None"})
+    assert figures(folder, "again") == figures(folder, "top")
+    _, err = train(folder, "fewer", code=3, **kept, **{"distill.top": 4})
+    assert "holds numbers that were made by columns=" in " ".join(err.split())
+    train(folder, "few", **{"distill.top": 4})
+    assert steps_of(folder / "few")[-1]["divergence"] < steps_of(folder / "few")[0]["divergence"]
+    train(folder, "others", code=3, **kept, **{"distill.top": size - 1, "distill.teacher": "None", "seq-len": 24})
+
+
+@pytest.mark.slow
 def test_every_setting_and_any_mesh(folder):
     """Weights that share the loss with next tokens, softened distributions, mixtures; a new student; fewer pairs."""
     options = {"distill.divergence": "jsd", "distill.beta": 0.3, "distill.temperature": 2, "distill.alpha": 0.5}
@@ -108,6 +126,8 @@ def test_every_setting_and_any_mesh(folder):
         ({"method": "sft"}, 2, "--distill.teacher="),
         ({"distill__beta": 0.3}, 2, "--distill.beta=0.3 is read with"),
         ({"distill__teacher": "None"}, 2, "needs --distill.teacher"),
+        ({"distill__saved": "kept"}, 2, "needs --distill.top"),
+        ({"distill__top": 10**6}, 2, "--distill.top=1000000 must be below the vocabulary"),
         ({"preference__beta": 0.3}, 2, "--preference.beta=0.3 is not read with --method='distill'"),
         ({"distill__teacher": "bytes"}, 2, "has another vocabulary: a ByteTokenizer"),
         ({"distill__teacher": "other"}, 2, "has another vocabulary: id 5 is 'x5x', and the student's"),

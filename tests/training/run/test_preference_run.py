@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -125,6 +126,45 @@ def test_answers_with_labels(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("method", "options"), [("dpo", {"lora_rank": 4}), ("dpo", {}), ("kto", {})])
+def test_a_saved_reference_is_the_one_that_is_held(folder, method, options, monkeypatch):
+    """Bit for bit in the first epoch, and to rounding in others, of other rows; a resumed run loads no reference."""
+    options = options | {
+        "method": method,
+        "steps": 10,
+        "optimizer.schedule": "constant",
+        "held_out": folder / "pairs.jsonl",
+        "final_eval_batches": 1,
+    }
+    if method == "kto":
+        options |= {"data": folder / "labels.jsonl", "held_out": folder / "labels.jsonl"}
+    train(folder, f"{method} {len(options)} held", **options)
+    saving = dict(options)  # save_reference is a flag alone
+    run = f"{method} {len(options)} saved"
+    train(folder, run, "--preference.save-reference", **(saving | {"steps": 6}))
+    monkeypatch.setattr("eqx_decoders.training.methods.preference_run.load_reference", lambda *_: 1 / 0)
+    if method == "dpo":  # KTO's further steps have other answers to other prompts
+        train(folder, run, "--preference.save-reference", **saving)
+    held, saved = (np.array(figures(folder, name)) for name in (f"{method} {len(options)} held", run))
+    first = 24 // 8  # at most eight examples fit into a batch
+    assert np.array_equal(held[:first], saved[:first])
+    np.testing.assert_allclose(saved, held[: len(saved)], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_another_reference_is_computed_again(folder):
+    """With a note; not for more steps."""
+    train(folder, "other", "--preference.save-reference", steps=1)
+    base = ed.load_hf(BASE)
+    ed.save_hf(jax.tree.map(lambda leaf: leaf * 1.01, base), folder / "another")
+    changed = {"preference__reference": folder / "another", "steps": 2}
+    _, err = train(folder, "other", "--preference.save-reference", "--allow-changes", **changed)
+    assert "the reference is computed again" in err
+    _, err = train(folder, "other", "--preference.save-reference", **(changed | {"steps": 3}))
+    assert "the reference is computed again" not in err
+
+
+@pytest.mark.slow
 def test_running_means_as_the_reference(folder):
     train(folder, "ema", optimizer__ema_decay=0.9, preference__reference="ema", **{"preference.examples_per_row": 1})
     rows = steps_of(folder / "ema")
@@ -140,14 +180,16 @@ def test_running_means_as_the_reference(folder):
         ({"preference__kind": "ipo"}, 2, "needs over='sums'"),
         ({"preference__reference": "base"}, 2, "needs --lora-rank"),
         ({"preference__reference": "ema"}, 2, "needs --optimizer.ema-decay"),
+        ({"preference__kind": "simpo", "more": "--preference.save-reference"}, 2, "needs a reference that stays"),
         ({"step__z_loss": 0.1}, 2, "not read with --method='dpo'"),
         ({"data": "labels"}, 3, "has no field 'chosen', 'rejected'"),
         ({"preference__reference": "nowhere/at-all"}, 4, "nowhere/at-all"),
     ],
 )
 def test_bad_settings_are_refused(folder, changes, code, says):
-    changes = {name: folder / f"{value}.jsonl" if name == "data" else value for name, value in changes.items()}
-    _, err = train(folder, "bad", code=code, **changes)
+    more = [changes[name] for name in changes if name == "more"]
+    changes = {name: folder / f"{x}.jsonl" if name == "data" else x for name, x in changes.items() if name != "more"}
+    _, err = train(folder, "bad", *more, code=code, **changes)
     assert says in " ".join(err.split()) and not (folder / "bad").exists()
 
 

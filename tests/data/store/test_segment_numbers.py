@@ -1,0 +1,56 @@
+"""Numbers of tokens are found by the tokens, by all processes, and survive a process that was killed."""
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.store.segment_numbers import Column, SegmentNumbers
+from eqx_decoders.errors import DataError
+
+
+COLUMNS = {"one": Column("<f4"), "several": Column("<i4", 3)}
+MAKER = {"weights": "a1"}
+
+
+def numbers_of(tokens):
+    return {"one": tokens / 7, "several": np.outer(tokens, [1, 2, 3])}
+
+
+def test_what_was_kept_is_found_by_its_tokens(tmp_path):
+    folder, texts = tmp_path / "kept", [np.array([1, 2, 3]), np.array([2]), np.array([1, 2])]
+    first = SegmentNumbers(folder, COLUMNS, MAKER)
+    assert first.find(texts[0]) is None
+    for tokens in (*texts[:2], texts[0]):
+        first.add(tokens, numbers_of(tokens))
+    other = SegmentNumbers(folder, COLUMNS, MAKER, process=1)
+    other.add(texts[2], numbers_of(texts[2]))
+    again = SegmentNumbers(folder, COLUMNS, MAKER)
+    assert len(first) == 2 and len(again) == 3
+    for tokens in texts:
+        found = again.find(tokens)
+        assert np.array_equal(found["one"], (tokens / 7).astype(np.float32))
+        assert np.array_equal(found["several"], numbers_of(tokens)["several"])
+
+
+@pytest.mark.parametrize("file", ["index.bin", "one.bin", "several.bin"])
+def test_what_was_written_in_part_is_cut_off(tmp_path, file):
+    """Whichever of the files ends early; what is added then is whole."""
+    numbers = SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    texts = [np.array([1, 2, 3]), np.array([4, 5])]
+    for tokens in texts:
+        numbers.add(tokens, numbers_of(tokens))
+    path = tmp_path / "0" / file
+    path.write_bytes(path.read_bytes()[:-3])
+    numbers = SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    assert len(numbers) == 1 and numbers.find(texts[1]) is None
+    numbers.add(texts[1], numbers_of(texts[1]))
+    again = SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    for tokens in texts:
+        assert np.array_equal(again.find(tokens)["several"], numbers_of(tokens)["several"])
+
+
+def test_numbers_of_another_maker_are_refused(tmp_path):
+    SegmentNumbers(tmp_path, COLUMNS, MAKER)
+    with pytest.raises(DataError, match="made by weights='a1', and now 'b2': give another directory"):
+        SegmentNumbers(tmp_path, COLUMNS, {"weights": "b2"})
+    with pytest.raises(DataError, match="made by columns="):
+        SegmentNumbers(tmp_path, {"one": Column("<f2")}, MAKER)
