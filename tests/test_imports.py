@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 # Each package may import from itself and from those that stand before it.
 ORDER = [
     "errors", "remat", "sharding", "core", "numerics", "context", "layers", "blocks", "encoders", "model", "families",
-    "io", "data", "inference", "serving", "evaluation", "training", "planning", "cli",
+    "io", "data", "inference", "serving", "evaluation", "training", "rl", "planning", "cli",
 ]  # fmt: skip
 
 

@@ -724,6 +724,8 @@ SHOWN_IN = {
     "PreferenceConfig": "training/run/test_preference_run.py",
     "DistillConfig": "training/run/test_distill_run.py",
     **dict.fromkeys(("RewardConfig", "RewardObjective"), "training/run/test_reward_run.py"),
+    "RLConfig": "rl/test_rl_run.py",
+    "RewardSettings": "rl/test_answer_batch.py",
     "HeadForm": "training/head/test_log_probs.py",
     "NextTokenLoss": "training/step/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),

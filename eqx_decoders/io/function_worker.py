@@ -97,8 +97,8 @@ def plain(value):
 def described(error) -> str:
     """Return the error with the line of the user's file where it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    places = [frame for frame in frames if "importlib" not in frame.filename]
-    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    inside = [frame for frame in frames if "importlib" not in frame.filename]
+    where = f" ({Path(inside[-1].filename).name}, line {inside[-1].lineno})" if inside else ""
     return f"{type(error).__name__}: {error}{where}"
 
 

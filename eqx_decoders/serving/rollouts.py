@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from eqx_decoders.errors import EqxDecodersError, check, check_integer
-from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.request import FinishReason, QueueFull, Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
 
@@ -51,9 +50,9 @@ class RolloutGroup(NamedTuple):
 
 @runtime_checkable
 class RequestEngine(Protocol):
-    """What answers are drawn by: an `Engine`."""
+    """What answers are drawn by: an `Engine`, with its `EngineConfig`."""
 
-    config: EngineConfig
+    config: Any
 
     def submit(self, request: Request) -> int:
         """Queue a request, and return the id that its outputs have. Raises QueueFull."""
@@ -85,7 +84,7 @@ def rollout(
 
     - `engine`: without open requests.
     - `max_new_tokens`: of each answer; fewer where the engine's `max_length` leaves fewer.
-    - `temperature`: of the draws, above 0.
+    - `temperature`: of the draws; 0: the most likely tokens, with the model's own log-probabilities.
     - `stop_ids`: an answer ends with one of these.
     - `seed`: of this call, such as "run/step".
     - `ids`: names of the prompts; None: their numbers.
@@ -106,7 +105,8 @@ def rollout(
 
 
 def _request(prompt: Sequence[int], sampling: SamplingParams, options: dict[str, Any]) -> Request:
-    return Request(prompt=tuple(prompt), sampling=sampling, logprobs=0, logprobs_of="draws", **options)
+    scored = "draws" if sampling.temperature > 0 else "model"
+    return Request(prompt=tuple(prompt), sampling=sampling, logprobs=0, logprobs_of=scored, **options)
 
 
 def _groups(
@@ -114,16 +114,16 @@ def _groups(
 ) -> Iterator[RolloutGroup]:
     """Yield the answers to requests by the numbers of their prompts, as soon as a prompt has all."""
     outputs: dict[int, list[RequestOutput]] = {}
-    places: dict[int, tuple[int, int, Request]] = {}
+    running: dict[int, tuple[int, int, Request]] = {}
     done: dict[int, dict[int, Rollout]] = collections.defaultdict(dict)
-    while waiting or places:
+    while waiting or running:
         while waiting and (number := _submitted(engine, waiting[0][2])) is not None:
-            places[number], outputs[number] = waiting.popleft(), []
+            running[number], outputs[number] = waiting.popleft(), []
         for output in engine.step():
             outputs[output.request_id].append(output)
             if output.finish_reason is None:
                 continue
-            index, sample, request = places.pop(output.request_id)
+            index, sample, request = running.pop(output.request_id)
             done[index][sample] = Rollout.of(outputs.pop(output.request_id))
             if len(done[index]) == samples:
                 answers = done.pop(index)

@@ -14,6 +14,7 @@ from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.method_kinds import check_groups, check_method
 from eqx_decoders.training.methods.preference_config import PreferenceConfig
 from eqx_decoders.training.methods.reward_config import RewardConfig
+from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.preference_loss import KTOLoss
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
@@ -155,14 +156,15 @@ class MethodSettings(CheckedFields):
     """What a run learns from its data."""
 
     checked_name = ""
-    method: Literal["sft", "dpo", "kto", "reward", "distill"] = "sft"
+    method: Literal["sft", "dpo", "kto", "reward", "rl", "distill"] = "sft"
     """sft: the next tokens of texts and conversations; dpo: pairs of answers, by one of the losses of
-    `preference.kind`; kto: answers that are desirable or not; reward: a model that scores answers, from pairs;
-    distill: what a teacher says of texts and conversations."""
+    `preference.kind`; kto: answers that are desirable or not; reward: a model that scores answers, from pairs; rl:
+    answers that the model draws, and a program rewards; distill: what a teacher says of texts and conversations."""
     preference: PreferenceConfig = PreferenceConfig()
     kto: KTOLoss = KTOLoss()
     reward: RewardConfig = RewardConfig()
     distill: DistillConfig = DistillConfig()
+    rl: RLConfig = RLConfig()
 
     def __post_init__(self):
         super().__post_init__()

@@ -52,6 +52,12 @@ FLAGS = """
 --kto.undesirable-weight --reward.centering
 --distill.teacher --distill.divergence --distill.beta --distill.temperature --distill.alpha --distill.top
 --distill.saved
+--rl.aggregation --rl.answers-per-row --rl.baseline --rl.dynamic-sampling --rl.entropy --rl.eval-samples --rl.kl
+--rl.kl-in --rl.max-new-tokens --rl.most-draws --rl.no-dynamic-sampling --rl.no-whiten --rl.overlong-buffer
+--rl.policy.correction.cap --rl.policy.correction.floor --rl.policy.correction.kind --rl.policy.correction.row
+--rl.policy.distance --rl.policy.dual --rl.policy.high --rl.policy.kind --rl.policy.low --rl.policy.tau-negative
+--rl.policy.tau-positive --rl.policy.threshold --rl.preset --rl.prompts --rl.reference --rl.reward --rl.reward-seconds
+--rl.reward-weights --rl.reward-workers --rl.samples --rl.scale --rl.slots --rl.temperature --rl.truncated --rl.whiten
 --config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
 --checkpoint-dir
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha

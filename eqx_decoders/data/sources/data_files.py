@@ -276,10 +276,15 @@ def _gzip(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     return gzip.GzipFile(fileobj=inner), (EOFError, zlib.error, gzip.BadGzipFile)
 
 
-def _zstd(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
+def zstd_module() -> Any:
+    """Return Python's module of zstd, or its backport."""
     try:
-        zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+        return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError as error:
         raise need_extra("backports.zstd", "train") from error
+
+
+def _zstd(inner: Any) -> tuple[Any, tuple[type[Exception], ...]]:
+    zstd = zstd_module()
     options = {zstd.DecompressionParameter.window_log_max: MOST_WINDOW_LOG}
     return zstd.ZstdFile(inner, "rb", options=options), (EOFError, zstd.ZstdError)

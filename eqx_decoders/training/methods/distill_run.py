@@ -1,6 +1,5 @@
 """What a run that learns from a teacher needs beside one on texts: the teacher, and its loss."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,24 @@ from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.training.methods.held_out_figures import held_out_figures
-from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
+from eqx_decoders.training.methods.method import BatchMethod, MethodStart, OpenedMethod
 from eqx_decoders.training.methods.saved_signals import SavedSignals, Scorer, rows_of_process
 from eqx_decoders.training.methods.texts import open_texts
 from eqx_decoders.training.objectives.distillation import DistillObjective, top_tokens
-from eqx_decoders.training.run.metrics import MetricsRow
-from eqx_decoders.training.step.train_state import TrainState
 
 
-class DistillRun:
+class DistillRun(BatchMethod):
     """Loss of a run that learns from a teacher."""
 
     def __init__(self, start: MethodStart):
-        settings, self._layout = start.config.distill, start.execution.layout
+        super().__init__(start.execution, start.config.dataset.batch_size)
+        settings = start.config.distill
         self.loss = DistillObjective(
             teacher=load_teacher(start) if settings.top is None else None,
             divergence=settings.divergence_of(),
             temperature=settings.temperature,
             alpha=settings.alpha,
         )
-
-    def prepare(self, batch: Batch, state: TrainState) -> Batch:
-        """Return the batch: the step computes what the teacher says of it."""
-        return batch
-
-    def evaluate(self, state: TrainState, batches: Iterable[Batch], rows: int) -> dict[str, float]:
-        """Compute the loss and the divergence of held-out targets, with the means of the weights if there are any."""
-        return held_out_figures(self.loss, state.averaged, batches, lambda batch: hand_over(batch, self._layout, rows))
-
-    def note(self, row: MetricsRow) -> str | None:
-        """Return nothing."""
-        return None
 
 
 def open_distillation(start: MethodStart) -> OpenedMethod:

@@ -9,16 +9,22 @@ from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.preference_batches import PreferenceBatches
+from eqx_decoders.data.prompt_batches import PromptBatches
 from eqx_decoders.errors import check
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.methods.held_out_figures import held_out_figures
 from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.step.loss import Loss
 from eqx_decoders.training.step.train_state import TrainState
+
+
+Data = Batches | PreferenceBatches | PromptBatches
 
 
 @runtime_checkable
@@ -30,17 +36,62 @@ class Method(Protocol):
         """What a step minimizes."""
         ...
 
-    def prepare(self, batch: Batch, state: TrainState) -> Batch:
-        """Add to the signals of a batch what models say of it, before the step."""
+    @property
+    def waits(self) -> bool:
+        """Whether a batch is made by the weights of the step before: it can't be made while that is computed."""
         ...
 
-    def evaluate(self, state: TrainState, batches: Iterable[Batch], rows: int) -> dict[str, float]:
-        """Compute the figures of held-out batches of `rows` sequences."""
+    @property
+    def evaluates_start(self) -> bool:
+        """Whether a new run is evaluated before its first step, too."""
+        ...
+
+    def prepare(self, rows: Any, state: TrainState) -> Batch:
+        """Make the batch of a step on the devices, of what the data gave, with what models say of it."""
+        ...
+
+    def figures(self) -> MetricsRow:
+        """Return figures of the last batch that was prepared, beside those of its step."""
+        ...
+
+    def evaluate(self, state: TrainState, batches: Iterable[Any]) -> dict[str, float]:
+        """Compute the figures of held-out data."""
         ...
 
     def note(self, row: MetricsRow) -> str | None:
         """Return what there is to say of a step's row beside its numbers."""
         ...
+
+
+class BatchMethod:
+    """A method whose data are batches, of which models may say something before the step."""
+
+    loss: Loss
+    waits = False
+    evaluates_start = False
+
+    def __init__(self, execution: Execution, rows: int):
+        self._layout, self._rows = execution.layout, rows
+
+    def prepare(self, rows: Batch, state: TrainState) -> Batch:
+        """Place a batch on the devices, with the signals that models add."""
+        return self.with_signals(hand_over(rows, self._layout, self._rows), state)
+
+    def with_signals(self, batch: Batch, state: TrainState) -> Batch:
+        """Return the batch: no model says anything of it."""
+        return batch
+
+    def figures(self) -> MetricsRow:
+        """Return no figures."""
+        return {}
+
+    def evaluate(self, state: TrainState, batches: Iterable[Batch]) -> dict[str, float]:
+        """Compute the loss and the figures of held-out batches, with the means of the weights where there are any."""
+        return held_out_figures(self.loss, state.averaged, batches, lambda batch: self.prepare(batch, state))
+
+    def note(self, row: MetricsRow) -> str | None:
+        """Say nothing."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +129,6 @@ class MethodStart:
 class OpenedMethod(NamedTuple):
     """Training batches, batches of each held-out set, and what the run computes beside its steps."""
 
-    data: Batches | PreferenceBatches
-    held_out: Mapping[str, Batches | PreferenceBatches]
+    data: Data
+    held_out: Mapping[str, Data]
     method: Method | None = None

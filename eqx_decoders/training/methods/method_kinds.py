@@ -8,6 +8,7 @@ from eqx_decoders.errors import check
 from eqx_decoders.training.methods.distill_config import check_teacher
 from eqx_decoders.training.methods.preference_config import check_reference
 from eqx_decoders.training.methods.reward_config import check_reward
+from eqx_decoders.training.methods.rl_config import check_rl
 
 
 ALL = ("*",)  # fields of a group
@@ -37,6 +38,7 @@ KINDS = {
     "dpo": MethodKind({"preference": ALL}, "pairs", check_run=check_reference),
     "kto": MethodKind({"preference": REFERENCE, "kto": ALL}, "answers", check_run=check_reference),
     "reward": MethodKind({"preference": SHARED, "reward": ALL}, "pairs", check_run=check_reward),
+    "rl": MethodKind({"rl": ALL}, "prompts", check_run=check_rl),
     "distill": MethodKind({"distill": ALL}, answers=False, check_run=check_teacher),
 }
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +9,12 @@ from jaxtyping import Array
 
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.host_rows import hand_over
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import without_lora
-from eqx_decoders.training.methods.held_out_figures import held_out_figures
-from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
+from eqx_decoders.training.methods.method import BatchMethod, MethodStart, OpenedMethod
 from eqx_decoders.training.methods.preference_data import preference_data
 from eqx_decoders.training.methods.saved_reference import save_reference
 from eqx_decoders.training.objectives.objectives import KTOObjective, PairObjective
@@ -31,7 +28,7 @@ from eqx_decoders.training.step.train_state import TrainState
 FALLING = 50  # steps in a row
 
 
-class PreferenceRun:
+class PreferenceRun(BatchMethod):
     """Loss of a run on preferences, and what it computes of a batch before a step.
 
     **Arguments:**
@@ -42,25 +39,19 @@ class PreferenceRun:
 
     def __init__(self, run: RunDirectory, target: Decoder, execution: Execution):
         config = run.settings
+        super().__init__(execution, config.dataset.batch_size)
         self.loss = loss_of(config)
-        self._execution = execution
         self._kind, self._saved = reference_of(config), config.preference.save_reference
         held = not self._saved and self._kind is not None and self._kind not in ("base", "ema")
         self._reference, self._falling = load_reference(str(self._kind), run, target, execution) if held else None, 0
 
-    def prepare(self, batch: Batch, state: TrainState) -> Batch:
+    def with_signals(self, batch: Batch, state: TrainState) -> Batch:
         """Add the log-probs of the reference, and KTO's estimate of the divergence, to the signals of a batch."""
         if self._kind is None:
             return batch
         reference = None if self._saved else self._reference_of(state)
         policy = state.model if isinstance(self.loss, KTOObjective) else None
         return _with_reference(reference, policy, batch)
-
-    def evaluate(self, state: TrainState, batches: Iterable[Batch], rows: int) -> dict[str, float]:
-        """Compute the loss and the figures of held-out examples, with the means of the weights where there are any."""
-        layout = self._execution.layout
-        prepare = lambda batch: self.prepare(hand_over(batch, layout, rows), state)  # noqa: E731
-        return held_out_figures(self.loss, state.averaged, batches, prepare)
 
     def note(self, row: MetricsRow) -> str | None:
         """Count steps in which chosen answers are less likely than under the reference; return a warning after many."""

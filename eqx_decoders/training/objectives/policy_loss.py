@@ -44,6 +44,7 @@ class Correction(CheckedFields):
     """
 
     kind: Literal["none", "tis", "mask", "row_tis", "row_mask", "bypass"] = "none"
+    """What the loss of a token is multiplied by."""
     cap: PositiveFloat = 2.0
     """The largest weight."""
     floor: PositiveFloat | None = None
@@ -83,6 +84,7 @@ class PolicyLoss(CheckedFields):
     """
 
     kind: Literal["clip", "reinforce", "cispo", "gspo", "gspo_token", "sapo", "dppo"] = "clip"
+    """How advantages and log-probs become a loss."""
     low: Rate = 0.2
     """How far the ratio may fall below 1 while a negative advantage pushes it down."""
     high: NonNegativeFloat = 0.28
@@ -98,6 +100,7 @@ class PolicyLoss(CheckedFields):
     distance: Literal["tv", "kl"] = "tv"
     """Divergence: the difference of probabilities, or the KL between "this token" and "another one"."""
     correction: Correction = Correction()
+    """Correction for answers that other weights or another program drew."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import time
+from typing import Any
 
 import jax
 
@@ -100,7 +101,9 @@ class TrainingLoop:
         stack.callback(self.log.close)
         if run.writes:
             settings = flat_settings(config)
-            trackers = open_trackers(config.trackers, run.directory.path, settings, start=start + 1, warn=print_status)
+            trackers = open_trackers(
+                config.trackers, run.directory.path, settings, start=start and start + 1, warn=print_status
+            )
         stack.enter_context(contextlib.closing(trackers))
         self.progress = Progress(config.steps, start=start)
         show = self.progress.message
@@ -131,6 +134,8 @@ class TrainingLoop:
         """Take the steps from `start` on and finish the run; return the exit code."""
         run = self.run
         with self.progress:
+            if start == 0:
+                self.evaluation.begin(state)
             with self.time.doing("steps"), self.trace:
                 state, step, stopped = self._steps(state, start)
             self.time.switch("ending")
@@ -173,9 +178,9 @@ class TrainingLoop:
             self.interrupt.at_once = False
             step += 1
             run.data_state = run.data.get_state()  # before the batch of the next step is taken
-            self.log.take(step, metrics, run.epochs(), started)
+            self.log.take(step, metrics, run.figures(), started)
             # where a hook has work it comes first: the next batch may be an error
-            due = any(hook.is_due(step) for hook in self.hooks)
+            due = any(hook.is_due(step) for hook in self.hooks) or (run.method is not None and run.method.waits)
             batch = None if due else self._next_batch(state)
             self.metrics.read(step, ahead=0 if due else AHEAD)
             for hook in self.hooks:
@@ -186,9 +191,10 @@ class TrainingLoop:
         """Put the next batch on the devices, with what they compute of it before the step."""
         run = self.run
         with self.log.waiting(), self.time.doing("waiting for data"):
-            rows = next(run.data)
-        batch = hand_over(rows, self.execution.layout, run.config.dataset.batch_size)
-        return batch if run.method is None else run.method.prepare(batch, state)
+            rows: Any = next(run.data)
+        if run.method is not None:
+            return run.method.prepare(rows, state)
+        return hand_over(rows, self.execution.layout, run.config.dataset.batch_size)
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
         status = StatusLine("compiling the first step", remains=self.run.progress_so_far(), show=self.progress.wait)

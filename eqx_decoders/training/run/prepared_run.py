@@ -7,17 +7,16 @@ from typing import Any
 import jax
 
 from eqx_decoders.context import Execution
-from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.media_reader import MediaReader
-from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.errors import CheckpointError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import GROWING
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.methods.method import Method
+from eqx_decoders.training.methods.method import Data, Method
 from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import Changes
 from eqx_decoders.training.step.step import Trainer
@@ -46,8 +45,8 @@ class PreparedRun:
     trainer: Trainer
     tokenizer: Tokenizer
     reader: MediaReader | None
-    data: Batches | PreferenceBatches
-    held_out: Mapping[str, Batches | PreferenceBatches]
+    data: Data
+    held_out: Mapping[str, Data]
     checkpoints: Checkpoints
     tasks: Any = None
     method: Method | None = None
@@ -67,11 +66,13 @@ class PreparedRun:
 
         return text_model_of(self.directory, model, self.tokenizer)
 
-    def epochs(self) -> dict[str, float]:
-        """Return the passes over the data so far, of each source and of all, by their names in a row of metrics."""
-        return {f"epochs/{name}": passes for name, passes in self.data.source_epochs().items()} | {
-            "epochs": self.data.epochs
-        }
+    def figures(self) -> MetricsRow:
+        """Return what a row of metrics has of a step's batch: passes over the data so far, and what its method reports.
+
+        The passes are of each source and of all.
+        """
+        sources = {f"epochs/{name}": passes for name, passes in self.data.source_epochs().items()}
+        return sources | {"epochs": self.data.epochs} | ({} if self.method is None else self.method.figures())
 
     def back_up_metrics(self) -> None:
         """Copy the files that grow to the backup, which is a convenience: a failure is a warning."""

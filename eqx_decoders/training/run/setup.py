@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,11 +27,7 @@ from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.config_file import flat_settings
 from eqx_decoders.training.flags import flag
-from eqx_decoders.training.methods.distill_run import open_distillation
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
-from eqx_decoders.training.methods.preference_run import open_preferences
-from eqx_decoders.training.methods.reward_run import open_rewards
-from eqx_decoders.training.methods.texts import open_texts
 from eqx_decoders.training.run.media_eval import with_images
 from eqx_decoders.training.run.messages import describe_model, format_setting, print_status
 from eqx_decoders.training.run.prepared_run import PreparedRun
@@ -43,14 +40,21 @@ from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
 
 
-# what opens the data of a method, and makes what its runs compute beside their steps
-METHODS: dict[str, Callable[[MethodStart], OpenedMethod]] = {
-    "sft": open_texts,
-    "dpo": open_preferences,
-    "kto": open_preferences,
-    "reward": open_rewards,
-    "distill": open_distillation,
+# what opens the data of a method, and makes what its runs compute beside their steps; imported where a run needs it
+METHODS = {
+    "sft": "training.methods.texts:open_texts",
+    "dpo": "training.methods.preference_run:open_preferences",
+    "kto": "training.methods.preference_run:open_preferences",
+    "reward": "training.methods.reward_run:open_rewards",
+    "rl": "rl.rl_run:open_rl",
+    "distill": "training.methods.distill_run:open_distillation",
 }
+
+
+def open_method(start: MethodStart) -> OpenedMethod:
+    """Open the data of a run's method."""
+    module, function = METHODS[start.config.method].split(":")
+    return getattr(importlib.import_module(f"eqx_decoders.{module}"), function)(start)
 
 
 def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitStack) -> PreparedRun:
@@ -78,7 +82,7 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
         "tokenizer", lambda: make_tokenizer(run, target, data_config, reader), run.path / "tokenizer"
     )
     tasks = _load_tasks(run, target, tokenizer)
-    opened = METHODS[config.method](
+    opened = open_method(
         MethodStart(
             run=run,
             target=target,

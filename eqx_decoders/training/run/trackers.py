@@ -210,7 +210,7 @@ def open_trackers(
     for name in dict.fromkeys(names):
         try:
             if name == "tensorboard":
-                trackers.append(TensorBoard(run / "tensorboard", start=start))
+                trackers.append(TensorBoard(run / "tensorboard", start=max(1, start)))
                 continue
             service = {"wandb": WandB, "mlflow": MLflow}[name](run, settings, ids.get(name))
         except Exception as error:

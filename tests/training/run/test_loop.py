@@ -870,6 +870,7 @@ GROUPS = {
         "kto",
         "distill",
         "reward",
+        "rl",
         "dataset",
         "mesh",
         "pipeline",

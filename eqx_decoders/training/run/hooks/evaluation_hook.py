@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from eqx_decoders.data.batch import Batch
 from eqx_decoders.io.coordination import Stop
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.evaluation import evaluate_sets
@@ -31,6 +30,12 @@ class EvaluationHook(Hook):
         self.run, self.trackers, self.show, self.time, self.stop = run, trackers, show, time, stop
         self.results: dict[str, HeldOut] = {}
 
+    def begin(self, state: TrainState) -> None:
+        """Measure a new run before its first step, where its method says so."""
+        if self.run.method is not None and self.run.method.evaluates_start:
+            with self.time.doing("evaluating"):
+                self._measure(0, state)
+
     def is_due(self, step: int) -> bool:
         return evaluates_after(self.run.config, step)
 
@@ -50,7 +55,7 @@ class EvaluationHook(Hook):
             else:
                 self._measure_figures(self.run.method, step, state)
 
-    def _held_out(self, step: int) -> dict[str, Iterator[Batch]]:
+    def _held_out(self, step: int) -> dict[str, Iterator[Any]]:
         """Return the batches of each set that are evaluated after a step."""
         config = self.run.config
         most = config.eval_batches if step < config.steps else config.final_eval_batches
@@ -59,7 +64,7 @@ class EvaluationHook(Hook):
     def _measure_figures(self, method: Method, step: int, state: TrainState) -> None:
         """Evaluate the objective on held-out examples; write and show its figures."""
         for name, batches in self._held_out(step).items():
-            figures, behind = method.evaluate(state, batches, self.run.config.dataset.batch_size), name and f"/{name}"
+            figures, behind = method.evaluate(state, batches), name and f"/{name}"
             self.trackers.write({"step": step} | {f"eval_{each}{behind}": value for each, value in figures.items()})
             text = ", ".join(f"{each} {value:.4f}" for each, value in figures.items())
             self.show(f"step {step}: held-out {text}{name and f' ({name})'}")

@@ -1,0 +1,213 @@
+"""Prompts that a model answers in training, and the cursor that deals them out.
+
+A record has a `prompt`, a text or messages, or `messages`, and any other columns, which a reward reads. Messages are
+written by the chat template with the request for an answer; a text gets no template: its tokens are those of a document
+that begins with it.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eqx_decoders.data.batches import check_same_data
+from eqx_decoders.data.packing_plans import permutation
+from eqx_decoders.data.sources.documents import FILES, checked_text, template_variables
+from eqx_decoders.data.sources.readers import ALL, read_records
+from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
+from eqx_decoders.data.store.shard_writer import separators
+from eqx_decoders.errors import ConversionError, DataError, check
+from eqx_decoders.io.status import StatusLine
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check_messages
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+
+
+RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
+
+
+class Prompt(NamedTuple):
+    """Prompt: its number, its tokens, and its record, which has `prompt` and the columns that a reward reads."""
+
+    number: int
+    tokens: tuple[int, ...]
+    record: Mapping[str, Any]
+
+
+class Prompts:
+    """Prompts of at most `most_tokens` tokens in the order of their records; `too_long` counts those left out."""
+
+    def __init__(self, prompts: Sequence[Prompt], most_tokens: int, too_long: int):
+        self.prompts, self.most_tokens, self.too_long = prompts, most_tokens, too_long
+
+    @functools.cached_property
+    def content_hash(self) -> str:
+        """Hash of the prompts, in their order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts:
+            digest.update(json.dumps([prompt.tokens, prompt.record], sort_keys=True).encode())
+        return digest.hexdigest()
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest prompt."""
+        return max(len(prompt.tokens) for prompt in self.prompts)
+
+    def describe(self) -> str:
+        """Describe the prompts and what was left out, in one line."""
+        line = f"{len(self.prompts):,} prompts of up to {self.longest:,} tokens"
+        return f"{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}" if self.too_long else line
+
+
+def read_prompts(
+    path: Paths, tokenizer: Tokenizer, *, most_tokens: int, template: ChatTemplate | None = None, flag: str = DATA
+) -> Prompts:
+    """Read prompts, `{"prompt": …, "answer": …, …}`, of at most `most_tokens` tokens.
+
+    Raises DataError that names file and row for what is no such record, and if no prompt is left.
+    """
+    records, prompts, too_long, number = _records(path, flag), list[Prompt](), 0, 0
+    with StatusLine("tokenizing prompts", remains="nothing of them is kept"):
+        while group := list(itertools.islice(records, RECORDS_AT_ONCE)):
+            for (_, record), tokens in zip(group, _encode(group, tokenizer, template), strict=True):
+                if len(tokens) <= most_tokens:
+                    prompts.append(Prompt(number, tokens, record))
+                too_long += len(tokens) > most_tokens
+                number += 1
+    reason = f"all {number:,} have more than {most_tokens:,} tokens: raise --seq-len" if number else "there are none"
+    check(bool(prompts), f"{path} has no prompt that can be answered: {reason}.", DataError)
+    return Prompts(prompts, most_tokens, too_long)
+
+
+def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for source in find_sources(path, flag):
+        for where, record in read_records(source, ALL):
+            check(isinstance(record, dict), f"{where} must hold a JSON object with 'prompt' or 'messages'.", DataError)
+            media = [name for name in FILES if record.get(name)]
+            check(not media, f"{where} has {', '.join(media)}: prompts are read as text alone.", DataError)
+            prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
+            rule = f"a record needs a prompt; its fields: {', '.join(record)}"
+            check(prompt is not None, f"{where} has no field 'prompt' or 'messages': {rule}.", DataError)
+            if isinstance(prompt, list):
+                prompt = check_messages(prompt, f"{where}: messages")
+                asks = prompt[-1]["role"] != "assistant"
+                check(
+                    asks, f"{where}: the last message is the assistant's: there is nothing to be answered.", DataError
+                )
+            else:
+                checked_text(prompt, "prompt", where)
+            yield where, {**record, "prompt": prompt}
+
+
+def _encode(
+    group: Sequence[tuple[str, Mapping[str, Any]]], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Iterator[tuple[int, ...]]:
+    chats = [(where, record) for where, record in group if isinstance(record["prompt"], list)]
+    encoded = iter(_encode_chats(chats, tokenizer, template) if chats else ())
+    begin = None if len(chats) == len(group) else separators(tokenizer)[0]
+    for _, record in group:
+        if isinstance(record["prompt"], list):
+            yield next(encoded)
+            continue
+        ids = tuple(tokenizer.encode(record["prompt"]).tolist())
+        yield ids if begin is None or ids[:1] == (begin,) else (begin, *ids)
+
+
+def _encode_chats(
+    chats: Sequence[tuple[str, Mapping[str, Any]]], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Iterator[tuple[int, ...]]:
+    rule = "is a conversation, and there is no chat template that writes it as a text"
+    remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
+    if template is None:
+        raise DataError(f"{chats[0][0]} {rule}. {remedy} (DataConfig.chat_template).")
+    requests = [
+        Conversation(record["prompt"], template_variables(record, where), add_generation_prompt=True)
+        for where, record in chats
+    ]
+    for (where, _), text in zip(chats, template.render_many(requests), strict=True):
+        if isinstance(text, ConversionError):
+            raise DataError(f"{where}: {text}") from text
+        if isinstance(tokenizer, JsonTokenizer):
+            literal = [(start, stop) for start, stop in text.literal]
+            ids = tokenizer.encode(text.text, special=True, literal=literal)
+        else:
+            ids = tokenizer.encode(text.text)
+        yield tuple(ids.tolist())
+
+
+class PromptBatches:
+    """Iterator over the prompts of each step: `count` of them, in another order in each epoch.
+
+    It never ends; with `held_out` it is one pass, in the order of the records. `take` deals out more. All processes
+    deal out the same prompts.
+    """
+
+    def __init__(self, prompts: Prompts, *, count: int, seed: int, held_out: bool = False):
+        self.prompts, self._count, self._seed, self._held_out = prompts, count, seed, held_out
+        self._taken = 0
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        return self
+
+    def __next__(self) -> list[Prompt]:
+        left = len(self.prompts.prompts) - self._taken
+        if self._held_out and left <= 0:
+            raise StopIteration
+        return self.take(min(self._count, left) if self._held_out else self._count)
+
+    def __enter__(self) -> "PromptBatches":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def take(self, count: int) -> list[Prompt]:
+        """Deal out the next prompts, each with the number of its turn, which is never dealt out twice."""
+        prompts = []
+        for turn in range(self._taken, self._taken + count):
+            epoch, place = divmod(turn, len(self.prompts.prompts))
+            index = place if self._held_out else int(_order(len(self.prompts.prompts), f"{self._seed}/{epoch}")[place])
+            prompts.append(self.prompts.prompts[index]._replace(number=turn))
+        self._taken += count
+        return prompts
+
+    def close(self) -> None:
+        """Do nothing: no thread reads ahead."""
+
+    def rewind(self) -> "PromptBatches":
+        """Go back to the first prompt."""
+        self._taken = 0
+        return self
+
+    @property
+    def epochs(self) -> float:
+        """Number of passes over the prompts so far."""
+        return self._taken / len(self.prompts.prompts)
+
+    def source_epochs(self) -> Mapping[str, float]:
+        """Return the passes over each source of a mixture: there is none."""
+        return {}
+
+    def describe(self, start: int, steps: int) -> str:
+        """Describe the prompts of a training, and what was left out."""
+        return self.prompts.describe()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the cursor as plain JSON, and all that it depends on."""
+        return {"prompt": self._taken, **self._identity()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `get_state` was called. Raises DataError if the prompts of `state` differ."""
+        check_same_data(state, self._identity())
+        self._taken = int(state["prompt"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.content_hash, "seed": self._seed, "held_out": self._held_out}
+
+
+@functools.lru_cache(2)
+def _order(count: int, seed: str) -> np.ndarray:
+    return permutation(count, seed)

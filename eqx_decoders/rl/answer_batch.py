@@ -1,0 +1,129 @@
+"""Batches of answers: advantages, weights of tokens, and the rows in which answers lie behind their prompts."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.signals import Signals
+from eqx_decoders.errors import DataError, check
+from eqx_decoders.rl.drawn_answers import JudgedAnswer
+from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.objectives.advantages import group_advantages, whiten
+from eqx_decoders.training.objectives.token_weights import token_weights
+
+
+class AnswerNumbers(NamedTuple):
+    """Numbers of the answers of a step: the advantage and the weight of each, which its tokens have."""
+
+    advantages: Float[np.ndarray, "answers"]
+    weights: Float[np.ndarray, "answers"]
+
+
+def answer_numbers(config: RLConfig, answers: Sequence[JudgedAnswer], rewards: np.ndarray) -> AnswerNumbers:
+    """Compute advantages and weights of a step's answers, of their rewards, NaN for those that were not judged.
+
+    An answer without a reward, or one that was cut with `truncated="mask"`, weighs nothing, and neither it nor its
+    tokens are counted.
+    """
+    groups = np.asarray([answer.prompt.number for answer in answers])
+    lengths = np.asarray([len(answer.rollout.tokens) for answer in answers])
+    advantages = group_advantages(rewards, groups, baseline=config.baseline, scale=config.scale)
+    known = ~np.isnan(advantages)
+    if config.truncated == "mask":
+        known &= np.asarray([answer.rollout.finish_reason != "length" for answer in answers])
+    if config.whiten:
+        advantages = _whitened(advantages, np.where(known, lengths, 0))
+    more: dict[str, Any] = {}
+    if config.aggregation == "prompt":
+        more = {"groups": groups}
+    elif config.aggregation == "constant":
+        more = {"limit": config.max_new_tokens}
+    weights = token_weights(np.where(known, lengths, 0), config.aggregation, **more)
+    return AnswerNumbers(np.where(known, advantages, 0.0), weights)
+
+
+def _whitened(advantages: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Whiten advantages of answers over all their tokens."""
+    mask = np.arange(max(1, lengths.max()))[None] < lengths[:, None]
+    tokens = np.broadcast_to(np.where(np.isnan(advantages), 0.0, advantages)[:, None], mask.shape)
+    return whiten(tokens, mask)[:, 0]
+
+
+class Place(NamedTuple):
+    """Where an answer with its prompt lies: row, first token, number within the row."""
+
+    row: int
+    start: int
+    number: int
+
+
+def find_places(sizes: Sequence[int], *, rows: int, length: int, most: int) -> list[Place] | None:
+    """Put answers with prompts of `sizes` tokens each into the first row with room; None if they do not fit."""
+    used, counts, places = [0] * rows, [0] * rows, []
+    for size in sizes:
+        row = next((row for row in range(rows) if used[row] + size <= length and counts[row] < most), None)
+        if row is None:
+            return None
+        counts[row] += 1
+        places.append(Place(row, used[row], counts[row]))
+        used[row] += size
+    return places
+
+
+def row_choices(batch_size: int, unit: int) -> list[int]:
+    """Return the numbers of rows that batches may have, few first: `batch_size`, its half, its quarter, and so on.
+
+    Each is a multiple of `unit`, and each is a program of its own.
+    """
+    choices = [batch_size]
+    while choices[-1] % 2 == 0 and choices[-1] // 2 % unit == 0:
+        choices.append(choices[-1] // 2)
+    return choices[::-1]
+
+
+class PackedAnswers(NamedTuple):
+    """A whole batch, and the row and the tokens of each answer in it."""
+
+    batch: Batch
+    spans: Sequence[tuple[int, slice]]
+
+
+def pack_answers(
+    answers: Sequence[JudgedAnswer],
+    numbers: AnswerNumbers,
+    *,
+    choices: Sequence[int],
+    seq_len: int,
+    answers_per_row: int,
+    divergence: float = 0.0,
+) -> PackedAnswers:
+    """Pack answers behind their prompts into as few rows of `seq_len` tokens as `choices` allow, as a whole batch.
+
+    `divergence`: weight of the divergence of each token, relative to its own weight.
+    """
+    sizes = [len(answer.prompt.tokens) + len(answer.rollout.tokens) for answer in answers]
+    tries = ((rows, find_places(sizes, rows=rows, length=seq_len, most=answers_per_row)) for rows in choices)
+    rows, places = next(((rows, places) for rows, places in tries if places is not None), (choices[-1], None))
+    rule = f"{len(answers)} answers with {sum(sizes):,} tokens do not fit into {choices[-1]} rows of {seq_len}"
+    check(places is not None, f"{rule}: raise dataset.batch_size, or draw fewer (rl.prompts, rl.samples).", DataError)
+    ints = {name: np.zeros((rows, seq_len), np.int32) for name in ("tokens", "segment_ids", "positions", "answers")}
+    floats = {name: np.zeros((rows, seq_len), np.float32) for name in ("policy", "advantages", "sampler")}
+    spans = list[tuple[int, slice]]()
+    for answer, place, advantage, weight in zip(answers, places or (), *numbers, strict=True):
+        tokens = np.concatenate([answer.prompt.tokens, answer.rollout.tokens]).astype(np.int32)
+        begin, end = place.start, place.start + len(tokens)
+        span, drawn = (place.row, slice(begin, end)), (place.row, slice(begin + len(answer.prompt.tokens), end))
+        ints["tokens"][span], ints["positions"][span] = tokens, np.arange(len(tokens))
+        ints["segment_ids"][span], ints["answers"][drawn] = place.number, place.number
+        floats["policy"][drawn], floats["advantages"][drawn] = weight, advantage
+        floats["sampler"][drawn] = answer.rollout.log_probs
+        spans.append(drawn)
+    marks = ints.pop("answers")
+    more = {"divergence": divergence * floats["policy"]} if divergence else {}
+    signals = Signals(**floats, **more, answers=marks, most_answers=answers_per_row)
+    arrays: dict[str, Any] = ints
+    batch = Batch(**arrays, loss_mask=marks > 0, signals=signals, contiguous=True)
+    return PackedAnswers(batch, spans)

@@ -1,0 +1,101 @@
+"""Answers of the model in training: its engine, the ends of answers, and their rewards."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.data.sources.documents import ChatDocument, Document
+from eqx_decoders.data.store.shard_writer import separators
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.rl.drawn_answers import JudgedAnswer
+from eqx_decoders.rl.rewards import Rewards
+from eqx_decoders.serving.rollouts import Rollout, rollout
+from eqx_decoders.training.methods.rl_config import RLConfig
+
+
+class Answerer:
+    """Engine on the weights of a run, which draws answers and has them judged meanwhile.
+
+    **Arguments:**
+
+    - `stop_ids`: tokens that end answers.
+    - `new_engine`: makes the engine of the first model, to which others are loaded.
+    - `seconds`, `tokens`: time and tokens of the last answers.
+    """
+
+    def __init__(
+        self, config: RLConfig, tokenizer: Tokenizer, *, stop_ids: Sequence[int], new_engine: Callable[[Decoder], Any]
+    ):
+        self._config, self._tokenizer, self._stop_ids = config, tokenizer, tuple(stop_ids)
+        self._rewards, self._new_engine, self._engine = Rewards(config), new_engine, None
+        self.seconds, self.tokens = 0.0, 0
+
+    def load(self, model: Decoder) -> None:
+        """Answer with the weights of a model; they are dropped by `release`, before a step overwrites them."""
+        if self._engine is None:
+            self._engine = self._new_engine(model)
+        else:
+            self._engine.load(model)
+
+    def release(self) -> None:
+        """Drop the weights."""
+        if self._engine is not None:
+            self._engine.release()
+
+    def close(self) -> None:
+        """End the processes of rewards."""
+        self._rewards.close()
+
+    def answer(
+        self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str
+    ) -> list[list[JudgedAnswer]]:
+        """Draw answers to each prompt, and have them judged; the groups are in the order of the prompts."""
+        assert self._engine is not None
+        started, waiting = time.perf_counter(), {}
+        drawn = rollout(
+            self._engine,
+            [prompt.tokens for prompt in prompts],
+            samples=samples,
+            max_new_tokens=self._config.max_new_tokens,
+            temperature=temperature,
+            stop_ids=self._stop_ids,
+            seed=seed,
+            ids=[prompt.number for prompt in prompts],
+        )
+        for group in drawn:
+            prompt = prompts[group.number]
+            texts = [self._text(each) for each in group.rollouts]
+            calls = [self._rewards.start(prompt, text) for text in texts]
+            waiting[group.number] = [*zip(group.rollouts, texts, calls, strict=True)]
+        self.seconds = time.perf_counter() - started
+        self.tokens = sum(len(each.tokens) for group in waiting.values() for each, _, _ in group)
+        return [
+            [self._rewards.judged(prompt, each, text, call.result()) for each, text, call in waiting[number]]
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def _text(self, answer: Rollout) -> str:
+        """Return the text of an answer without the token that ended it."""
+        stopped = answer.finish_reason == "stop"
+        return self._tokenizer.decode(answer.tokens[:-1] if stopped else answer.tokens)
+
+
+def ends_of_answers(tokenizer: Tokenizer, template: ChatTemplate | None, known: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that end answers: those `known`, that of documents, and that of an assistant's turn."""
+    _, end = separators(tokenizer)
+    ends = {*known, *([] if end is None else [end])}
+    if template is not None:
+        messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+        document = Document("the chat template", chat=ChatDocument(messages))
+        for rendered in render_documents(iter([document]), template):
+            ((ids, targets),) = encode_spans(tokenizer, [rendered.text or ""], [rendered.spans or ()])
+            trained = ids[np.asarray(targets, bool)]
+            special = trained[-2:] if len(trained) > 1 else trained[:0]
+            ends |= {int(each) for each in special if tokenizer.decode([int(each)]) == ""}
+    return tuple(sorted(ends))

@@ -1,0 +1,95 @@
+"""Rewards of answers: a function of the user's in worker processes, its numbers, and the penalty for length."""
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.io.function_workers import CallResult, FunctionWorkers
+from eqx_decoders.rl.drawn_answers import JudgedAnswer
+from eqx_decoders.serving.rollouts import Rollout
+from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.objectives.advantages import overlong_penalty
+
+
+class Rewards:
+    """Rewards by the settings of a run. `start` asks for one, and `JudgedAnswer`s are made of what comes.
+
+    Raises ConfigError with the reason where the function cannot be imported.
+    """
+
+    def __init__(self, config: RLConfig):
+        self._config, self._weights = config, config.weights()
+        workers, seconds = config.reward_workers, config.reward_seconds
+        self._workers = FunctionWorkers(str(config.reward), workers=workers, seconds=seconds, flag="rl.reward")
+
+    def start(self, prompt: Prompt, text: str) -> "Future[CallResult]":
+        """Begin to judge an answer."""
+        return self._workers.submit(dict(prompt.record), text)
+
+    def judged(self, prompt: Prompt, rollout: Rollout, text: str, result: CallResult) -> JudgedAnswer:
+        """Make an answer with its reward; NaN where there is none, which is not 0."""
+        columns, error = _columns(result)
+        reward = sum(self._weights.get(name, 1.0) * value for name, value in columns.items()) if columns else math.nan
+        if columns and self._config.overlong_buffer:
+            length, limit = np.asarray([len(rollout.tokens)]), self._config.max_new_tokens
+            columns = {**columns, "overlong": float(overlong_penalty(length, limit, self._config.overlong_buffer)[0])}
+            reward += columns["overlong"]
+        return JudgedAnswer(prompt, rollout, text, reward, columns, error, result.seconds)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._workers.close()
+
+
+def _columns(result: CallResult) -> tuple[Mapping[str, float], str | None]:
+    """Return the numbers of a reward by name, or why there are none."""
+    value = result.value
+    if result.error is not None or value is None:
+        return {}, result.error
+    named = value if isinstance(value, dict) else {"reward": value}
+    wrong = [name for name, each in named.items() if not _is_number(each)]
+    if wrong or not named:
+        return {}, f"the reward returned {str(value)[:80]}, which is no number, and no numbers by name"
+    return {name: float(each) for name, each in named.items()}, None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float) and math.isfinite(value)
+
+
+def reward_figures(answers: Sequence[JudgedAnswer]) -> dict[str, float]:
+    """Return what is reported of the rewards of a step's answers."""
+    rewards = np.asarray([answer.reward for answer in answers])
+    groups = np.asarray([answer.prompt.number for answer in answers])
+    known = ~np.isnan(rewards)
+    lengths = np.asarray([len(answer.rollout.tokens) for answer in answers])
+    seconds = np.asarray([answer.seconds for answer in answers])
+    by_group = [rewards[known & (groups == group)] for group in np.unique(groups)]
+    by_group = [each for each in by_group if len(each)]
+    figures = {
+        "reward_failures": 1.0 - float(known.mean()),
+        "reward_seconds_p50": float(np.quantile(seconds, 0.5)),
+        "reward_seconds_p99": float(np.quantile(seconds, 0.99)),
+        "answer_tokens": float(lengths.mean()),
+        "answer_tokens_max": float(lengths.max()),
+        "truncated": float(np.mean([answer.rollout.finish_reason == "length" for answer in answers])),
+    }
+    if not by_group:
+        return figures
+    figures |= {
+        "reward": float(rewards[known].mean()),
+        "reward_std": float(rewards[known].std()),
+        "reward_std_in_groups": float(np.mean([each.std() for each in by_group])),
+        "constant_groups": float(np.mean([each.min() == each.max() for each in by_group])),
+    }
+    for name in sorted({name for answer in answers for name in answer.columns}):
+        figures[f"reward/{name}"] = float(np.mean([a.columns[name] for a in answers if name in a.columns]))
+    better = known & (rewards > rewards[known].mean())
+    for name, chosen in (("answer_tokens_better", better), ("answer_tokens_worse", known & ~better)):
+        if chosen.any():
+            figures[name] = float(lengths[chosen].mean())
+    return figures

@@ -1,0 +1,310 @@
+"""What a run with rewards needs beside one on texts: prompts, answers, their rewards, and the batches of these."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, UInt32
+
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.dataset import written_by
+from eqx_decoders.data.host_rows import hand_over, host_rows
+from eqx_decoders.data.prompt_batches import Prompt, PromptBatches, read_prompts
+from eqx_decoders.data.signals import Signals
+from eqx_decoders.errors import DataError, check
+from eqx_decoders.io.coordination import from_first
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.rl.answer_batch import (
+    AnswerNumbers,
+    PackedAnswers,
+    answer_numbers,
+    pack_answers,
+    row_choices,
+)
+from eqx_decoders.rl.answerer import Answerer, ends_of_answers
+from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
+from eqx_decoders.rl.rewards import reward_figures
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.lora import without_lora
+from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
+from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.objectives.objectives import PolicyObjective
+from eqx_decoders.training.objectives.token_log_probs import token_log_probs
+from eqx_decoders.training.run.metrics import MetricsRow
+from eqx_decoders.training.run.run_model import new_base
+from eqx_decoders.training.step.loss import Loss
+from eqx_decoders.training.step.train_state import TrainState
+
+
+FOLDER = "rollouts"  # of the run directory
+LARGEST_CHUNK = 128  # tokens of prompts that are prefilled at once
+
+
+class RLRun:
+    """Answers of a run with rewards, and the batches that its steps learn from.
+
+    The engine that draws answers has the arrays of the training state, which it drops before each step: every answer is
+    drawn by the weights that learn from it.
+    """
+
+    waits = True
+    evaluates_start = True
+    loss: Loss
+
+    def __init__(self, start: MethodStart, prompts: PromptBatches, answerer: Answerer):
+        config = start.config
+        self.loss = PolicyObjective(
+            policy=config.rl.policy, temperature=config.rl.temperature, entropy=config.rl.entropy
+        )
+        self._config, self._rl, self._execution, self._run = config, config.rl, start.execution, start.run
+        self._prompts, self._answerer = prompts, answerer
+        self._files = AnswerFiles(start.run.path / FOLDER)
+        unit = config.step.gradient_accumulation_steps * _batch_parts(start)
+        self._choices = row_choices(config.dataset.batch_size, unit)
+        known = dataclasses.asdict(config.rl) | {"eval_samples": 0, "slots": 0, "reward_workers": 0}
+        known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.dataset.batch_size}
+        self._key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self._reference = self._load_reference()
+        self._figures: dict[str, float] = {}
+        self._shown: Sequence[JudgedAnswer] = ()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, rows: list[Prompt], state: TrainState) -> Batch:
+        """Draw answers to the prompts of a step, or find those of a run that was killed, and pack them with signals."""
+        step = int(state.step) + 1
+        key = f"{int(weights_fingerprint(state.model)):08x}{self._key}"
+        drawn = self._read(step, key, len(rows))
+        if drawn is None:
+            drawn = self._draw(rows, state, step)
+            if jax.process_index() == 0:
+                self._files.write(step, key, drawn)
+        self._shown = drawn.answers
+        self._figures |= reward_figures(drawn.answers) | {"constant_left_out": float(drawn.constant)}
+        return self._batch(drawn.answers, state)
+
+    def _read(self, step: int, key: str, dealt: int) -> StepAnswers | None:
+        """Read the answers of a step that was taken before, by these weights; the cursor goes on behind its prompts."""
+        drawn, self._figures = self._files.read(step, key), {}
+        if not from_first(f"answers {step}", drawn is not None):
+            return None
+        check(
+            drawn is not None,
+            f"{self._files.path(step)} is not that of the first process: share one run_dir.",
+            DataError,
+        )
+        assert drawn is not None
+        self._prompts.take(drawn.prompts - dealt)
+        return drawn
+
+    def _draw(self, prompts: list[Prompt], state: TrainState, step: int) -> StepAnswers:
+        """Draw groups of answers; with dynamic sampling, others in place of those of one reward."""
+        rl, chosen, constant, dealt = self._rl, list[list[JudgedAnswer]](), list[list[JudgedAnswer]](), 0
+        seconds = tokens = 0.0
+        self._answerer.load(state.model)
+        while prompts:
+            dealt += len(prompts)
+            seed = f"{self._config.dataset.seed}/{step}"
+            groups = self._answerer.answer(prompts, samples=rl.samples, temperature=rl.temperature, seed=seed)
+            groups = self._same_everywhere(groups, f"rewards {step} {dealt}")
+            seconds, tokens = seconds + self._answerer.seconds, tokens + self._answerer.tokens
+            for group in groups:
+                (constant if rl.dynamic_sampling and _is_constant(group) else chosen).append(group)
+            room = min(rl.prompts - len(chosen), rl.most_draws * rl.prompts - dealt)
+            prompts = self._prompts.take(room) if rl.dynamic_sampling and room > 0 else []
+        self._answerer.release()
+        self._figures = {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / max(seconds, 1e-9)}
+        answers = [answer for group in chosen or constant for answer in group]
+        return StepAnswers(answers, dealt, len(constant) if chosen else 0)
+
+    def _same_everywhere(self, groups: list[list[JudgedAnswer]], name: str) -> list[list[JudgedAnswer]]:
+        """Return the groups with the rewards of the first process: those of others may differ, or have failed."""
+        if jax.process_count() == 1:
+            return groups
+        rows = from_first(name, [[answer.to_json() for answer in group] for group in groups])
+        return [[JudgedAnswer.from_json(row) for row in group] for group in rows]
+
+    # --- its batch ----------------------------------------------------------------------------------------------------
+
+    def _batch(self, answers: Sequence[JudgedAnswer], state: TrainState) -> Batch:
+        rl, rewards = self._rl, np.asarray([answer.reward for answer in answers], np.float64)
+        reference = None
+        if rl.kl > 0:
+            reference = without_lora(state.model) if self._reference is None else self._reference
+        if reference is not None and rl.kl_in == "reward":
+            rewards = rewards - rl.kl * self._divergences(answers, reference)
+        numbers = answer_numbers(rl, answers, rewards)
+        self._figures["advantage_std"] = float(numbers.advantages.std())
+        batch, _ = self._packed(answers, numbers, divergence=rl.kl if rl.kl_in == "loss" else 0.0)
+        return batch if reference is None else _with_reference(reference, batch, rl.temperature)
+
+    def _packed(
+        self, answers: Sequence[JudgedAnswer], numbers: AnswerNumbers, *, divergence: float = 0.0
+    ) -> PackedAnswers:
+        """Pack answers; this process's rows of the batch are on the devices."""
+        sizes = dict(seq_len=self._config.dataset.seq_len, answers_per_row=self._rl.answers_per_row)
+        batch, spans = pack_answers(answers, numbers, choices=self._choices, divergence=divergence, **sizes)
+        rows, layout = batch.tokens.shape[0], self._execution.layout
+        held = np.asarray(host_rows(layout, rows))
+        return PackedAnswers(hand_over(jax.tree.map(lambda leaf: leaf[held], batch), layout, rows), spans)
+
+    def _divergences(self, answers: Sequence[JudgedAnswer], reference: Decoder) -> np.ndarray:
+        """Estimate the divergence of each answer from the reference, `sum of log p - log reference` (k1)."""
+        nothing = np.zeros(len(answers))
+        batch, spans = self._packed(answers, AnswerNumbers(nothing, nothing))
+        log_probs = np.asarray(_replicated_log_probs(reference, batch, self._rl.temperature), np.float64)
+        pairs = zip(answers, spans, strict=True)
+        return np.asarray([np.sum(answer.rollout.log_probs - log_probs[span]) for answer, span in pairs])
+
+    # --- beside the steps ---------------------------------------------------------------------------------------------
+
+    def figures(self) -> MetricsRow:
+        """Return the figures of the answers of the last step."""
+        return dict(self._figures)
+
+    def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:
+        """Compute the mean rewards of held-out prompts, of the most likely answers and of drawn ones."""
+        prompts, rl = [prompt for batch in batches for prompt in batch], self._rl
+        self._answerer.load(state.averaged)
+        figures = {}
+        for name, samples, temperature in (("reward_greedy", 1, 0.0), ("reward", rl.eval_samples, rl.temperature)):
+            groups = self._answerer.answer(prompts, samples=samples, temperature=temperature, seed="held out")
+            rewards = reward_figures([answer for group in groups for answer in group])
+            figures[name] = rewards.get("reward", float("nan"))
+        self._answerer.release()
+        kept = ("answer_tokens", "truncated", "reward_failures")
+        return figures | {key: value for key, value in rewards.items() if key in kept or key.startswith("reward/")}
+
+    def note(self, row: MetricsRow) -> str | None:
+        """Return an answer of the step as text, where one is due, and say what rewards lack."""
+        step, failures = row["step"], row.get("reward_failures", 0.0)
+        lines = []
+        if failures and (error := next((each.error for each in self._shown if each.error), None)):
+            lines.append(f"warning: {failures:.0%} of the answers of step {step} have no reward: {error}")
+        if self._config.eval_every and step % self._config.eval_every == 0 and self._shown:
+            best = max(self._shown, key=lambda each: (not np.isnan(each.reward), each.reward))
+            lines += [_described(each) for each in {id(each): each for each in (self._shown[0], best)}.values()]
+        return "\n".join(lines) or None
+
+    def close(self) -> None:
+        """End the processes of rewards."""
+        self._answerer.close()
+
+    def _load_reference(self) -> Decoder | None:
+        adapted = self._config.lora_rank is not None
+        if self._rl.kl == 0 or (adapted and self._rl.reference in ("auto", "base")):
+            return None
+        key = jax.random.fold_in(jax.random.key(self._config.dataset.seed), 0)
+        return new_base(self._run, self._execution, key)
+
+
+def open_rl(start: MethodStart) -> OpenedMethod:
+    """Read the prompts of a run, and the held-out ones, if there is a `held_out_path`; import its reward."""
+    start.check_text_alone()
+    config, data, tokenizer = start.config, start.config.dataset, start.tokenizer
+    template, rl = written_by(data, start.options["template"], tokenizer), config.rl
+
+    def prompts(path: Any, flag: str, *, held_out: bool = False) -> PromptBatches:
+        most = data.seq_len - rl.max_new_tokens
+        read = read_prompts(path, tokenizer, most_tokens=most, template=template, flag=flag)
+        return PromptBatches(read, count=rl.prompts, seed=data.seed, held_out=held_out)
+
+    trained = prompts(data.path, "--data")
+    sets = {} if data.held_out_path is None else {"": prompts(data.held_out_path, "--held-out", held_out=True)}
+    hashes = [each.prompts.content_hash for each in (trained, *sets.values())]
+    rule = f"the prompts of process {jax.process_index()} are others than those of the first"
+    check(hashes == from_first("made", hashes), f"{rule}: all must read the same files.", DataError)
+    longest = max(each.prompts.longest for each in (trained, *sets.values()))
+    _check_room(config, longest)
+    stop_ids = ends_of_answers(tokenizer, template, start.target.generation_config.stop_ids)
+    new_engine = functools.partial(_new_engine, config=_engine_config(rl, longest))
+    answerer = Answerer(rl, tokenizer, stop_ids=stop_ids, new_engine=new_engine)
+    method = RLRun(start, trained, answerer)
+    start.stack.callback(method.close)
+    return OpenedMethod(trained, sets, method)
+
+
+def _engine_config(rl: RLConfig, longest: int) -> EngineConfig:
+    """Return the sizes of an engine for prompts of up to `longest` tokens."""
+    chunk = min(LARGEST_CHUNK, max(16, 1 << (longest - 1).bit_length()))
+    slots = min(rl.slots, rl.prompts * rl.samples)
+    length, budget = longest + rl.max_new_tokens, slots + 4 * chunk
+    sizes: dict[str, Any] = dict(max_length=length, prefill_chunk=chunk, token_budget=budget)
+    return EngineConfig(max_batch_size=slots, max_logprobs=0, max_logit_bias=0, **sizes)
+
+
+def _new_engine(model: Decoder, config: EngineConfig) -> Engine:
+    engine = Engine(model, config)
+    engine.warm_up()
+    return engine
+
+
+def _check_room(config: Any, longest: int) -> None:
+    """Raise ConfigError unless the longest answers to the longest prompts would fit into a batch."""
+    rl, data = config.rl, config.dataset
+    in_row = min(rl.answers_per_row, data.seq_len // (longest + rl.max_new_tokens))
+    needed = -(-rl.prompts * rl.samples // in_row)
+    rule = f"rl.prompts={rl.prompts} x rl.samples={rl.samples} answers of up to {longest} + {rl.max_new_tokens} tokens"
+    remedy = f"raise it, or dataset.seq_len={data.seq_len}, or draw fewer"
+    check(needed <= data.batch_size, f"{rule} need dataset.batch_size={needed}, not {data.batch_size}: {remedy}.")
+
+
+def _batch_parts(start: MethodStart) -> int:
+    """Return of what the number of rows of a batch must be a multiple."""
+    sizes, pieces = start.execution.layout.sizes, start.config.pipeline.microbatches or 1
+    return math.prod(sizes[axis] for axis in ("data", "fsdp", "fsdp_transpose", "expert")) * pieces
+
+
+def _is_constant(group: Sequence[JudgedAnswer]) -> bool:
+    """Return whether all answers that were judged have the same reward."""
+    rewards = {answer.reward for answer in group if not np.isnan(answer.reward)}
+    return len(rewards) < 2
+
+
+def _described(answer: JudgedAnswer) -> str:
+    prompt = answer.prompt.record["prompt"]
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+    reward = "no reward" if np.isnan(answer.reward) else f"reward {answer.reward:g}"
+    return f"  {text[-200:]!r} -> {answer.text[:400]!r}: {reward}"
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _with_reference(reference: Decoder, batch: Batch, temperature: float) -> Batch:
+    log_probs = token_log_probs(reference, batch, temperature=temperature)
+    return dataclasses.replace(batch, signals=dataclasses.replace(batch.signals or Signals(), reference=log_probs))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _replicated_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float32[Array, "batch length"]:
+    return model.execution.layout.replicate(token_log_probs(model, batch, temperature=temperature))
+
+
+@jax.jit
+def weights_fingerprint(model: Decoder) -> UInt32[Array, ""]:
+    """Return a hash of all bits of a model's weights, the same on every mesh."""
+    total = jnp.zeros((), jnp.uint32)
+    for number, leaf in enumerate(named_leaves(eqx.filter(model, eqx.is_array)).values()):
+        bits = _bits(leaf).reshape(-1)
+        place = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435761) + jnp.uint32(2 * number + 1)
+        mixed = (bits ^ (bits >> 15)) * (place | 1)
+        total += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+    return total
+
+
+def _bits(x: Array) -> UInt32[Array, "*shape"]:
+    """Return the bits of numbers as integers; of numbers with 4 bits, integers as different as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.int32).astype(jnp.uint32)
+    x = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 8 else x
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)

@@ -1,0 +1,130 @@
+"""Settings of training with rewards, and the names that people know for some of them."""
+
+import dataclasses
+from typing import Any, Literal
+
+from eqx_decoders.errors import CheckedFields, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.training.objectives.advantages import Baseline, Scale
+from eqx_decoders.training.objectives.policy_loss import PolicyLoss
+from eqx_decoders.training.objectives.token_weights import Aggregation
+
+
+SYMMETRIC = PolicyLoss(low=0.2, high=0.2)
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": dict(scale="group", aggregation="row", policy=SYMMETRIC),
+    "dr_grpo": dict(aggregation="constant", policy=SYMMETRIC),
+    "rloo": dict(baseline="leave_one_out", aggregation="row_sum", policy=PolicyLoss(kind="reinforce")),
+    "dapo": dict(scale="group", dynamic_sampling=True, policy=PolicyLoss(low=0.2, high=0.28)),
+    "gspo": dict(scale="group", aggregation="row", policy=PolicyLoss(kind="gspo", low=3e-4, high=4e-4)),
+    "cispo": dict(scale="group", policy=PolicyLoss(kind="cispo")),
+    "reinforce++": dict(baseline="none", whiten=True, policy=SYMMETRIC),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardSettings(CheckedFields):
+    """Where rewards come from."""
+
+    checked_name = ""
+    reward: str | None = None
+    """Function of a Python file, file.py:function. It gets the record of a prompt and the text of an answer, and
+    returns a number, numbers by name, which are added up, or None for an answer that it can't judge."""
+    reward_weights: tuple[str, ...] = ()
+    """Weights of its numbers, as name=weight; 1 for others."""
+    reward_workers: PositiveInt = 2
+    """Processes that compute rewards, while other answers are drawn."""
+    reward_seconds: PositiveFloat = 10.0
+    """Longest time for a reward; the process is killed then, and the answer has none."""
+    overlong_buffer: NonNegativeInt = 0
+    """Last tokens up to max_new_tokens over which a penalty grows from 0 to 1 (DAPO); 0: none."""
+
+    def weights(self) -> dict[str, float]:
+        """Return the weights of the reward's numbers by name. Raises ConfigError."""
+        weights = {}
+        for each in self.reward_weights:
+            name, equals, number = each.partition("=")
+            try:
+                weights[name] = float(number)
+            except ValueError:
+                weights[name] = float("nan")
+            good = bool(name and equals) and weights[name] == weights[name]
+            check(good, f"rl.reward_weights={each!r} must be name=weight, such as format=0.2.")
+        return weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLConfig(RewardSettings):
+    """Settings of training with rewards (`method="rl"`)."""
+
+    checked_name = "rl"
+    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++"] | None = None
+    """Published settings by their name, for what is not set: baseline, scale, aggregation, policy and so on."""
+    prompts: PositiveInt = 16
+    """Prompts of a step."""
+    samples: PositiveInt = 8
+    """Answers to each prompt."""
+    max_new_tokens: PositiveInt = 256
+    """Most tokens of an answer."""
+    temperature: PositiveFloat = 1.0
+    """Temperature of the draws, and of the policy that is trained."""
+    policy: PolicyLoss = PolicyLoss()
+    """Loss of a token."""
+    baseline: Baseline = "mean"
+    """What is taken off a reward. mean: of the prompt's answers; leave_one_out: of the others; none."""
+    scale: Scale = "none"
+    """What advantages are divided by. group: std of the prompt's rewards; batch: of all; mean: of the prompt's mean."""
+    whiten: bool = False
+    """Whether advantages get mean 0 and std 1 over all tokens of a step."""
+    aggregation: Aggregation = "token"
+    """What counts the same. token: each token; row: each answer; constant: each answer, by tokens over max_new_tokens;
+    prompt: each prompt; row_sum: each answer, by the sum of its tokens."""
+    kl: NonNegativeFloat = 0.0
+    """Weight of the divergence from the reference; 0: no reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: (log p - log reference)^2 / 2 of each token (k2); reward: log p - log reference is taken off an answer's
+    reward (k1)."""
+    reference: Literal["auto", "base", "start"] = "auto"
+    """Model of the divergence. base: this one without its low-rank pairs; start: the weights that the run began with,
+    held beside; auto: base with lora_rank, otherwise start."""
+    entropy: NonNegativeFloat = 0.0
+    """Weight of the entropy, which the loss makes larger."""
+    dynamic_sampling: bool = False
+    """Draw more prompts in place of those whose answers all have the same reward (DAPO)."""
+    most_draws: PositiveInt = 4
+    """Most prompts of a step with dynamic sampling, in multiples of prompts."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Answers that reached max_new_tokens. keep: they count with their reward; mask: they have no loss."""
+    answers_per_row: PositiveInt = 16
+    """Most answers in one sequence of a batch."""
+    slots: PositiveInt = 32
+    """Answers that are drawn at once."""
+    eval_samples: PositiveInt = 1
+    """Answers drawn to each held-out prompt, beside the most likely one."""
+
+    def __post_init__(self):
+        for name, value in PRESETS.get(self.preset or "", {}).items():
+            if getattr(self, name) == type(self).__dataclass_fields__[name].default:
+                object.__setattr__(self, name, value)
+        super().__post_init__()
+        expand_paths(self, "reward")
+        self.weights()
+        alone = self.samples > 1 or self.baseline == "none"
+        rule = (
+            f"rl.samples={self.samples} with rl.baseline={self.baseline!r}: an answer needs others to be compared with"
+        )
+        check(alone, f"{rule}. Draw more, or take baseline='none'.")
+        rule = f"rl.overlong_buffer={self.overlong_buffer} must be less than rl.max_new_tokens={self.max_new_tokens}"
+        check(self.overlong_buffer < self.max_new_tokens, f"{rule}.")
+
+
+def check_rl(config: Any) -> None:
+    """Raise ConfigError unless a run, a `TrainConfig`, has a reward and the reference that it names."""
+    rl, adapted = config.rl, config.lora_rank is not None
+    check(rl.reward is not None, "method='rl' needs rl.reward: file.py:function, such as rewards.py:exact.")
+    rule = (
+        f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in dataset.seq_len={config.dataset.seq_len}"
+    )
+    check(rl.max_new_tokens < config.dataset.seq_len, f"{rule}.")
+    rule = f"rl.reference={rl.reference!r} needs lora_rank: without pairs there is no base beside the model."
+    check(rl.reference != "base" or adapted, rule)

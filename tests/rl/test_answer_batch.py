@@ -1,0 +1,151 @@
+"""Answers of a step: their rewards, advantages and weights, their files and their rows."""
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.io.function_workers import CallResult
+from eqx_decoders.rl.answer_batch import answer_numbers, find_places, pack_answers, row_choices
+from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
+from eqx_decoders.rl.rewards import Rewards, reward_figures
+from eqx_decoders.serving.rollouts import Rollout
+from eqx_decoders.training.methods.rl_config import PRESETS, RLConfig
+
+
+def answer(group, length, reward=0.0, *, prompt=3, reason: Any = "stop", columns=None):
+    tokens = np.arange(1, length + 1, dtype=np.int32) + 10 * group
+    rollout = Rollout(tokens, -0.1 * tokens.astype(np.float32), np.full(length, 4, np.int32), reason)
+    record = {"prompt": "1+1", "answer": 2}
+    asked = Prompt(group, tuple(range(100, 100 + prompt)), record)
+    return JudgedAnswer(asked, rollout, "2", reward, {"reward": reward} if columns is None else columns, None, 0.25)
+
+
+STEP = [answer(0, 3, 1.0), answer(0, 1, 0.0), answer(1, 2, 1.0), answer(1, 4, math.nan, reason="length", columns={})]
+
+
+def numbers(config, answers=STEP):
+    return answer_numbers(config, answers, np.asarray([each.reward for each in answers]))
+
+
+def test_weights_are_of_the_whole_step():
+    plain = numbers(RLConfig(samples=2))
+    np.testing.assert_allclose(plain.advantages, [0.5, -0.5, 0, 0])
+    np.testing.assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # no reward: not counted
+    np.testing.assert_allclose(numbers(RLConfig(samples=2, aggregation="row")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
+    constant = numbers(RLConfig(samples=2, aggregation="constant", max_new_tokens=8))
+    np.testing.assert_allclose(constant.weights, [1 / 24, 1 / 24, 1 / 24, 0])
+    np.testing.assert_allclose(numbers(RLConfig(samples=2, aggregation="prompt")).weights, [1 / 8, 1 / 8, 1 / 4, 0])
+    cut = [answer(0, 3, 1.0, reason="length"), answer(0, 1, 0.0)]
+    masked = numbers(RLConfig(samples=2, truncated="mask"), cut)
+    np.testing.assert_allclose(masked.weights, [0, 1])
+    np.testing.assert_allclose(masked.advantages, [0, -0.5])  # its reward is compared with
+    white = numbers(RLConfig(samples=2, baseline="none", whiten=True))
+    tokens = np.repeat(white.advantages[:3], [3, 1, 2])
+    assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_rows_hold_what_each_answer_is():
+    packed = pack_answers(STEP, numbers(RLConfig(samples=2)), choices=[1, 2, 4], seq_len=12, answers_per_row=3)
+    batch: Any = packed.batch
+    signals = batch.signals
+    assert batch.tokens.shape == (2, 12) and signals.most_answers == 3
+    for each, advantage, weight, (row, span) in zip(STEP, *numbers(RLConfig(samples=2)), packed.spans, strict=True):
+        length = len(each.rollout.tokens)
+        assert batch.tokens[row, span].tolist() == each.rollout.tokens.tolist()
+        before = slice(span.start - 3, span.start)
+        assert batch.tokens[row, before].tolist() == list(each.prompt.tokens)
+        whole = slice(span.start - 3, span.stop)
+        assert batch.positions[row, whole].tolist() == list(range(3 + length))
+        assert len(set(batch.segment_ids[row, whole].tolist())) == 1 and batch.loss_mask[row, span].all()
+        assert not batch.loss_mask[row, before].any()
+        np.testing.assert_array_equal(signals.sampler[row, span], each.rollout.log_probs)
+        np.testing.assert_allclose(signals.advantages[row, span], advantage)
+        np.testing.assert_allclose(signals.policy[row, span], weight)
+    assert signals.policy.sum() == pytest.approx(1)
+
+
+def test_rows_are_few():
+    assert find_places([5, 5, 5, 2], rows=2, length=10, most=2) == [(0, 0, 1), (0, 5, 2), (1, 0, 1), (1, 5, 2)]
+    assert find_places([5, 5, 5], rows=1, length=20, most=2) is None
+    assert row_choices(24, 2) == [6, 12, 24] and row_choices(7, 1) == [7] and row_choices(8, 8) == [8]
+    with pytest.raises(DataError, match="4 answers with 22 tokens do not fit into 1 rows of 12: raise"):
+        pack_answers(STEP, numbers(RLConfig(samples=2)), choices=[1], seq_len=12, answers_per_row=3)
+
+
+def test_files_give_back_every_bit(tmp_path):
+    files, found = AnswerFiles(tmp_path / "rollouts"), StepAnswers(STEP, prompts=3, constant=1)
+    assert files.read(7, "key") is None
+    files.write(7, "key", found)
+    assert files.path(7).name == "step-000007.jsonl.zst" and files.read(7, "other") is None
+    again = files.read(7, "key")
+    assert again is not None and (again.prompts, again.constant) == (3, 1)
+    for one, other in zip(found.answers, again.answers, strict=True):
+        assert one.prompt == other.prompt and (one.text, one.columns) == (other.text, other.columns)
+        assert one.reward == other.reward or (math.isnan(one.reward) and math.isnan(other.reward))
+        for name in ("tokens", "log_probs", "versions"):
+            np.testing.assert_array_equal(getattr(one.rollout, name), getattr(other.rollout, name))
+            assert getattr(one.rollout, name).dtype == getattr(other.rollout, name).dtype
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text("def judge(prompt, answer):\n    return {'exact': answer == '2', 'length': len(answer)}\n")
+    return f"{path}:judge"
+
+
+def test_rewards_are_weighted_sums(judge):
+    weights = ("length=0.1",)
+    workers: dict[str, Any] = dict(reward_workers=1, reward_seconds=5.0)
+    config = RLConfig(reward=judge, reward_weights=weights, max_new_tokens=8, overlong_buffer=4, **workers)
+    rewards, asked = Rewards(config), answer(0, 6)
+    found = rewards.judged(asked.prompt, asked.rollout, "2", rewards.start(asked.prompt, "2").result())
+    assert found.reward == pytest.approx(1 + 0.1 - 0.5) and found.error is None
+    assert found.columns == {"exact": 1.0, "length": 1.0, "overlong": -0.5}
+    for result, says in (
+        (CallResult(None), None),
+        (CallResult(error="it raised"), "it raised"),
+        (CallResult("nan"), "which is no number"),
+        (CallResult({"a": None}), "which is no number"),
+    ):
+        nothing = rewards.judged(asked.prompt, asked.rollout, "2", result)
+        assert math.isnan(nothing.reward) and not nothing.columns
+        assert nothing.error == says if says is None else says in str(nothing.error)
+    rewards.close()
+    with pytest.raises(ConfigError, match=r"rl.reward='.*:no' cannot be imported"):
+        Rewards(RLConfig(reward=judge.replace(":judge", ":no")))
+
+
+def test_figures_of_rewards():
+    found = reward_figures(STEP)
+    assert found["reward"] == pytest.approx(2 / 3) and found["reward_failures"] == 0.25 and found["truncated"] == 0.25
+    assert found["constant_groups"] == 0.5 and found["reward_std_in_groups"] == pytest.approx(0.25)
+    assert found["answer_tokens"] == 2.5 and found["answer_tokens_max"] == 4
+    assert found["answer_tokens_better"] == 2.5 and found["answer_tokens_worse"] == 1
+    assert "reward" not in reward_figures([answer(0, 1, math.nan)])
+
+
+def test_presets_are_what_is_not_set():
+    for name, settings in PRESETS.items():
+        found = RLConfig(preset=cast(Any, name))
+        assert all(getattr(found, field) == value for field, value in settings.items())
+        assert RLConfig(**dict(vars(found), preset=name)) == found  # again, as when a run goes on
+    assert RLConfig(preset="grpo", aggregation="prompt").aggregation == "prompt"
+    assert RLConfig(preset="dapo").dynamic_sampling and not RLConfig(preset="grpo").dynamic_sampling
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (dict(samples=1), "rl.samples=1 with rl.baseline='mean': an answer needs others"),
+        (dict(reward_weights=("a",)), "rl.reward_weights='a' must be name=weight"),
+        (dict(overlong_buffer=8, max_new_tokens=8), "rl.overlong_buffer=8 must be less than rl.max_new_tokens=8"),
+    ],
+)
+def test_bad_settings(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        RLConfig(**settings)

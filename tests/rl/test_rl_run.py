@@ -1,0 +1,192 @@
+"""Runs with rewards: on policy, found again after a kill, with any reference, on meshes as on one device."""
+
+import json
+import re
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.sources.data_files import zstd_module
+from eqx_decoders.rl.drawn_answers import AnswerFiles
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.run.run_loading import load_run
+from tests.commands import ROOT, call, steps_of
+
+
+BASE = ROOT / "tests" / "fixtures" / "chat_llama"
+REWARDS = """
+import os
+def length(prompt, answer):
+    assert not os.path.exists(__file__ + ".closed"), "rewards are not to be computed again"
+    return {"short": 1.0 / (1 + len(answer.strip())), "number": prompt["number"]}
+def hangs(prompt, answer):
+    import time
+    if prompt["number"] % 2:
+        time.sleep(60)
+    return len(answer)
+def same(prompt, answer):
+    return 1.0 if prompt["number"] % 2 else len(answer)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl")
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"the cat {number}", "number": number} for number in range(10)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def train(folder, name, *more, code=0, devices=1, reward="length", **changes):
+    wanted = {
+        "run-dir": folder / name,
+        "method": "rl",
+        "init-from": BASE,
+        "data": folder / "prompts.jsonl",
+        "rl.reward": f"{folder / 'rewards.py'}:{reward}",
+        "rl.prompts": 3,
+        "rl.samples": 4,
+        "rl.max-new-tokens": 6,
+        "rl.slots": 4,
+        "steps": 4,
+        "batch-size": 4,
+        "seq-len": 96,
+        "sample-tokens": 0,
+        "eval-every": 0,
+        "checkpoint-every": 2,
+        "optimizer.learning-rate": "1e-2",
+        "optimizer.warmup-steps": 0,
+    }
+    changes = {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
+    words = [str(word) for key, value in (wanted | changes).items() for word in (f"--{key}", value)]
+    return call("train", *words, *more, code=code, devices=devices)
+
+
+def answers_of(folder, name, step):
+    files = AnswerFiles(folder / name / "rollouts")
+    (key,) = {json.loads(line)["key"] for line in _lines(files.path(step))[:1]}
+    found = files.read(step, key)
+    assert found is not None
+    return found
+
+
+def _lines(path):
+    return zstd_module().decompress(path.read_bytes()).splitlines()
+
+
+NAMES = ("loss", "nll", "grad_norm", "reward", "entropy", "log_prob_gap")
+
+
+def figures(folder, name):
+    return [[row[each] for each in NAMES] for row in steps_of(folder / name)]
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    _, err = train(folder, "whole", held_out=folder / "prompts.jsonl", rl__eval_samples=2)
+    assert "10 prompts of up to" in err and "step 0: held-out reward_greedy" in err and "step 4: held-out" in err
+    return folder
+
+
+def test_answers_are_drawn_by_the_weights_that_learn_from_them(whole):
+    rows = steps_of(whole / "whole")
+    assert len(rows) == 4
+    for row in rows:
+        assert row["ratio"] == 1.0 and row["log_prob_gap"] <= 1e-5 and abs(row["importance"] - 1) < 1e-4
+        assert row["reward"] > 0 and row["reward/number"] >= 0 and row["reward_failures"] == 0
+        assert row["constant_groups"] < 1 and row["grad_norm"] > 0 and row["answer_tokens_max"] <= 6
+    steps = [answers_of(whole, "whole", step).answers for step in range(1, 5)]
+    assert [[each.prompt.number for each in answers[::4]] for answers in steps] == [[0, 1, 2], [3, 4, 5], [6, 7, 8],
+                                                                                  [9, 10, 11]]  # fmt: skip
+    versions = [{int(version) for each in answers for version in each.rollout.versions} for answers in steps]
+    assert all(len(each) == 1 for each in versions) and versions == sorted(versions, key=min)
+    assert len(set.union(*versions)) == 4
+
+
+def test_a_killed_run_finds_its_answers(whole):
+    """It comes again to the weights of step 3, and computes no reward a second time."""
+    shutil.copytree(whole / "whole", whole / "killed")
+    (newest,) = (each for each in (whole / "killed" / "checkpoints").iterdir() if each.name.endswith("4"))
+    shutil.rmtree(newest)
+    closed = whole / "rewards.py.closed"
+    closed.write_text("")
+    train(whole, "killed", held_out=whole / "prompts.jsonl", rl__eval_samples=2)
+    closed.unlink()
+    assert figures(whole, "killed") == figures(whole, "whole")
+    one, other = (named_leaves(load_run(whole / name)) for name in ("killed", "whole"))
+    assert all(np.array_equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.slow
+def test_without_its_files_it_draws_the_same(whole):
+    train(whole, "two", steps=2, optimizer__schedule="constant", held_out=whole / "prompts.jsonl")
+    shutil.rmtree(whole / "two" / "rollouts")
+    train(whole, "two", steps=3, optimizer__schedule="constant", held_out=whole / "prompts.jsonl")
+    train(whole, "three", steps=3, optimizer__schedule="constant")  # evaluations change nothing
+    assert figures(whole, "two") == figures(whole, "three")
+
+
+@pytest.mark.slow
+def test_a_mesh_microbatches_and_a_reference(folder):
+    more: dict[str, Any] = dict(rl__kl=0.1, steps=3)
+    train(folder, "one", **more)
+    train(folder, "mesh", "--mesh.fsdp", 2, devices=4, **more)
+    train(folder, "parts", "--step.gradient-accumulation-steps", 2, **more)
+    for name in ("mesh", "parts"):
+        np.testing.assert_allclose(figures(folder, name), figures(folder, "one"), atol=1e-4)
+    rows = steps_of(folder / "one")
+    assert rows[0]["k1"] == 0 and rows[-1]["k3"] > 0
+    train(folder, "pairs", lora_rank=2, rl__kl_in="reward", **more)
+    assert steps_of(folder / "pairs")[0]["k1"] == 0
+
+
+@pytest.mark.slow
+def test_rewards_that_hang_and_groups_that_teach_nothing(folder):
+    _, err = train(folder, "hangs", reward="hangs", steps=1, rl__reward_seconds=0.3)
+    (row,) = steps_of(folder / "hangs")
+    assert 0 < row["reward_failures"] < 1 and "have no reward: it took more than 0.3 s" in err
+    train(folder, "same", "--rl.dynamic-sampling", reward="same", steps=2)
+    for step in (1, 2):
+        found = answers_of(folder, "same", step)
+        assert {each.prompt.record["number"] % 2 for each in found.answers} == {0}
+        assert found.prompts == 3 + found.constant and len(found.answers) == 12
+    assert steps_of(folder / "same")[0]["constant_groups"] == 0
+    shutil.rmtree(folder / "same" / "checkpoints")
+    train(folder, "same", "--rl.dynamic-sampling", reward="same", steps=2)  # the cursor goes on behind all prompts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rl.preset rloo --rl.temperature 0.8 --rl.kl 0.1 --rl.kl-in reward --rl.reference start",
+        "--rl.aggregation prompt --rl.baseline leave_one_out --rl.scale batch --rl.entropy 0.01 --rl.whiten",
+        "--rl.truncated mask --rl.answers-per-row 2 --rl.eval-samples 2 --rl.dynamic-sampling --rl.most-draws 2",
+        "--rl.policy.kind gspo --rl.policy.correction.kind tis --rl.overlong-buffer 2 --rl.reward-weights short=2",
+        "--lora-rank 2 --rl.kl 0.1 --rl.kl-in reward --rl.reference base --rl.reward-workers 1",
+    ],
+)
+def test_settings_change_what_is_learned(whole, flags):
+    train(whole, "plain", steps=2) if not (whole / "plain").exists() else None
+    name = "".join(re.findall(r"\w+", flags))
+    train(whole, name, *flags.split(), steps=2, batch_size=8)
+    rows = steps_of(whole / name)
+    assert all(np.isfinite(row["loss"]) and row["log_prob_gap"] <= 1e-5 for row in rows)
+    assert [row["loss"] for row in rows] != [row["loss"] for row in steps_of(whole / "plain")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({"rl__reward": "none.py:f"}, 2, "--rl.reward='.*none.py:f' cannot be imported: .*there is no file"),
+        ({"rl__prompts": 100}, 2, "--rl.prompts=100 x --rl.samples=4 answers .* need --batch-size=67, not 4"),
+        ({"rl__max_new_tokens": 96}, 2, "--rl.max-new-tokens=96 leaves no room for a prompt"),
+        ({"method": "sft"}, 2, "--rl.reward=.* is not read with --method='sft'"),
+    ],
+)
+def test_bad_settings_are_refused(folder, changes, code, says):
+    _, err = train(folder, "refused", code=code, **changes)
+    assert re.search(says, " ".join(err.split())), err
