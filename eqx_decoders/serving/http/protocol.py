@@ -227,6 +227,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: Flag = False
     max_tokens: Size | None = None
     logprobs: Size | None = None
+    return_tokens_as_token_ids: Flag = False
     add_special_tokens: Flag = True
 
     @functools.cached_property

@@ -13,7 +13,7 @@ from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
-from eqx_decoders.serving.http.protocol import GenerationRequest
+from eqx_decoders.serving.http.protocol import CompletionRequest, GenerationRequest
 from eqx_decoders.serving.http.response_types import (
     AnswerMessage,
     AnyChoice,
@@ -233,17 +233,22 @@ class ResponseBuilder:
         if self._request.alternatives is None:
             return None
         return Logprobs(
-            tokens=[self._texts.key(token) for token in delta.scored],
+            tokens=[self._key(token) for token in delta.scored],
             token_logprobs=[None if score is None else finite(score.logprob) for score in delta.scores],
             top_logprobs=[None if score is None else self._top(score) for score in delta.scores],
             text_offset=delta.offsets,
         )
 
+    def _key(self, token: int) -> str:
+        """Return a token's text, or its id as vLLM writes it where a client wants ids: texts may be the same."""
+        as_ids = isinstance(self._request, CompletionRequest) and self._request.return_tokens_as_token_ids
+        return f"token_id:{token}" if as_ids else self._texts.key(token)
+
     def _top(self, score: TokenScore) -> dict[str, float]:
         """Return the most likely tokens and the sampled one; of two with the same text the likelier counts."""
         logprobs: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
-            key = self._texts.key(token)
+            key = self._key(token)
             logprobs[key] = max(finite(logprob), logprobs.get(key, LEAST_LOGPROB))
         return logprobs
 

@@ -17,7 +17,8 @@ class DistillConfig(CheckedFields):
     """Settings of learning from a teacher's distributions, `alpha T^2 divergence + (1 - alpha) cross-entropy`."""
 
     teacher: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name", of a model with the same tokenizer."""
+    """Directory of a Hugging Face checkpoint, or "org/name", of a model with the same tokenizer; or, with `top`, the
+    address of a server that has OpenAI's API and returns log-probs of prompts, http://host:8000/v1."""
     top: PositiveInt | None = None
     """Compare this many of the teacher's likeliest tokens, and one cell for all others, which are computed once for
     the tokens of a text and kept; None: all tokens, computed in each step."""
@@ -52,3 +53,9 @@ def check_teacher(config: Any) -> None:
     """Raise ConfigError unless a run, a `TrainConfig`, names its teacher, or what one has said."""
     known = config.distill.teacher is not None or config.distill.saved is not None
     check(known, "method='distill' needs distill.teacher: the model to learn from, or distill.saved, what it said.")
+    settings = config.distill
+    if settings.teacher is not None and settings.teacher.startswith(("http://", "https://")):
+        rule = f"distill.teacher={settings.teacher!r} is a server, which"
+        check(settings.top is not None, f"{rule} gives its likeliest tokens alone: give distill.top.")
+        rule = f"{rule} gives log-probs at temperature 1: leave distill.temperature={settings.temperature} out."
+        check(settings.temperature == 1.0, rule)

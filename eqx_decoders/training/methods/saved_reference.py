@@ -19,7 +19,7 @@ from eqx_decoders.io.huggingface.fingerprint import fingerprint
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.methods.method import MethodStart
-from eqx_decoders.training.methods.saved_signals import SavedSignals, rows_of_process
+from eqx_decoders.training.methods.saved_signals import RowSegment, SavedSignals, rows_of_process
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.run.messages import print_status
 
@@ -35,7 +35,7 @@ def save_reference(
     config, layout, rows = start.config, start.execution.layout, start.config.dataset.batch_size
     model = functools.cache(load)
 
-    def compute(batch: Batch) -> dict[str, np.ndarray]:
+    def compute(batch: Batch, places: Sequence[RowSegment]) -> dict[str, np.ndarray]:
         log_probs = token_log_probs(model(), hand_over(batch, layout, rows))
         return {"reference": rows_of_process(log_probs, layout, start.options["rows"])}
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -23,12 +23,14 @@ Numbers = Mapping[str, np.ndarray]
 class Scorer(Protocol):
     """What computes the numbers of a batch's tokens; all processes call it together."""
 
-    def __call__(self, batch: Batch) -> Numbers:
-        """Return the numbers of this process's rows."""
+    def __call__(self, batch: Batch, places: Sequence["RowSegment"]) -> Numbers:
+        """Return the numbers of this process's rows, at least in these places."""
         ...
 
 
-class _Place(NamedTuple):
+class RowSegment(NamedTuple):
+    """Segment of a batch."""
+
     row: int
     span: slice
     tokens: np.ndarray
@@ -66,19 +68,19 @@ class SavedSignals:
         signals = Signals() if batch.signals is None else batch.signals
         return dataclasses.replace(batch, signals=dataclasses.replace(signals, **arrays))
 
-    def _add(self, batch: Batch, missing: list[_Place]) -> None:
+    def _add(self, batch: Batch, missing: list[RowSegment]) -> None:
         rule, remedy = (
             "some of the data's tokens have no saved numbers",
             "give the same data and --seq-len, or the model",
         )
         check(self._compute is not None, f"{rule}, and there is no model to compute them: {remedy}.", DataError)
         assert self._compute is not None
-        computed = self._compute(batch)
+        computed = self._compute(batch, missing)
         for piece in missing:
             self._numbers.add(piece.tokens, {name: x[piece.row, piece.span] for name, x in computed.items()})
 
 
-def _pieces(batch: Batch) -> Iterator[_Place]:
+def _pieces(batch: Batch) -> Iterator[RowSegment]:
     """Yield the segments of a batch, without padding."""
     tokens = np.asarray(batch.tokens)
     segments = np.ones_like(tokens) if batch.segment_ids is None else np.asarray(batch.segment_ids)
@@ -86,7 +88,7 @@ def _pieces(batch: Batch) -> Iterator[_Place]:
         cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
         for begin, end in itertools.pairwise(cuts):
             if ids[begin] != 0:
-                yield _Place(row, slice(begin, end), tokens[row, begin:end])
+                yield RowSegment(row, slice(begin, end), tokens[row, begin:end])
 
 
 def rows_of_process(x: Any, layout: Layout, rows: Any) -> np.ndarray:

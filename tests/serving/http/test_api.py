@@ -86,6 +86,17 @@ def test_a_completion_is_what_the_client_declares(server):
     assert whole.id.removeprefix("cmpl-") == found.headers["x-request-id"]
 
 
+def test_tokens_may_be_written_as_ids(server):
+    """As vLLM does it: of two tokens with one text both are there."""
+    body = dict(prompt="ab", max_tokens=1, temperature=0, logprobs=1, echo=True, return_tokens_as_token_ids=True)
+    (choice,) = server.json(COMPLETIONS, body)["choices"]
+    assert choice["text"] == "abc" and choice["logprobs"]["tokens"] == [
+        f"token_id:{index}" for index in (256, 97, 98, 99)
+    ]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    assert all(name.startswith("token_id:") for name in choice["logprobs"]["top_logprobs"][1])
+
+
 def test_the_first_token_of_an_echoed_prompt_has_no_logprob(server):
     body = dict(prompt="abc", max_tokens=2, temperature=0, logprobs=1, echo=True)
     choice = server.json(COMPLETIONS, body)["choices"][0]

@@ -1,5 +1,6 @@
 """Runs that learn from a teacher: it is compared token by token, and refused where its tokens are others."""
 
+import contextlib
 import json
 import shutil
 
@@ -8,10 +9,17 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.errors import ConfigError, EqxDecodersError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.serving.http.api_config import ApiConfig
+from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.methods.teacher_server import TeacherServer
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
+from tests.serving.servers import chat_frontend
 
 
 STUDENT = ROOT / "tests" / "fixtures" / "chat_llama"
@@ -107,6 +115,39 @@ def test_likeliest_tokens_are_kept_and_read(folder):
     train(folder, "others", code=3, **kept, **{"distill.top": size - 1, "distill.teacher": "None", "seq-len": 24})
 
 
+@contextlib.contextmanager
+def served(teacher):
+    """The address of a server of a teacher, in this process."""
+    sock, model = bind("127.0.0.1", 0), ed.load_hf(teacher)
+    config = ApiConfig(name="teacher", max_length=64, vocab_size=model.config.vocab_size)
+    engine = Engine(model, EngineConfig(max_batch_size=4, max_length=64))
+    stop = run_in_thread(frontend=chat_frontend(), engine=engine, config=config, sock=sock)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+    finally:
+        stop()
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_teacher_behind_a_server_is_the_teacher(folder):
+    """It says what the directory says; the run goes on without it; another vocabulary and what it lacks are refused."""
+    top = {"distill.top": 6}
+    train(folder, "near", **top)
+    with served(folder / "teacher") as address:
+        train(folder, "served", **top, **{"distill.teacher": address, "distill.saved": folder / "answers"})
+        _, err = train(folder, "many", code=1, **{"distill.teacher": address, "distill.top": 60})
+        assert "logprobs" in err or "lower it" in err
+        server = TeacherServer(address, top=2, vocab_size=10)
+        with pytest.raises(EqxDecodersError, match="but the student has 10"):
+            server.likeliest(np.arange(20, 30, dtype=np.int32))
+        with pytest.raises(ConfigError, match="encodes a text in other ids"):
+            server.check_tokens(ByteTokenizer())
+    np.testing.assert_allclose(figures(folder, "served"), figures(folder, "near"), rtol=1e-3, atol=1e-4)
+    train(folder, "alone", **top, **{"distill.teacher": "None", "distill.saved": folder / "answers"})
+    assert figures(folder, "alone") == figures(folder, "served")
+
+
 @pytest.mark.slow
 def test_every_setting_and_any_mesh(folder):
     """Weights that share the loss with next tokens, softened distributions, mixtures; a new student; fewer pairs."""
@@ -126,6 +167,8 @@ def test_every_setting_and_any_mesh(folder):
         ({"method": "sft"}, 2, "--distill.teacher="),
         ({"distill__beta": 0.3}, 2, "--distill.beta=0.3 is read with"),
         ({"distill__teacher": "None"}, 2, "needs --distill.teacher"),
+        ({"distill__teacher": "http://localhost:1/v1"}, 2, "gives its likeliest tokens alone: give --distill.top"),
+        ({"distill__teacher": "http://x/v1", "distill__top": 4, "distill__temperature": 2}, 2, "at temperature 1"),
         ({"distill__saved": "kept"}, 2, "needs --distill.top"),
         ({"distill__top": 10**6}, 2, "--distill.top=1000000 must be below the vocabulary"),
         ({"preference__beta": 0.3}, 2, "--preference.beta=0.3 is not read with --method='distill'"),
