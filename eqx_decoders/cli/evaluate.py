@@ -27,12 +27,13 @@ from eqx_decoders.evaluation.lm_eval_model import make_lm
 from eqx_decoders.evaluation.lm_eval_tasks import PREFIX, HarnessSettings, find_tasks, run_tasks, task_names
 from eqx_decoders.evaluation.score_tables import Scores, compare, describe
 from eqx_decoders.evaluation.task import LoadedTask, load_task
-from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make_engine
+from eqx_decoders.evaluation.task_run import AnswerSettings, default_chunk, evaluate_task, make_engine
 from eqx_decoders.evaluation.task_scores import TaskScores
 from eqx_decoders.evaluation.text_sets import TextSet, evaluate_texts, load_text_set
 from eqx_decoders.inference.text_model import TextModel
 from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.io.atomic_files import expand_paths, write_json
+from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.serving.engine.config import EngineLimits
@@ -73,6 +74,9 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
     """Examples before each document of lm-eval's tasks; None: as the task says."""
     include_path: str | None = None
     """Folder with YAML files of tasks for lm-eval."""
+    prefill_chunk: PositiveInt | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Prompt tokens that are computed at once, and which several continuations of one context share; None: 32 on CPUs,
+    128 elsewhere."""
     max_length: AtLeastTwo | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tokens of a prompt and its answer together, and of a window of a text; None: 2048, or as many as the model was
     trained on, if these are fewer."""
@@ -102,6 +106,11 @@ class EvaluateConfig(ModelSource, AnswerSettings, EngineLimits):
         """Names of the models."""
         first = self.model or self.run_dir or "runs/tiny"
         return [first] if self.against is None else [first, self.against]
+
+    @property
+    def reported(self) -> tuple[int, ...]:
+        """Numbers k of pass@k in tables; of one answer it is the score."""
+        return self.ks if self.samples > 1 or self.pass_at else ()
 
     def harness(self) -> HarnessSettings:
         """Return the settings of lm-eval."""
@@ -137,9 +146,14 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     config = parse(args, prog)
     keep_memory()
     keep_programs()
-    plan = prepare(config)
-    results = [evaluate_model(config, source, plan) for source in config.sources()]
-    report(config, results)
+    plan, sources, results = prepare(config), config.sources(), []
+    for source in sources:
+        if source.model is not None:
+            resolve(source.model)  # a name that does not exist is an error before the other model is measured
+    for number, source in enumerate(sources):
+        results.append(evaluate_model(config, source, plan))
+        report(config, results[-1], number)
+    finish(config, results)
     return 0
 
 
@@ -194,6 +208,8 @@ def evaluate_model(config: EvaluateConfig, source: ModelSource, plan: Evaluation
 def limits(config: EvaluateConfig, text: TextModel) -> EngineLimits:
     """Return the limits of the engine, for a model that was trained on texts of some length."""
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(EngineLimits)}
+    if config.prefill_chunk is None:
+        fields["prefill_chunk"] = default_chunk(text)
     if config.max_length is None:
         fields["max_length"] = min(MAX_LENGTH, text.model.trained_positions or MAX_LENGTH)
     return EngineLimits(**fields)
@@ -213,26 +229,32 @@ def counting(what: str, total: int | None = None) -> Iterator[Progress]:
         yield add
 
 
-def report(config: EvaluateConfig, results: Sequence[Sequence[Scores]]) -> None:
-    """Print the tables, and write results and answers."""
-    folder, ks = Path(config.output), config.ks if config.samples > 1 or config.pass_at else ()
+def report(config: EvaluateConfig, scores: Sequence[Scores], number: int) -> None:
+    """Print the tables of a model, the first or the second one, and write its answers."""
+    folder, drawn = Path(config.output), f"temperature {config.drawn_at:g}, seed {config.seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = "greedy" if config.drawn_at == 0 else f"temperature {config.drawn_at:g}, seed {config.seed}"
-    for number, (name, scores) in enumerate(zip(config.names, results, strict=True)):
-        print(f"{name}: {config.samples} {'answer' if config.samples == 1 else 'answers'} to each prompt, {drawn}\n")
-        print("\n".join(describe(scores, ks)))
-        for each in scores:
-            if isinstance(each, TaskScores):
-                each.write(folder / f"{each.name}{'.against' * number}.jsonl")
+    answers = f"{config.samples} {'answer' if config.samples == 1 else 'answers'} to each prompt"
+    print(f"{config.names[number]}: {answers}, {drawn if config.drawn_at else 'greedy'}\n")
+    print("\n".join(describe(scores, config.reported)), flush=True)
+    for each in scores:
+        if isinstance(each, TaskScores):
+            each.write(folder / f"{each.name}{'.against' * number}.jsonl")
+
+
+def finish(config: EvaluateConfig, results: Sequence[Sequence[Scores]]) -> None:
+    """Print the table of two models, and write all numbers."""
     if len(results) == 2:
         print("\n".join(compare(results[0], results[1], (config.names[0], config.names[1]))) + "\n")
     figures = {
-        name: {each.name: each.figures(ks) if isinstance(each, TaskScores) else each.figures() for each in scores}
+        name: {
+            each.name: each.figures(config.reported) if isinstance(each, TaskScores) else each.figures()
+            for each in scores
+        }
         for name, scores in zip(config.names, results, strict=True)
     }
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(AnswerSettings)}
-    write_json(folder / "results.json", _without_nan({"settings": settings, "models": figures}))
-    print(f"results and answers are in {folder}", file=sys.stderr)
+    write_json(Path(config.output) / "results.json", _without_nan({"settings": settings, "models": figures}))
+    print(f"results and answers are in {config.output}", file=sys.stderr)
 
 
 def _without_nan(value: Any) -> Any:

@@ -19,6 +19,7 @@ from eqx_decoders.evaluation.task_run import (
     AnswerSettings,
     TextSource,
     answer_requests,
+    default_chunk,
     evaluate_task,
     make_engine,
 )
@@ -94,7 +95,7 @@ class TaskEvaluator:
         requests = [request for task in tasks for request in answer_requests(text, task, once)]
         lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
         lengths += [min(MAX_LENGTH, text.model.trained_positions or MAX_LENGTH)] if harness else []
-        limits = EngineLimits(max_length=max(lengths))
+        limits = EngineLimits(max_length=max(lengths), prefill_chunk=default_chunk(text))
         EngineConfig(max_length=limits.max_length).check_model(text.model)
         manager = find_tasks(harness, HarnessSettings()) if harness else None
         return cls(tasks=tasks, harness=harness, manager=manager, settings=settings, limits=limits)

@@ -92,6 +92,13 @@ class AnswerSettings(CheckedFields):
         return SamplingParams(temperature=self.drawn_at, top_k=self.top_k, top_p=self.top_p, seed=seed)
 
 
+def default_chunk(text: TextSource) -> int:
+    """Return the prompt tokens that an evaluation computes at once: few on CPUs, where that costs nothing, so that
+    continuations share more of their context.
+    """
+    return 32 if text.model.execution.layout.backend.few_rows else EngineLimits.prefill_chunk
+
+
 def make_engine(text: TextSource, limits: EngineLimits) -> Any:
     """Make an `Engine` that answers and scores: it reports the most likely token, and takes one bias of a request."""
     from eqx_decoders.serving.engine.engine import Engine

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eqx_decoders.cli.evaluate import EvaluateConfig, parse
+from eqx_decoders.cli.evaluate import EvaluateConfig, limits, parse
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.inference.text_model import load_text_model
 from tests.commands import ROOT, call, outcome
 
 
@@ -89,6 +90,7 @@ def test_lm_eval_beside_other_tasks(folder, tmp_path, monkeypatch):
         (("--text", "a={folder}/rows.jsonl"), 3, "has no text 'text': give --text-field"),
         (("--text", "a={folder}/words.txt", "b={folder}/words.txt", "a={folder}/words.txt"), 2, "give each name once"),
         (("--text", "a={folder}/words.txt", "--step", "3"), 2, "--step=3 is of a run"),
+        (("--text", "a={folder}/words.txt", "--against", "{folder}/nothing"), 4, "nothing does not exist"),
         (("--text", "a={folder}/words.txt", "--max-length", "1"), 2, "--max-length=1 must be"),
     ],
 )  # fmt: skip
@@ -96,6 +98,15 @@ def test_mistakes_of_evaluate(folder, arguments, code, says):
     words = [word.format(folder=folder) for word in arguments]
     left, _, err = outcome("evaluate", "--model", CHAT, *words)
     assert left == code and says in " ".join(err.replace("│", "").split())
+
+
+def test_sizes_of_the_engine_follow_from_the_model():
+    """The fixture was trained on 128 positions; a CPU computes few tokens of a prompt at once."""
+    text = load_text_model(CHAT, "float32")
+    sizes = limits(parse(["--text", "a=b"]), text)
+    assert (sizes.max_length, sizes.prefill_chunk, sizes.max_batch_size) == (128, 32, 8)
+    sizes = limits(parse(["--text", "a=b", "--max-length", "200", "--prefill-chunk", "16"]), text)
+    assert (sizes.max_length, sizes.prefill_chunk) == (200, 16)
 
 
 def test_a_task_of_lm_eval_needs_it(monkeypatch):
@@ -116,5 +127,6 @@ def test_models_are_runs_checkpoints_and_names(tmp_path):
     config = parse(["--text", "a=b", "--dtype", "bfloat16", "--tasks", "lm-eval:a", "--seed", "5", "--no-chat"])
     assert config.harness().seed == 5 and not config.chat and config.names == ["runs/tiny"]
     assert config.sources()[0].dtype == "bfloat16"
+    assert config.reported == () and parse(["--text", "a=b", "--samples", "4"]).reported == (1, 2)
     with pytest.raises(ConfigError, match="step and against exclude each other"):
         EvaluateConfig(run_dir="runs/x", step=3, against="org/name", text=("a=b",))
