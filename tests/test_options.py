@@ -751,7 +751,7 @@ DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
-    "CompressedShape", "AdapterSettings",
+    "CompressedShape", "AdapterSettings", "Adapter", "ServedAdapters",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
     "ChannelShape", "EncoderSizes", "ConformerSizes", "MultimodalFamily", "DecoderAlone",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",

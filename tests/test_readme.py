@@ -35,6 +35,7 @@ MOST_PROGRAMS = {
     "class TiedMLP(": 15,
     "class ShortConvolution(": 15,
     "Engine(model, EngineConfig": 45,
+    "drop_adapter": 45,
     "synthetic_images": 40,
     "runs/tiny": 20,
     "reward_margin": 30,
@@ -130,7 +131,7 @@ def test_images_stand_in_the_place_of_placeholders():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["ed.Engine(model", "Engine(model, EngineConfig"])
+@pytest.mark.parametrize("text", ["ed.Engine(model", "Engine(model, EngineConfig", "drop_adapter"])
 def test_many_people_are_answered_at_once(text):
     out, expected = run_example(text)
     assert out == expected

@@ -14,12 +14,15 @@ with 0. Without --api-key (or EQX_DECODERS_API_KEY, several separated by commas)
 
 import asyncio
 import dataclasses
+import functools
 import gc
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+
+import jax
 
 from eqx_decoders.cli import program
 from eqx_decoders.cli.devices import Devices
@@ -32,6 +35,7 @@ from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.inference.unstack import unstack_in_place
+from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
@@ -39,8 +43,10 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
+from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.serving.engine.engine_weights import shape_of
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
@@ -82,6 +88,11 @@ class ServeConfig(ModelSource, EngineLimits):
     """Port to listen at; 0: any that is free."""
     served_name: str | None = None
     """Name by which clients ask for the model; None: that of --model or of the run directory."""
+    adapter: tuple[str, ...] = ()
+    """Adapter of PEFT for the model, as name=directory, once for each: requests whose `model` is the name are answered
+    with it, in one batch with all others. --max-adapters is at least their number."""
+    allow_adapter_loading: bool = False
+    """Clients may load adapters from directories of this machine, and drop them (/v1/load_lora_adapter)."""
     batch_invariant: bool = False
     """The last bits of an answer do not depend on how many others there are; slower on CPU for few at a time."""
     allow_priority: bool = False
@@ -118,7 +129,17 @@ class ServeConfig(ModelSource, EngineLimits):
         check(alone, f"draft={self.draft!r} and draft_model={self.draft_model!r} exclude each other: leave one out.")
         paged = self.num_pages is None or self.page_size is not None
         check(paged, f"num_pages={self.num_pages} needs page_size, such as 64.")
+        for entry in self.adapter:
+            name, _, directory = entry.partition("=")
+            check(bool(name and directory), f"adapter={entry!r} must be a name and a directory, as name=directory.")
+        has_room = self.max_adapters > 0 or not self.allow_adapter_loading
+        check(has_room, "allow_adapter_loading=True needs max_adapters, such as 4: places for them.")
         self.engine()
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Directories of adapters by their names."""
+        return {name: directory for name, _, directory in (entry.partition("=") for entry in self.adapter)}
 
     def engine(self, draft_model: Decoder | None = None) -> EngineConfig:
         """Return the settings of the engine; `draft_model` is loaded already."""
@@ -128,6 +149,7 @@ class ServeConfig(ModelSource, EngineLimits):
             drafts = DraftModel(model=draft_model, num_tokens=self.num_draft_tokens)
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
         limits: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineLimits)}
+        limits["max_adapters"] = max(self.max_adapters, len(self.adapter))
         cache_dtype: str | CacheFormat | None = None if self.cache_dtype == "auto" else self.cache_dtype
         if self.cache_scale_block is not None:
             cache_dtype = CacheFormat(dtype=cache_dtype or "bfloat16", scale_block=self.cache_scale_block)
@@ -152,7 +174,13 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     keep_memory()
     keep_programs()
     text = load(config)
+    adapters = {name: read_adapter(text.model, directory) for name, directory in config.adapters.items()}
+    base, text = text.model, dataclasses.replace(text, model=unstack_in_place(text.model))
+    if text.model is not base:  # its arrays are deleted
+        base = jax.tree.map(shape_of, base)
     engine = Engine(text.model, config.engine(load_draft_model(config)))
+    for name, parts in adapters.items():
+        engine.load_adapter(name, parts)
     with StatusLine("compiling"):
         engine.warm_up()
     gc.freeze()  # what is here stays: no need to look through it again and again
@@ -167,6 +195,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
                 ready=lambda: print(f"serving {config.name} at {address_of(sock)}", flush=True),
                 allow_origins=config.allow_origin,
                 timeouts=ServerConfig(drain=config.drain_seconds),
+                read_adapter=functools.partial(read_adapter, base) if config.allow_adapter_loading else None,
             )
         )
     engine.close()
@@ -195,7 +224,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> ServeCo
         ServeConfig(),
         titles={ServeConfig: "server", EngineLimits: "engine", ModelSource: "model", Devices: "devices"},
         first=BASIC,
-        types=dict.fromkeys(("api_key", "allow_origin"), several),
+        types=dict.fromkeys(("api_key", "allow_origin", "adapter"), several),
         args=args,
         prog=prog,
         description=__doc__,
@@ -206,12 +235,17 @@ def load(config: ServeConfig) -> TextModel:
     """Load the model and the tokenizer that the settings name."""
     text = config.load("keep" if config.quantize == "keep" else "expand")
     if config.quantize in ("keep", "none"):
-        return dataclasses.replace(text, model=unstack_in_place(text.model))
+        return text
     model = quantize(text.model, config.quantize, group_size=config.group_size)
     if sizes := group_sizes(model):
         groups = ", ".join(f"{size} rows in {count} weights" for size, count in sizes.items())
         print(f"--quantize {config.quantize}: groups of {groups}", file=sys.stderr, flush=True)
-    return dataclasses.replace(text, model=unstack_in_place(model))
+    return dataclasses.replace(text, model=model)
+
+
+def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
+    """Read an adapter of PEFT for a model; one with lengths or singular values needs its arrays, not its shapes."""
+    return adapter_parts(load_peft(base, directory))
 
 
 def load_draft_model(config: ServeConfig) -> Decoder | None:
@@ -227,6 +261,7 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
     most = config.max_body_bytes or body_bytes(text, config.max_length)
     return ApiConfig(
         name=config.name,
+        adapters=tuple(config.adapters),
         max_length=config.max_length,
         vocab_size=text.model.config.vocab_size,
         max_logprobs=EngineConfig.max_logprobs,

@@ -71,6 +71,7 @@ AXES: dict[str, str] = {
     "coefficients": "numbers by which a token's residual streams are read, written and mixed",
     "coefficient_kinds": "those that read, those that write and those that mix",
     "rank": "features between the two factors of a low-rank update",
+    "adapters": "low-rank updates of a weight that are served at once",
     "teacher_heads": "query heads of a frozen teacher",
     "teacher_kv_heads": "key and value heads of a frozen teacher",
     "teacher_head_dim": "features of one head of a frozen teacher",

@@ -38,6 +38,7 @@ class Asked:
     api: ApiConfig | None = None
     sock: socket.socket | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    adapters: dict[str, Any] = dataclasses.field(default_factory=dict)
     loaded: Any = None
     language: Any = None
 
@@ -54,6 +55,9 @@ def asked(monkeypatch, text):
     class Engine:
         def __init__(self, model, config):
             found.engine = config
+
+        def load_adapter(self, name, parts) -> None:
+            found.adapters[name] = parts
 
         def warm_up(self) -> None:
             pass
@@ -73,6 +77,7 @@ def asked(monkeypatch, text):
     monkeypatch.setattr(serve, "Engine", Engine)
     monkeypatch.setattr(serve, "serve", served)
     monkeypatch.setattr(serve, "load", load)
+    monkeypatch.setattr(serve, "read_adapter", lambda base, directory: (base, directory))
     monkeypatch.delenv(serve.KEYS, raising=False)
     logs = [logging.getLogger(name) for name in ("eqx_decoders.serving", "uvicorn")]
     before = [(log.handlers, log.propagate, log.level) for log in logs]
@@ -119,6 +124,21 @@ EFFECTS = {
     "max_waiting": (["--max-waiting", "5"], lambda found: found.engine.max_waiting == 5),
     "max_waiting_tokens": (["--max-waiting-tokens", "7"], lambda found: found.engine.max_waiting_tokens == 7),
     "preempted_bytes": (["--preempted-bytes", "0"], lambda found: found.engine.preempted_bytes == 0),
+    "adapter": (
+        ["--adapter", "one=some/path", "--adapter", "two=a=b"],
+        lambda found: (
+            {name: path for name, (_, path) in found.adapters.items()} == {"one": "some/path", "two": "a=b"}
+            and found.api.adapters == ("one", "two")
+            and found.engine.max_adapters == 2
+        ),
+    ),
+    "allow_adapter_loading": (
+        ["--allow-adapter-loading", "--max-adapters", "1"],
+        lambda found: found.options["read_adapter"]("x")[1] == "x" and found.adapters == {},
+    ),
+    "max_adapters": (["--max-adapters", "3"], lambda found: found.engine.max_adapters == 3),
+    "max_adapter_rank": (["--max-adapter-rank", "64"], lambda found: found.engine.max_adapter_rank == 64),
+    "adapter_targets": (["--adapter-targets", "*.query"], lambda found: found.engine.adapter_targets == ("*.query",)),
     "allow_priority": (["--allow-priority"], lambda found: found.api.allow_priority),
     "max_open": (["--max-open", "9"], lambda found: found.api.max_open == 9),
     "max_open_bytes": (["--max-open-bytes", "9000000"], lambda found: found.api.max_open_bytes == 9_000_000),
@@ -205,6 +225,8 @@ def test_what_the_model_was_published_with_is_the_default(asked):
         (("--max-batch-size", "0"), 2, "--max-batch-size=0 must be"),
         (("--drain-seconds", "-1"), 2, "--drain-seconds=-1"),
         (("--draft", "prompt", "--draft-model", "x"), 2, "exclude each other"),
+        (("--adapter", "path/alone"), 2, "--adapter='path/alone' must be a name and a directory"),
+        (("--allow-adapter-loading",), 2, "--allow-adapter-loading=True needs --max-adapters"),
         (("--draft", "mtp", "--num-draft-tokens", "0"), 2, "--num-draft-tokens=0 must be"),
         (("--cache-scale-block", "8"), 2, "--cache-scale-block=8 needs"),
         (("--num-pages", "5"), 2, "--num-pages=5 needs"),

@@ -31,7 +31,20 @@ class FakeEngine:
     script: tuple[int, ...] = ()
     fails: bool = False
 
+    def load_adapter(self, name: str, adapter: object) -> None:
+        if adapter == "too large":
+            raise ConfigError(f"{name} is too large.")
+        self.loaded[name] = adapter
+
+    def drop_adapter(self, name: str) -> None:
+        del self.loaded[name]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.loaded)
+
     def __post_init__(self):
+        self.loaded: dict[str, object] = {}
         self.requests: dict[int, Request] = {}
         self.answers: dict[int, list[int]] = {}
         self.order: list[int] = []

@@ -75,6 +75,7 @@ def serving(
     frontend: TextFrontend | None = None,
     timeouts: ServerConfig = ServerConfig(drain=1.0, end=1.0),
     allow_origins: tuple[str, ...] = (),
+    read_adapter: Any = None,
     **config: Any,
 ) -> Iterator[Running]:
     """A server as long as the block lasts."""
@@ -84,7 +85,7 @@ def serving(
     port = sock.getsockname()[1]
     frontend = frontend or chat_frontend()
     options = dict(frontend=frontend, engine=engine, config=ApiConfig(**(defaults | config)), sock=sock)
-    stop = run_in_thread(timeouts=timeouts, allow_origins=allow_origins, **options)
+    stop = run_in_thread(timeouts=timeouts, allow_origins=allow_origins, read_adapter=read_adapter, **options)
     try:
         yield Running(port, engine, stop)
     finally:

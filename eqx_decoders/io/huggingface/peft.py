@@ -76,6 +76,10 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     check(bool(weights), f"{folder.path / TENSORS} holds no pair: there is nothing to load.", ConversionError)
     params = np.dtype(model.execution.precision.params if dtype is None else dtype)
     leaves, nodes = whole_weights(model)[1], {}
+    shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves([leaves[path] for path in weights]))
+    text = f"{folder.path / CONFIG}: use_dora and init_lora_weights='pissa' are read beside the weights"
+    free = not (shapes and (settings.dora or settings.pissa))
+    check(free, f"{text}, and this model has shapes alone.", ConversionError)
     for path, weight in weights.items():
         parts, scale = weight.load(tensors, settings, params)
         nodes[path] = LowRank(base=leaves[path], scale=scale, **parts)

@@ -30,7 +30,7 @@ from eqx_decoders.layers.cache.page_layout import LANE
 from eqx_decoders.layers.mask import AttentionPositions, Causal, Mask, seen_keys
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
-from eqx_decoders.numerics.einsum import AbstractWeight, add_bias, as_weight
+from eqx_decoders.numerics.einsum import AbstractWeight, LowRankPair, add_bias, as_weight
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
@@ -353,13 +353,15 @@ def _into_latents(
     pattern, keys = "batch length heads nope, kv_rank heads nope -> batch length heads kv_rank", slice(query.shape[-1])
     base, pair = as_weight(kv_up).base_and_pair()
     if pair is not None and pair.factor is not None:
-        query = (query * pair.factor[None, None, :, keys]).astype(query.dtype)
+        query = _times_columns(query, pair.factor[..., keys])
     out = ctx.einsum(pattern, query, as_weight(base).array(0)[..., keys])
     if pair is None:
         return out
-    down = "batch length heads nope, rank heads nope -> batch length heads rank"
+    row = _row_of(pair)
+    down = f"batch length heads nope, {row}rank heads nope -> batch length heads rank"
     low = pair.scale * ctx.einsum(down, query, pair.lora_b[..., keys])
-    return out + ctx.einsum("batch length heads rank, kv_rank rank -> batch length heads kv_rank", low, pair.lora_a)
+    up = f"batch length heads rank, {row}kv_rank rank -> batch length heads kv_rank"
+    return out + ctx.einsum(up, low, pair.lora_a)
 
 
 def _into_values(
@@ -371,8 +373,19 @@ def _into_values(
     out = ctx.einsum(pattern, mixed, as_weight(base).array(0)[..., nope_dim:])
     if pair is None:
         return out
-    down = "batch length heads kv_rank, kv_rank rank -> batch length heads rank"
+    row = _row_of(pair)
+    down = f"batch length heads kv_rank, {row}kv_rank rank -> batch length heads rank"
     low = pair.scale * ctx.einsum(down, mixed, pair.lora_a)
-    up = "batch length heads rank, rank heads value_dim -> batch length heads value_dim"
+    up = f"batch length heads rank, {row}rank heads value_dim -> batch length heads value_dim"
     out = out + ctx.einsum(up, low, pair.lora_b[..., nope_dim:])
-    return out if pair.factor is None else (out * pair.factor[None, None, :, nope_dim:]).astype(out.dtype)
+    return out if pair.factor is None else _times_columns(out, pair.factor[..., nope_dim:])
+
+
+def _row_of(pair: LowRankPair) -> str:
+    """Return the first axis of factors that each row of a batch has for itself."""
+    return "batch " if pair.lora_a.ndim == 3 else ""
+
+
+def _times_columns(x: Float[Array, "batch length heads features"], factor: Array) -> Array:
+    """Multiply by factors of `heads features`, or of `batch heads features`."""
+    return (x * factor.reshape(-1, 1, *factor.shape[-2:])).astype(x.dtype)

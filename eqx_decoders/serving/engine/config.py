@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from eqx_decoders.encoders.merge import without_placeholders
-from eqx_decoders.errors import AtLeast, CheckedFields, NonNegativeInt, PositiveInt, check
+from eqx_decoders.errors import AtLeast, CheckedFields, NonEmpty, NonNegativeInt, PositiveInt, check
 from eqx_decoders.inference.drafters import Drafter
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
@@ -32,6 +32,10 @@ class EngineLimits(CheckedFields):
     - `max_waiting`: maximum of waiting requests; a server tells others to come again (429).
     - `max_waiting_tokens`: maximum tokens of their prompts.
     - `prefix_cache_bytes`: memory of the prefix cache; 0 for none.
+    - `max_adapters`: adapters that can be loaded at once, each in a place of `max_adapter_rank`: `Engine.load_adapter`;
+        0: none, and products take no more time than without.
+    - `max_adapter_rank`: largest rank of a pair; PiSSA's count twice.
+    - `adapter_targets`: patterns of the paths of the weights that have such places.
     - `preempted_bytes`: memory for the contents of preempted slots, and as much again for results that several answers
         to one prompt share; beyond that they are computed again.
     """
@@ -44,6 +48,9 @@ class EngineLimits(CheckedFields):
     max_waiting_tokens: PositiveInt = 1 << 20
     prefix_cache_bytes: NonNegativeInt = 1 << 30
     preempted_bytes: NonNegativeInt = 1 << 27
+    max_adapters: NonNegativeInt = 0
+    max_adapter_rank: PositiveInt = 16
+    adapter_targets: Annotated[tuple[str, ...], NonEmpty("pattern, such as 'segments.*'")] = ("segments.*",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +112,10 @@ class EngineConfig(EngineLimits):
         check(fixed is None or self.max_length <= fixed, f"{rule}.")
         if self.drafts is not None:
             self.drafts.check_model(model)
+        run = model.execution
+        whole = self.max_adapters == 0 or (run.pipeline is None and run.batch_split == 1)
+        rule = "needs whole batches: leave out Execution.pipeline and Execution.batch_split"
+        check(whole, f"EngineConfig.max_adapters={self.max_adapters} {rule}.")
 
     def check_request(self, request: Request, vocab_size: int) -> None:
         """Raise ConfigError for a request that an engine with so many token ids could never answer."""
@@ -122,5 +133,7 @@ class EngineConfig(EngineLimits):
             check(count <= self.max_logprobs, f"{field}={count} must be at most {self.max_logprobs}.")
         most, biases = self.max_logit_bias, len(biased)
         check(biases <= most, f"logit_bias has {biases} tokens, of at most {most}.")
+        text_only = request.media is None or request.adapter is None
+        check(text_only, f"adapter={request.adapter!r}: adapters answer texts alone, without images, videos or audio.")
         text_only = request.media is None or request.prompt_logprobs is None
         check(text_only, "prompt_logprobs are not given for prompts with images, videos or audio: leave it out.")

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from eqx_decoders.errors import check, check_word
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, ChunkResult, padded_slots
 from eqx_decoders.serving.engine.multimodal_prefill import (
@@ -82,6 +83,7 @@ class Engine:
         Raises ConfigError for a model with other weights, and for such requests if they are refused.
         """
         check_word("running", running, ("refuse", "keep", "recompute"))
+        self._runner.adapters.check_new_weights()
         self.clear_prefix_cache()
         count = len(self._slot_manager.sequences) + len(self._scheduler.queue)
         remedy = "step until has_work is False, cancel them, or give running='keep' or 'recompute'"
@@ -101,6 +103,35 @@ class Engine:
         if self._multimodal is not None:
             self._multimodal.release()
 
+    def load_adapter(self, name: str, adapter: Decoder | Mapping[str, AdapterPairs]) -> None:
+        """Answer requests for an adapter from now on (`Request.adapter`), in one batch with all others.
+
+        Nothing is compiled. What it computes is cached for its own requests alone.
+
+        **Arguments:**
+
+        - `adapter`: the model with the adapter's pairs, as `load_peft` and `add_lora` return it, or their
+            `adapter_parts`.
+
+        Raises ConfigError for a name that is loaded, where all of `max_adapters` places are taken, and for pairs that
+        don't fit these.
+        """
+        parts = adapter_parts(adapter) if isinstance(adapter, Decoder) else adapter
+        open_ones = itertools.chain(self._slot_manager.sequences.values(), self._scheduler.queue)
+        self._runner.adapters.load(name, parts, (each.adapter for each in open_ones))
+
+    def drop_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter. Its place is free when those that are open have their answers.
+
+        Raises ConfigError for an unknown one.
+        """
+        self._scheduler.drop_texts(self._runner.adapters.drop(name))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that answer requests."""
+        return tuple(each.name for each in self._runner.adapters.served)
+
     def submit(self, request: Request) -> int:
         """Queue a request, and return the id that its outputs have.
 
@@ -111,14 +142,15 @@ class Engine:
             longest = len(request.prompt) + request.max_new_tokens
             self._slot_manager.block_manager.check_fits(longest, self.config.prefill_chunk)
         self._scheduler.queue.check_room(request)
-        sequence = SequenceState(request_id=next(self._ids), request=request)
+        adapter = self._runner.adapters.find(request.adapter)
+        sequence = SequenceState(request_id=next(self._ids), request=request, adapter=adapter)
         last: SequenceState | None = self._last_submitted()
-        last = last if last is not None and last.has_same_prompt(request) else None
+        last = last if last is not None and last.has_same_prompt(request) and last.adapter is adapter else None
         size = features_bytes(self._multimodal, request) if last is None else 0
         sequence.join(SharedPrompt(features_bytes=size) if last is None else last.shared)
         if request.media is None:
             hash_blocks = self._slot_manager.prefix_cache.hash_blocks
-            hashes = hash_blocks(request.prompt, request.cache_salt) if last is None else last.block_hashes
+            hashes = hash_blocks(request.prompt, sequence.salt) if last is None else last.block_hashes
             sequence.block_hashes = hashes
         self._last_submitted = weakref.ref(sequence)
         self._scheduler.enqueue(sequence)

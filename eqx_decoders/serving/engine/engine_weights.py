@@ -34,7 +34,7 @@ class EngineWeights:
     def __init__(self, models: Models):
         arrays, self._static = eqx.partition(models, eqx.is_array)
         self._arrays, self._tree = jax.tree.flatten(arrays)
-        self.model = jax.tree.map(_shape, models.model)
+        self.model = jax.tree.map(shape_of, models.model)
         named = named_leaves(self.model)
         self._shapes = {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
 
@@ -76,7 +76,8 @@ class EngineWeights:
         self._arrays = [_like(given[name], leaf) for name, leaf in known.items()] + self._arrays
 
 
-def _shape(leaf: Any) -> Any:
+def shape_of(leaf: Any) -> Any:
+    """Return the shape, dtype and sharding of an array; anything else as it is."""
     if not eqx.is_array(leaf):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

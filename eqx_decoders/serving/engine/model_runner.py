@@ -26,6 +26,7 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine import slot_state
+from eqx_decoders.serving.engine.adapters import EngineAdapters, of_rows
 from eqx_decoders.serving.engine.block_manager import windows_of
 from eqx_decoders.serving.engine.engine_weights import EngineWeights, Models
 from eqx_decoders.serving.engine.sampler import (
@@ -65,6 +66,7 @@ class RunnerConfig:
     - `max_logprobs`: most likely tokens that are reported for each token.
     - `cache_format`: dtype or quantization of keys and values.
     - `pages`: layout of a paged cache; None: each slot has its own contiguous rows.
+    - `max_adapters`, `max_adapter_rank`, `adapter_targets`: see `EngineAdapters`.
     """
 
     num_slots: int
@@ -76,6 +78,9 @@ class RunnerConfig:
     max_logprobs: int
     cache_format: CacheFormat
     pages: PageConfig | None = None
+    max_adapters: int = 0
+    max_adapter_rank: int = 1
+    adapter_targets: tuple[str, ...] = ("*",)
 
 
 class ModelRunner:
@@ -96,6 +101,8 @@ class ModelRunner:
         state = EngineState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
         self._state = slot_state.without_aliases(state)
         self.model = self.weights.model
+        sizes = config.max_adapters, config.max_adapter_rank, config.adapter_targets
+        self.adapters = EngineAdapters(self.model, *sizes)
         self._replicated = layout.replicated()
         self._programs: dict[Any, Any] = {}
 
@@ -122,6 +129,7 @@ class ModelRunner:
 
     def compile(self) -> None:
         """Compile all programs; later calls need no others."""
+        self.adapters.compile()
         slot, begin, num_top = np.int32(0), np.int32(0), self.config.max_logprobs
         for rows in self.config.batch_sizes:
             for columns in self.config.columns:
@@ -254,21 +262,24 @@ class ModelRunner:
     def _compile(self, name: Any, function: Callable[..., Any], *inputs: Any, donates: bool = True) -> None:
         weightless = isinstance(name, str)  # programs that only move data
 
-        def run(weights: list[Array], state: EngineState, *inputs: Any) -> Any:
+        def run(weights: Any, state: EngineState, *inputs: Any) -> Any:
             if weightless:
                 return function(state, *inputs)
-            return function(self.weights.combined(weights), state, *inputs)
+            arrays, pairs = weights
+            models = self.weights.combined(arrays)
+            return function(Models(self.adapters.with_pairs(models.model, pairs), models.drafter), state, *inputs)
 
         shardings: Any = None
         if donates:  # the state stays where it is
             state = jax.tree.map(lambda leaf: leaf.sharding, self._state)
             shardings = state if weightless else (state, None)
         jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
-        weights = [] if weightless else self.weights.arrays
+        weights = None if weightless else (self.weights.arrays, self.adapters.arrays)
         self._programs[name] = jitted if self._is_packed else jitted.lower(weights, self._state, *inputs).compile()
 
     def _run(self, name: Any, *inputs: Any) -> Any:
-        return self._programs[name]([] if isinstance(name, str) else self.weights.arrays, self._state, *inputs)
+        weights = None if isinstance(name, str) else (self.weights.arrays, self.adapters.arrays)
+        return self._programs[name](weights, self._state, *inputs)
 
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
@@ -323,7 +334,7 @@ def decode(
     A draft of -1 stands for the one that was made on the device. Rows at position -1 are idle. Drafts need a step of
     all slots, in order.
     """
-    model, (rows, columns) = models.model, tokens.shape
+    model, (rows, columns) = of_rows(models.model, batch.adapter), tokens.shape
     all_slots = rows == state.tokens.shape[0]
     if state.drafts is not None and columns > 1:
         tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
@@ -365,7 +376,7 @@ def prefill(
 
     `following` has the next token of each; positions are -1 after the last token.
     """
-    model = models.model
+    model = of_rows(models.model, batch.adapter)
     hidden, proposal, _ = model.forward_uncommitted(
         tokens, positions, cache=state.cache.at_rows(slot[None]), promises=Promises(accept_all=True)
     )

@@ -39,6 +39,7 @@ class Request(CheckedFields):
     - `media`: images, videos and audio, from `Media.create` for this prompt alone.
     - `priority`: requests with a higher one come first, and preempt those with a lower one.
     - `client`: clients take turns within a priority.
+    - `adapter`: name of the adapter that answers (`Engine.load_adapter`); None: the model itself.
     - `cache_salt`: cached prefixes are shared only among requests with the same salt.
     """
 
@@ -55,6 +56,7 @@ class Request(CheckedFields):
     media: Media | None = None
     priority: int = 0
     client: str = ""
+    adapter: str | None = None
     cache_salt: str = ""
 
     def __post_init__(self):

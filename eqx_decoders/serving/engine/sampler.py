@@ -168,6 +168,7 @@ class SamplingBatch(NamedTuple):
     - `count`: tokens that each answer has already.
     - `prompt_length`: tokens before the answer.
     - `allowed`, `masked`: where a row is masked, only tokens whose bit is set can be sampled.
+    - `adapter`: place of the adapter of each row, which its forward pass reads (see `adapters.py`); 0 for none.
     - `scores_draws`: rows whose log-probabilities are those of the distribution that they are drawn from.
     - `wants_scores`: whether any row needs log-probabilities.
     """
@@ -177,6 +178,7 @@ class SamplingBatch(NamedTuple):
     prompt_length: Int[AnyArray, "rows"]
     allowed: Int32[AnyArray, "rows words"]
     masked: Bool[AnyArray, "rows"]
+    adapter: Int32[AnyArray, "rows"]
     scores_draws: Bool[AnyArray, "rows"]
     wants_scores: Bool[AnyArray, ""]
 
@@ -189,6 +191,7 @@ class SamplingBatch(NamedTuple):
             prompt_length=np.zeros(rows, np.int32),
             allowed=np.full((rows, words), -1, np.int32),
             masked=np.zeros(rows, bool),
+            adapter=np.zeros(rows, np.int32),
             scores_draws=np.zeros(rows, bool),
             wants_scores=np.asarray(False),
         )
@@ -202,6 +205,7 @@ class SamplingBatch(NamedTuple):
             prompt_length=self.prompt_length[part],
             allowed=self.allowed[part],
             masked=self.masked[part],
+            adapter=self.adapter[part],
             scores_draws=self.scores_draws[part],
             wants_scores=np.asarray(wants_scores),
         )

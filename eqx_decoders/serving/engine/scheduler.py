@@ -8,6 +8,7 @@ would the answer of the next turn. Recurrent states, and entries outside of wind
 import collections
 import time
 
+from eqx_decoders.serving.engine.adapters import Adapter
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.engine.request_queue import RequestQueue
@@ -29,20 +30,21 @@ class PrefixWarmup:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def clear(self) -> None:
-        """Drop all waiting texts."""
-        self._texts.clear()
+    def clear(self, adapter: Adapter | None = None) -> None:
+        """Drop all waiting texts, or those of an adapter."""
+        kept = [] if adapter is None else [each for each in self._texts if each[0].adapter is not adapter]
+        self._texts = collections.deque(kept, maxlen=MAX_TEXTS)
 
     def add(self, sequence: SequenceState) -> None:
         """Queue the whole blocks of a prompt and its answer, if they are more than those of the prompt."""
         request, block_size = sequence.request, self._slot_manager.block_size
         num_prompt_blocks, text = len(request.prompt) // block_size, (*request.prompt, *sequence.answer)
-        count, salt = len(text) // block_size * block_size, request.cache_salt
+        count, salt = len(text) // block_size * block_size, sequence.salt
         prefix_cache = self._slot_manager.prefix_cache
         hashes = prefix_cache.hash_blocks(text[:count], salt) if request.media is None else []
         if len(hashes) > num_prompt_blocks:
-            prompt = Request(prompt=text[:count], max_new_tokens=1, cache_salt=salt)
-            background = SequenceState(request_id=-1, request=prompt, block_hashes=hashes, background=True)
+            prompt, adapter = Request(prompt=text[:count], max_new_tokens=1), sequence.adapter
+            background = SequenceState(-1, prompt, hashes, background=True, adapter=adapter)
             self._texts.append((background, num_prompt_blocks))
 
     def next(self) -> tuple[SequenceState, int] | None:
@@ -128,6 +130,13 @@ class Scheduler:
         if sequence.background:
             self.prefix_warmup.current = None
 
+    def drop_texts(self, adapter: Adapter) -> None:
+        """Prefill no finished texts of an adapter any more."""
+        self.prefix_warmup.clear(adapter)
+        current = self.prefix_warmup.current
+        if current is not None and current.adapter is adapter:
+            self.release(current)
+
     def renew(self, *, recompute: bool) -> None:
         """Forget what other weights computed of waiting prompts and, with `recompute`, of answers, too."""
         if recompute:
@@ -144,7 +153,7 @@ class Scheduler:
             sequence.join(shared.setdefault(old, SharedPrompt(features_bytes=old.features_bytes)))
             if request.media is None:
                 hash_blocks = self._slot_manager.prefix_cache.hash_blocks
-                sequence.block_hashes = hash_blocks(request.prompt, request.cache_salt)
+                sequence.block_hashes = hash_blocks(request.prompt, sequence.salt)
 
     def _stop_prefill(self, sequence: SequenceState) -> None:
         if sequence in self.prefilling:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.inference.drafters import Drafter
+from eqx_decoders.serving.engine.adapters import Adapter
 from eqx_decoders.serving.engine.request import FinishReason, Request
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.engine.slot_state import CacheSnapshot
@@ -75,6 +76,7 @@ class SequenceState:
 
     - `block_hashes`: names of the blocks of its prompt in the prefix cache.
     - `shared`: results shared with other requests of its prompt.
+    - `adapter`: the adapter that computes it; None: the model itself.
     - `background`: nobody's request: a finished text that is prefilled for the prefix cache.
     - `awaited`: another sequence waits for the blocks that it prefills.
     - `started`: the prefix cache was searched for its prompt.
@@ -94,6 +96,7 @@ class SequenceState:
     request: Request
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     shared: SharedPrompt = dataclasses.field(default_factory=SharedPrompt)
+    adapter: Adapter | None = None
     background: bool = False
     awaited: bool = False
     started: bool = False
@@ -114,6 +117,11 @@ class SequenceState:
         self._is_waiting = False
         self._ids: np.ndarray | None = None
         self._num_written = 0
+
+    @property
+    def salt(self) -> str:
+        """Salt of its cached prefixes: an adapter's are those of nobody else."""
+        return self.request.cache_salt if self.adapter is None else f"{self.adapter.key}\0{self.request.cache_salt}"
 
     @property
     def is_decoding(self) -> bool:
@@ -152,7 +160,7 @@ class SequenceState:
     def has_same_prompt(self, request: Request) -> bool:
         """Return whether a request has the same prompt, and needs the same results of it."""
         mine = self.request
-        names = ("cache_salt", "prompt_logprobs", "prompt_logprobs_from", "prompt")
+        names = ("adapter", "cache_salt", "prompt_logprobs", "prompt_logprobs_from", "prompt")
         same = all(getattr(mine, name) == getattr(request, name) for name in names)
         return same and mine.media is request.media
 

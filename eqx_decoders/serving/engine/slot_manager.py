@@ -54,6 +54,9 @@ class SlotManager:
             max_logprobs=config.max_logprobs,
             cache_format=default_cache_format(model.execution) if dtype is None else CacheFormat.of(dtype),
             pages=config.pages,
+            max_adapters=config.max_adapters,
+            max_adapter_rank=config.max_adapter_rank,
+            adapter_targets=config.adapter_targets,
         )
         return cls(ModelRunner(model, runner_config, drafts), config.pages, config.prefix_cache_bytes)
 
@@ -89,6 +92,7 @@ class SlotManager:
         batch.sampling.set(slot, request.sampling)
         batch.prompt_length[slot], batch.count[slot] = len(request.prompt), 0
         batch.scores_draws[slot] = request.logprobs_of == "draws"
+        batch.adapter[slot] = 0 if sequence.adapter is None else sequence.adapter.place
         self.runner.empty(slot)
         if sequence.saved is not None:
             self._restore_saved(sequence, *sequence.saved)

@@ -9,7 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 
@@ -33,6 +33,8 @@ from eqx_decoders.serving.http.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
     choice_seed,
     read_body,
 )
@@ -45,6 +47,7 @@ from eqx_decoders.serving.http.response_types import (
     TokenizerInfo,
 )
 from eqx_decoders.serving.http.responses import ChatResponseBuilder, Choice, Echo, ResponseBuilder
+from eqx_decoders.serving.http.served_adapters import ServedAdapters
 from eqx_decoders.serving.http.streaming import EventStream, PendingResponse, json_response
 
 
@@ -55,6 +58,8 @@ read_completion = functools.partial(read_body, CompletionRequest)
 read_chat = functools.partial(read_body, ChatCompletionRequest)
 read_tokenize = functools.partial(read_body, TokenizeRequest)
 read_detokenize = functools.partial(read_body, DetokenizeRequest)
+read_load = functools.partial(read_body, LoadAdapterRequest)
+read_unload = functools.partial(read_body, UnloadAdapterRequest)
 
 Result = TypeVar("Result")
 
@@ -83,10 +88,18 @@ class Api:
     - `frontend`: tokenizer, chat template and processor of the model.
     - `engine_thread`: thread of the model's engine, started.
     - `config`: limits and defaults.
+    - `read_adapter`: reads the directory of an adapter that a client wants loaded; None: they can't load any.
     """
 
-    def __init__(self, frontend: TextFrontend, engine_thread: EngineThread, config: ApiConfig):
+    def __init__(
+        self,
+        frontend: TextFrontend,
+        engine_thread: EngineThread,
+        config: ApiConfig,
+        read_adapter: Callable[[str], Any] | None = None,
+    ):
         self.frontend, self.engine_thread, self.config = frontend, engine_thread, config
+        self.adapters = ServedAdapters(engine_thread, config.name, config.adapters, read_adapter)
         self.metrics = Metrics(config.name, lambda: engine_thread.counts)
         self.stopping = False
         self._preparer = PromptPreparer(frontend, max_length=config.max_length, max_files=config.max_files)
@@ -134,23 +147,36 @@ class Api:
         return Response(self._description, media_type="application/json")
 
     async def models(self, http_request: HttpRequest) -> Response:
-        """List the model."""
-        return json_response(ModelList(data=[self._model]))
+        """List the model and its adapters."""
+        return json_response(ModelList(data=[self._model(name) for name in (None, *self.adapters.names)]))
 
     async def model(self, http_request: HttpRequest, name: str) -> Response:
-        """Describe the model."""
-        self._check_model(name)
-        return json_response(self._model)
+        """Describe the model, or an adapter."""
+        return json_response(self._model(self.adapters.find(name)))
 
-    @property
-    def _model(self) -> Model:
-        name, max_length = self.config.name, self.config.max_length
-        return Model(id=name, root=name, created=self._created, max_model_len=max_length)
+    def _model(self, adapter: str | None) -> Model:
+        base, max_length = self.config.name, self.config.max_length
+        name, parent = (base, None) if adapter is None else (adapter, base)
+        return Model(id=name, root=name, parent=parent, created=self._created, max_model_len=max_length)
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.config.name:
-            message = f"model={name[:60]!r} is not served here: ask for {self.config.name!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+    async def load_adapter(self, http_request: HttpRequest) -> Response:
+        """Load an adapter from a directory of the server, if it allows that."""
+        request = await self._read(http_request, read_load)
+        work = self.adapters.load(request.lora_name, request.lora_path, in_place=request.load_inplace)
+        return await self._changed(work, f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+    async def unload_adapter(self, http_request: HttpRequest) -> Response:
+        """Drop an adapter, if the server allows that; open requests have their answers."""
+        request = await self._read(http_request, read_unload)
+        work = self.adapters.unload(request.lora_name)
+        return await self._changed(work, f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
+
+    async def _changed(self, work: Awaitable[None], message: str) -> Response:
+        try:
+            await self._with_client_errors(work)
+        except NotServing as error:
+            raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
+        return Response(message, media_type="text/plain")
 
     # --- the tokenizer ------------------------------------------------------------------------------------------------
 
@@ -210,7 +236,7 @@ class Api:
         count_limits = functools.partial(self._answer_limits, request, prompts, default=16, echo=request.echo)
         limits = await run_in_worker_if_large(size, count_limits)
         choices = await self._choices(request, prompts, http_request.client)
-        builder = ResponseBuilder(http_request.request_id, self.config.name, request, self._texts)
+        builder = ResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
         return await self._respond(http_request, request, builder, prompts, limits, choices, seed, echo=request.echo)
 
     async def chat(self, http_request: HttpRequest) -> Response:
@@ -221,7 +247,7 @@ class Api:
         prompt = await self._with_client_errors(work)
         limits = self._answer_limits(request, [prompt])
         choices = [Choice(request, self.frontend.tokenizer) for _ in range(request.n)]
-        builder = ChatResponseBuilder(http_request.request_id, self.config.name, request, self._texts)
+        builder = ChatResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
         return await self._respond(http_request, request, builder, [prompt], limits, choices, seed)
 
     async def _choices(
@@ -302,7 +328,7 @@ class Api:
         echo: bool = False,
     ) -> Response:
         self._check_running()
-        sampling = request.sampling(self.config, seed)
+        sampling, adapter = request.sampling(self.config, seed), self.adapters.find(request.model)
         constraints = await self._constraints(request, len(choices), http_request.client)
         client = http_request.client if http_request.with_key else request.user or http_request.client
         # prefixes are not shared between keys: the time of an answer would tell what others have sent
@@ -323,6 +349,7 @@ class Api:
                 priority=-request.priority,  # the engine's highest comes first, in vLLM's API the lowest
                 client=client,
                 cache_salt=salt,
+                adapter=adapter,
             )
 
         num_tokens = sum(len(each.ids) for each in prompts) * request.n
@@ -373,7 +400,7 @@ class Api:
         self._check_running()
         call = functools.partial(read, http_request.body, self.config)
         request = call() if len(http_request.body) <= SMALL else await run_in_worker(call)
-        self._check_model(request.model)
+        self.adapters.find(request.model)
         return request
 
     async def _with_client_errors(self, work: Awaitable[Result]) -> Result:

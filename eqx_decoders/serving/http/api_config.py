@@ -14,6 +14,7 @@ class ApiConfig(CheckedFields):
     **Arguments:**
 
     - `name`: name of the model in requests.
+    - `adapters`: names of the model's adapters that the engine has.
     - `max_length`: maximum tokens of a prompt and its answer together.
     - `vocab_size`: number of the model's logits.
     - `max_logprobs`: maximum alternatives for a token.
@@ -35,6 +36,7 @@ class ApiConfig(CheckedFields):
     """
 
     name: str
+    adapters: tuple[str, ...] = ()
     max_length: PositiveInt
     vocab_size: PositiveInt
     max_logprobs: NonNegativeInt = 20
@@ -56,5 +58,8 @@ class ApiConfig(CheckedFields):
     def __post_init__(self):
         super().__post_init__()
         check(len(self.name) > 0, "ApiConfig.name='' must not be empty: clients ask for the model by it.")
+        names = (self.name, *self.adapters)
+        rule = f"must differ from one another and from name={self.name!r}: clients ask for them by these"
+        check(len(set(names)) == len(names), f"ApiConfig.adapters={self.adapters} {rule}.")
         check_integer("ApiConfig.max_open_bytes", self.max_open_bytes, minimum=self.max_body_bytes)
         check(all(self.api_keys), "ApiConfig.api_keys has an empty key: leave it out, or give one that nobody guesses.")

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput
@@ -147,6 +147,28 @@ class EngineThread:
             outputs.close()
             raise
         return outputs
+
+    async def call(self, work: Callable[[Any], None]) -> None:
+        """Do something with the engine between two of its steps.
+
+        Raises what `work` raises, and NotServing.
+        """
+        if self.state != "running":
+            raise NotServing(self.error or "The server is stopping.")
+        assert self._loop is not None
+        done = self._loop.create_future()
+
+        def run() -> None:
+            error: Exception | None = NotServing(self.error) if self.error else None
+            try:
+                if error is None:
+                    work(self._engine)
+            except Exception as failure:
+                error = failure
+            self._on_loop(lambda: _resolve(done, error))
+
+        self._commands.put(run)
+        await done
 
     def drop(self, outputs: RequestOutputs, index: int) -> None:
         """Cancel one of the requests; called on the event loop."""

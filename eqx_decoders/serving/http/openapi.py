@@ -6,7 +6,12 @@ from typing import Any, Literal
 import msgspec
 
 from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, Message, TokenizeRequest, Tool
-from eqx_decoders.serving.http.protocol import CompletionRequest, DetokenizeRequest
+from eqx_decoders.serving.http.protocol import (
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from eqx_decoders.serving.http.response_types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -74,6 +79,10 @@ OPERATIONS = (
         request=ChatCompletionRequest,
         response=ChatCompletion,
         event=ChatCompletionChunk,
+    ),
+    Operation(path="/v1/load_lora_adapter", handler="load_adapter", request=LoadAdapterRequest, response="text/plain"),
+    Operation(
+        path="/v1/unload_lora_adapter", handler="unload_adapter", request=UnloadAdapterRequest, response="text/plain"
     ),
     Operation(path="/tokenize", handler="tokenize", request=TokenizeRequest, response=TokenizedText),
     Operation(path="/detokenize", handler="detokenize", request=DetokenizeRequest, response=DetokenizedText),

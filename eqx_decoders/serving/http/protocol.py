@@ -276,6 +276,21 @@ class DetokenizeRequest(RequestBody):
         check_tokens("tokens", self.tokens, config)
 
 
+class LoadAdapterRequest(RequestBody, kw_only=True):
+    """Request to load an adapter from a directory of the server, as vLLM has it."""
+
+    lora_name: NonEmpty
+    lora_path: NonEmpty
+    load_inplace: Flag = False
+
+
+class UnloadAdapterRequest(RequestBody, kw_only=True):
+    """Request to drop an adapter, as vLLM has it."""
+
+    lora_name: NonEmpty
+    lora_int_id: Ignored = None
+
+
 def read_body(kind: type[Body], content: bytes, config: ApiConfig) -> Body:
     """Read a body as a declared type, and check it."""
     request = read(parse(content, LEAST_ENTRIES + ENTRIES_PER_TOKEN * config.max_length), kind)

@@ -52,19 +52,19 @@ class Health(ResponseFields, kw_only=True):
 
 
 class Model(ResponseFields, kw_only=True):
-    """The served model."""
+    """The served model, or an adapter of it."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "eqx_decoders"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
 
 
 class ModelList(ResponseFields, kw_only=True):
-    """List of the served model."""
+    """List of the served model and of its adapters."""
 
     object: Literal["list"] = "list"
     data: list[Model]

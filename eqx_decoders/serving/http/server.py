@@ -97,17 +97,19 @@ async def serve(
     ready: Callable[[], None] = lambda: None,
     allow_origins: Sequence[str] = (),
     timeouts: ServerConfig = ServerConfig(),
+    read_adapter: Callable[[str], Any] | None = None,
 ) -> bool:
     """Serve until `should_stop()`; then take no new requests, wait for open ones, and return.
 
-    Returns whether the engine's thread has ended, too: a step that hangs cannot be interrupted.
+    `read_adapter` reads the directory of an adapter that a client wants loaded; None: they can't load any. Returns
+    whether the engine's thread has ended, too: a step that hangs cannot be interrupted.
     """
     uvicorn = _uvicorn()
     from eqx_decoders.serving.http.api import Api
     from eqx_decoders.serving.http.app import create_app
 
     engine_thread = EngineThread(engine)
-    api = Api(frontend, engine_thread, config)
+    api = Api(frontend, engine_thread, config, read_adapter)
     options: dict[str, Any] = dict(
         http=_protocol(timeouts.head, timeouts.write),
         ws="none",
