@@ -14,6 +14,9 @@ OPTIMIZER ?= --optimizer.name muon --optimizer.learning-rate 3e-3 --optimizer.we
 ARGS ?=
 # Seeing takes more steps than reading, of a smaller model
 STEPS := $(if $(filter tiny-vision,$(MODEL)),--steps 1000 --eval-every 500)
+# Rewards come after examples: programs one after the other
+LESSON := $(filter tiny-reverse,$(MODEL))
+PROGRAM := scripts/$(if $(LESSON),tiny_reverse.py,train.py --model $(MODEL) $(OPTIMIZER) $(STEPS))
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-slow test-accelerator mutants lint typecheck bench bench-accelerator bench-sizes clean
@@ -44,7 +47,7 @@ $(CLIENTS): $(AOT)
 install: $(STAMP)  ## make the environment in .venv
 
 train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) and let it write
-	$(BIN)/python scripts/train.py --run-dir $(RUN) --model $(MODEL) $(OPTIMIZER) $(STEPS) $(ARGS)
+	$(BIN)/python $(PROGRAM) --run-dir $(RUN) $(ARGS)
 
 test: $(STAMP)  ## all fast tests, on eight CPU devices
 	$(CPU) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -31,6 +31,7 @@ from eqx_decoders.rl.answer_batch import (
 )
 from eqx_decoders.rl.answerer import Answerer, ends_of_answers
 from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
+from eqx_decoders.rl.reward_plot import plot_rewards
 from eqx_decoders.rl.rewards import reward_figures
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
@@ -195,6 +196,10 @@ class RLRun:
             best = max(self._shown, key=lambda each: (not np.isnan(each.reward), each.reward))
             lines += [_described(each) for each in {id(each): each for each in (self._shown[0], best)}.values()]
         return "\n".join(lines) or None
+
+    def draw(self) -> None:
+        """Draw `rewards.png` in the run directory."""
+        plot_rewards(self._run.metrics, self._run.path / "rewards.png")
 
     def close(self) -> None:
         """End the processes of rewards."""

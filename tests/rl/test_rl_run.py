@@ -87,6 +87,7 @@ def figures(folder, name):
 @pytest.fixture(scope="module")
 def whole(folder):
     _, err = train(folder, "whole", held_out=folder / "prompts.jsonl", rl__eval_samples=2)
+    assert (folder / "whole" / "rewards.png").stat().st_size > 10_000
     assert "10 prompts of up to" in err and "step 0: held-out reward_greedy" in err and "step 4: held-out" in err
     return folder
 

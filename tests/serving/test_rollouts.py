@@ -4,9 +4,17 @@ import jax
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.inference.drafters import PromptLookup
+from eqx_decoders.inference.mtp_draft import MTPDrafter
+from eqx_decoders.layers.cache.paged import PageConfig
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.rollouts import answer_seed, rollout
-from tests.serving.engines import engine_for
+from eqx_decoders.training.objectives.token_log_probs import token_log_probs
+from tests.serving.engines import FIXTURES, SMALL, engine_for
 
 
 PROMPTS = [(5, 6, 7), tuple(range(3, 30)), (9,), (5, 6, 7)]
@@ -59,3 +67,39 @@ def test_answers_end_where_the_engine_has_no_room(engine):
     assert len(answer.tokens) == 2 and answer.finish_reason == "length"
     with pytest.raises(ConfigError, match="prompt 1 of 64 tokens leaves no room"):
         drawn(engine, [(1,), (1,) * 64])
+
+
+LIMITS = {"recurrent": 3e-4, "delta": 3e-5}  # chunks of a delta rule add up in another order than single tokens
+KINDS = {
+    "paged": ("llama_rope", {"pages": PageConfig(page_size=4)}),
+    "prompt look-up": ("llama_rope", {"drafts": PromptLookup(num_tokens=3, shortest=1)}),
+    "drafts in pages": (
+        "llama_rope",
+        {"drafts": PromptLookup(num_tokens=3, shortest=1), "pages": PageConfig(page_size=4)},
+    ),
+    "few rows": ("llama_rope", {"batch_invariant": False}),
+    "MTP": ("mimo_v2_flash", {"drafts": MTPDrafter()}),
+    "windows": ("gemma3_pattern", {}),
+    "latent": ("deepseek3_groups", {"pages": PageConfig(page_size=4)}),
+    "recurrent": ("qwen3_next", {}),
+    "convolutions": ("lfm2_bias", {}),
+    "selective": ("mamba2", {}),
+    "delta": ("kimi_linear", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_and_trainer_agree(kind):
+    """Whatever holds the keys and values, and whoever drafts: what a trainer says of an answer is what drew it."""
+    fixture, options = KINDS[kind]
+    model, gaps = ed.load_hf(FIXTURES / fixture, dtype="float32"), []
+    model = ed.add_mtp(model, 1, key=jax.random.key(0)) if kind == "MTP" else model
+    engine = Engine(model, EngineConfig(**SMALL | options))
+    for group in rollout(engine, PROMPTS[:2], samples=3, max_new_tokens=12, temperature=0.9, seed=1):
+        for answer in group.rollouts:
+            tokens = np.asarray([[*group.prompt, *answer.tokens]], np.int32)
+            drawn = np.arange(tokens.shape[1])[None] >= len(group.prompt)
+            found = token_log_probs(model, Batch(tokens=tokens, loss_mask=drawn), temperature=0.9)
+            gaps.append(np.abs(np.asarray(found)[0, len(group.prompt) :] - answer.log_probs).max())
+    assert len(gaps) == 6 and max(gaps) <= LIMITS.get(kind, 1e-5), gaps

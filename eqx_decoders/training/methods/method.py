@@ -62,6 +62,10 @@ class Method(Protocol):
         """Return what there is to say of a step's row beside its numbers."""
         ...
 
+    def draw(self) -> None:
+        """Draw images of the run's metrics, beside that of its losses."""
+        ...
+
 
 class BatchMethod:
     """A method whose data are batches, of which models may say something before the step."""
@@ -92,6 +96,9 @@ class BatchMethod:
     def note(self, row: MetricsRow) -> str | None:
         """Say nothing."""
         return None
+
+    def draw(self) -> None:
+        """Draw nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

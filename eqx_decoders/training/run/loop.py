@@ -207,6 +207,8 @@ class TrainingLoop:
         loads, steps = self.log.loads()
         with failures_as_warnings("drawing the losses", run.config.steps, self.progress.message, local=True):
             plot_losses(run.directory.metrics, run.directory.path / "loss.png")
+            if run.method is not None:
+                run.method.draw()
             if loads:
                 plot_loads(loads, run.directory.path / "expert_load.png")
         goodput = f"; goodput of the run {self.log.last['goodput']:.0%}" if self.log.last else ""

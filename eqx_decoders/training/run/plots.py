@@ -10,7 +10,7 @@ from eqx_decoders.errors import DataError, need_extra
 from eqx_decoders.training.run.metrics import MetricsRow, read_metrics
 
 
-def _figure(width: int | float, height: int | float) -> tuple[Any, Callable[[str | Path], None]]:
+def new_figure(width: int | float, height: int | float) -> tuple[Any, Callable[[str | Path], None]]:
     """Return an empty figure, and a function that writes it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, no global state
@@ -32,7 +32,7 @@ def plot_loads(loads: Mapping[str, np.ndarray], out_png: str | Path) -> None:
     for row, load in zip(table, loads.values(), strict=True):
         row[: len(load)] = load
     rows, columns = table.shape
-    figure, write = _figure(min(16.0, max(6.0, 0.25 * columns)), min(12.0, max(3.0, 1.2 + 0.25 * rows)))
+    figure, write = new_figure(min(16.0, max(6.0, 0.25 * columns)), min(12.0, max(3.0, 1.2 + 0.25 * rows)))
     axes = figure.subplots()
     axes.set_facecolor("0.8")  # where there is no such expert
     image = axes.imshow(table, cmap="RdBu_r", vmin=0.0, vmax=2.0, aspect="auto", interpolation="nearest")
@@ -49,19 +49,19 @@ def plot_loads(loads: Mapping[str, np.ndarray], out_png: str | Path) -> None:
 
 def plot_losses(metrics_path: str | Path, out_png: str | Path) -> None:
     """Draw `loss`, every held-out loss (`eval_loss`, or keys that begin so) and `learning_rate` over the steps."""
-    figure, write = _figure(8, 5)
+    figure, write = new_figure(8, 5)
     rows = read_metrics(metrics_path)
-    steps, losses = _series(rows, "loss")
+    steps, losses = series_of(rows, "loss")
     if not len(steps):
         raise DataError(f"{metrics_path} has no row with step and loss yet: there is nothing to draw.")
-    rated, rates = _series(rows, "learning_rate")
+    rated, rates = series_of(rows, "learning_rate")
     panels = figure.subplots(2 if len(rates) else 1, sharex=True, height_ratios=[5, 1][: 2 if len(rates) else 1])
     axes = np.atleast_1d(panels)
     _draw_train(axes[0], steps, losses)
     for number, name in enumerate(sorted({name for row in rows for name in row if name.startswith("eval_loss")})):
         which = name.removeprefix("eval_loss").strip("/_ ")
         style = {"color": f"C{number + 1}", "markersize": 4, "linewidth": 1.2, "zorder": 3}
-        axes[0].plot(*_series(rows, name), "o-", label=f"held-out loss {which and f'({which})'}".strip(), **style)
+        axes[0].plot(*series_of(rows, name), "o-", label=f"held-out loss {which and f'({which})'}".strip(), **style)
     axes[0].set_ylabel("loss (nats per token)")
     axes[0].legend(loc="upper right")
     if len(rates):
@@ -76,7 +76,8 @@ def plot_losses(metrics_path: str | Path, out_png: str | Path) -> None:
     write(out_png)
 
 
-def _series(rows: list[MetricsRow], name: str) -> tuple[np.ndarray, np.ndarray]:
+def series_of(rows: list[MetricsRow], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and values of a figure, of the rows that have it."""
     points = [(row["step"], float(row[name])) for row in rows if "step" in row and row.get(name) is not None]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.asarray(steps, float), np.asarray(values, float)
@@ -102,7 +103,7 @@ def plot_answers(
     """Draw images, `[rows, columns, 3]` of bytes, six in a row, each under its title; wrong ones red."""
     columns = min(6, len(images))
     rows = -(-len(images) // columns)
-    figure, write = _figure(2.2 * columns, 2.5 * rows)
+    figure, write = new_figure(2.2 * columns, 2.5 * rows)
     for number, (pixels, title, good) in enumerate(zip(images, titles, right, strict=True), 1):
         axes = figure.add_subplot(rows, columns, number)
         axes.imshow(pixels, interpolation="nearest")

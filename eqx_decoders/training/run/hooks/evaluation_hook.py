@@ -70,6 +70,9 @@ class EvaluationHook(Hook):
             self.show(f"step {step}: held-out {text}{name and f' ({name})'}")
         for batches in self.run.held_out.values():
             batches.close()
+        if self.run.writes and step:
+            with failures_as_warnings("drawing the metrics", step, self.show, local=True):
+                method.draw()
 
     def evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
         """Evaluate a model on the held-out sets; write and show the losses."""

@@ -1,0 +1,39 @@
+"""Image of a run with rewards: rewards, entropy, divergences, lengths, and groups that teach nothing."""
+
+from pathlib import Path
+
+from eqx_decoders.training.run.metrics import read_metrics
+from eqx_decoders.training.run.plots import new_figure, series_of
+
+
+PANELS = {  # title: its figures by their names in metrics.jsonl
+    "reward": {
+        "reward": "drawn",
+        "eval_reward": "held-out, drawn",
+        "eval_reward_greedy": "held-out, most likely",
+    },
+    "entropy (nats per token)": {"entropy": "entropy"},
+    "divergence": {"k3": "from the reference (k3)", "log_prob_gap": "|trainer - sampler|"},
+    "tokens of an answer": {"answer_tokens_better": "better ones", "answer_tokens_worse": "worse ones"},
+    "share of": {"constant_groups": "groups with one reward", "truncated": "answers cut", "clip": "tokens clipped"},
+}
+
+
+def plot_rewards(metrics_path: str | Path, out_png: str | Path) -> None:
+    """Draw the figures of a run's rows over its steps."""
+    rows = read_metrics(metrics_path)
+    figure, write = new_figure(8, 10)
+    panels = figure.subplots(len(PANELS), sharex=True)
+    for axes, (title, names) in zip(panels, PANELS.items(), strict=True):
+        for number, (name, label) in enumerate(names.items()):
+            steps, values = series_of(rows, name)
+            style = "o-" if name.startswith("eval_") else "-"
+            if len(steps):
+                axes.plot(steps, values, style, color=f"C{number}", markersize=4, linewidth=1.2, label=label)
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.25)
+        axes.margins(x=0.01)
+        if axes.lines:
+            axes.legend(loc="best", fontsize="small")
+    panels[-1].set_xlabel("step (updates of the weights)")
+    write(out_png)
