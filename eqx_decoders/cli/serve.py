@@ -19,7 +19,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -50,6 +50,7 @@ from eqx_decoders.serving.engine.engine_weights import shape_of
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
+from eqx_decoders.serving.scoring_engine import ScoringEngine
 
 
 KEYS = "EQX_DECODERS_API_KEY"
@@ -178,9 +179,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     base, text = text.model, dataclasses.replace(text, model=unstack_in_place(text.model))
     if text.model is not base:  # its arrays are deleted
         base = jax.tree.map(shape_of, base)
-    engine = Engine(text.model, config.engine(load_draft_model(config)))
-    for name, parts in adapters.items():
-        engine.load_adapter(name, parts)
+    engine = make_engine(config, text.model, adapters)
     with StatusLine("compiling"):
         engine.warm_up()
     gc.freeze()  # what is here stays: no need to look through it again and again
@@ -248,6 +247,17 @@ def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
     return adapter_parts(load_peft(base, directory))
 
 
+def make_engine(config: ServeConfig, model: Decoder, adapters: Mapping[str, Any]) -> Engine | ScoringEngine:
+    """Make the engine of a model that answers, with its adapters, or of one that scores texts."""
+    if model.config.scores is not None:
+        check(config.max_adapters == 0 and not adapters, "adapter: a model that scores texts is served without any.")
+        return ScoringEngine(model, config)
+    engine = Engine(model, config.engine(load_draft_model(config)))
+    for name, parts in adapters.items():
+        engine.load_adapter(name, parts)
+    return engine
+
+
 def load_draft_model(config: ServeConfig) -> Decoder | None:
     """Load the smaller model for drafts, if the settings name one."""
     if config.draft_model is None:
@@ -264,6 +274,7 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
         adapters=tuple(config.adapters),
         max_length=config.max_length,
         vocab_size=text.model.config.vocab_size,
+        scores=text.model.config.scores,
         max_logprobs=EngineConfig.max_logprobs,
         max_bias=EngineConfig.max_logit_bias,
         max_choices=config.max_choices,

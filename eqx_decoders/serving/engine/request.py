@@ -80,6 +80,7 @@ class RequestOutput:
     - `scores`: log-probabilities of these tokens, where `Request.logprobs` asks for them.
     - `prompt_scores`: log-probabilities of the prompt tokens from `Request.prompt_logprobs_from` on, once, where
         `Request.prompt_logprobs` asks for them.
+    - `text_scores`: scores of the prompt, by a model that gives these (see `ScoringEngine`).
     - `cached_tokens`: prompt tokens taken from the prefix cache.
     - `queue_seconds`: time that the request waited for a slot. This, `cached_tokens` and `prompt_scores` come with the
         first token.
@@ -93,6 +94,7 @@ class RequestOutput:
     tokens: tuple[int, ...] = ()
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
+    text_scores: tuple[float, ...] = ()
     cached_tokens: int = 0
     queue_seconds: float = 0.0
     version: int = 0

@@ -19,11 +19,12 @@ from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts, decode
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
+from eqx_decoders.serving.frontend.scored_prompts import scored_prompts
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, TokenConstraint
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker, run_in_worker_if_large
+from eqx_decoders.serving.http import chat_protocol
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.chat_page import page
-from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, TokenizeRequest, conversation
 from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
 from eqx_decoders.serving.http.json_body import LARGEST, SMALL, write
 from eqx_decoders.serving.http.metrics import Metrics, RequestTimer
@@ -46,7 +47,14 @@ from eqx_decoders.serving.http.response_types import (
     TokenizedText,
     TokenizerInfo,
 )
-from eqx_decoders.serving.http.responses import ChatResponseBuilder, Choice, Echo, ResponseBuilder
+from eqx_decoders.serving.http.responses import (
+    ChatResponseBuilder,
+    Choice,
+    Echo,
+    ResponseBuilder,
+    classification,
+    text_scores,
+)
 from eqx_decoders.serving.http.served_adapters import ServedAdapters
 from eqx_decoders.serving.http.streaming import EventStream, PendingResponse, json_response
 
@@ -55,8 +63,9 @@ MAX_ECHO = 1 << 22  # characters of prompts in one response
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
 read_completion = functools.partial(read_body, CompletionRequest)
-read_chat = functools.partial(read_body, ChatCompletionRequest)
-read_tokenize = functools.partial(read_body, TokenizeRequest)
+read_chat = functools.partial(read_body, chat_protocol.ChatCompletionRequest)
+read_tokenize = functools.partial(read_body, chat_protocol.TokenizeRequest)
+read_classify = functools.partial(read_body, chat_protocol.ClassifyRequest)
 read_detokenize = functools.partial(read_body, DetokenizeRequest)
 read_load = functools.partial(read_body, LoadAdapterRequest)
 read_unload = functools.partial(read_body, UnloadAdapterRequest)
@@ -185,7 +194,7 @@ class Api:
         request = await self._read(http_request, read_tokenize)
         if request.messages is not None:
             answer = request.add_generation_prompt
-            work = self._preparer.chat(*conversation(request), answer=answer, client=http_request.client)
+            work = self._preparer.chat(*chat_protocol.conversation(request), answer=answer, client=http_request.client)
         else:
             text, special = request.prompt or "", request.add_special_tokens
             work = self._preparer.text(text, special=special, client=http_request.client)
@@ -243,12 +252,23 @@ class Api:
         """Answer a conversation."""
         request, seed = await self._read(http_request, read_chat), self._seeds.getrandbits(63)
         answer = request.add_generation_prompt
-        work = self._preparer.chat(*conversation(request), answer=answer, client=http_request.client)
+        work = self._preparer.chat(*chat_protocol.conversation(request), answer=answer, client=http_request.client)
         prompt = await self._with_client_errors(work)
         limits = self._answer_limits(request, [prompt])
         choices = [Choice(request, self.frontend.tokenizer) for _ in range(request.n)]
         builder = ChatResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
         return await self._respond(http_request, request, builder, [prompt], limits, choices, seed)
+
+    async def classify(self, http_request: HttpRequest) -> Response:
+        """Score texts with a reward model, or another one that gives scores, as vLLM does."""
+        request, client = await self._read(http_request, read_classify), http_request.client
+        chat = None if request.messages is None else chat_protocol.conversation(request)
+        prompts = await self._with_client_errors(scored_prompts(self._preparer, request, chat, client))
+        for prompt in prompts:
+            self._answer_limit(prompt, None, 1)
+        requests = [Request(prompt=prompt.ids, max_new_tokens=1, client=client) for prompt in prompts]
+        rows = await text_scores(await self._submit(requests), len(prompts), activation=request.use_activation)
+        return json_response(classification(http_request.request_id, self.config.name, prompts, rows))
 
     async def _choices(
         self, request: CompletionRequest, prompts: Sequence[PreparedPrompt], client: str

@@ -17,6 +17,7 @@ class ApiConfig(CheckedFields):
     - `adapters`: names of the model's adapters that the engine has.
     - `max_length`: maximum tokens of a prompt and its answer together.
     - `vocab_size`: number of the model's logits.
+    - `scores`: scores that the model gives for a text, in place of answers; None for a model that answers.
     - `max_logprobs`: maximum alternatives for a token.
     - `max_choices`: maximum answers to one request: prompts times `n`.
     - `max_stops`: maximum of stop strings, and of stop tokens.
@@ -39,6 +40,7 @@ class ApiConfig(CheckedFields):
     adapters: tuple[str, ...] = ()
     max_length: PositiveInt
     vocab_size: PositiveInt
+    scores: PositiveInt | None = None
     max_logprobs: NonNegativeInt = 20
     max_choices: PositiveInt = 128
     max_stops: NonNegativeInt = 16

@@ -9,10 +9,13 @@ from eqx_decoders.serving.http.protocol import (
     Count,
     Flag,
     GenerationRequest,
+    Prompt,
     RequestBody,
     Size,
     Text,
     check_alternatives,
+    check_prompts,
+    split_prompts,
 )
 
 
@@ -171,7 +174,37 @@ class TokenizeRequest(RequestBody):
             raise ApiError(400, "prompt is missing: give a text.", param="prompt")
 
 
-def check_conversation(request: ChatCompletionRequest | TokenizeRequest, config: ApiConfig) -> None:
+class ClassifyRequest(RequestBody):
+    """Request for the scores of texts, of token ids, or of a conversation that ends with an answer."""
+
+    input: Prompt | None = None
+    add_special_tokens: Flag = True
+    messages: Messages | None = None
+    chat_template_kwargs: Object | None = None
+    tools: Tools = ()
+    tool_choice: ToolChoice = None
+    reasoning_effort: Effort | None = None
+    use_activation: Flag = True
+
+    @property
+    def prompts(self) -> tuple[Any, ...]:
+        """Texts and tuples of token ids to score."""
+        return () if self.input is None else split_prompts(self.input)
+
+    def check(self, config: ApiConfig) -> None:
+        if config.scores is None:
+            raise ApiError(400, "This model gives no scores, it answers: ask /v1/chat/completions.")
+        if (self.input is None) == (self.messages is None):
+            raise ApiError(400, "input is missing: give texts, or messages, one of the two.", param="input")
+        if self.messages is not None:
+            check_conversation(self, config)
+        check_prompts("input", self.prompts, config)
+
+
+AnyConversation = ChatCompletionRequest | TokenizeRequest | ClassifyRequest
+
+
+def check_conversation(request: AnyConversation, config: ApiConfig) -> None:
     """Raise ApiError for invalid messages, tools or variables of the chat template."""
     messages = request.messages or []
     if len(messages) > config.max_length:  # each has a token at least: before they are looked at, and rendered
@@ -194,7 +227,7 @@ def check_conversation(request: ChatCompletionRequest | TokenizeRequest, config:
         raise refuse("tool_choice", request.tool_choice, rule, "unsupported_parameter")
 
 
-def conversation(request: ChatCompletionRequest | TokenizeRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def conversation(request: AnyConversation) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and the variables of the chat template.
 
     The message of an assistant that neither says anything nor calls a tool has an empty text.

@@ -5,7 +5,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest, Message, TokenizeRequest, Tool
+from eqx_decoders.serving.http.chat_protocol import (
+    ChatCompletionRequest,
+    ClassifyRequest,
+    Message,
+    TokenizeRequest,
+    Tool,
+)
 from eqx_decoders.serving.http.protocol import (
     CompletionRequest,
     DetokenizeRequest,
@@ -15,6 +21,7 @@ from eqx_decoders.serving.http.protocol import (
 from eqx_decoders.serving.http.response_types import (
     ChatCompletion,
     ChatCompletionChunk,
+    Classification,
     Completion,
     DetokenizedText,
     ErrorBody,
@@ -84,6 +91,7 @@ OPERATIONS = (
     Operation(
         path="/v1/unload_lora_adapter", handler="unload_adapter", request=UnloadAdapterRequest, response="text/plain"
     ),
+    Operation(path="/classify", handler="classify", request=ClassifyRequest, response=Classification),
     Operation(path="/tokenize", handler="tokenize", request=TokenizeRequest, response=TokenizedText),
     Operation(path="/detokenize", handler="detokenize", request=DetokenizeRequest, response=DetokenizedText),
     Operation(path="/tokenizer_info", handler="tokenizer_info", response=TokenizerInfo),

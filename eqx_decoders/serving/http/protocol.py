@@ -191,6 +191,8 @@ class GenerationRequest(RequestBody):
         return SamplingParams(**merged, logit_bias=biases, seed=seed if self.seed is None else self.seed)
 
     def check(self, config: ApiConfig) -> None:
+        if config.scores is not None:
+            raise ApiError(400, "This model scores texts, and writes none: ask /classify.")
         answers = self.n * self.num_prompts
         if answers > config.max_choices:
             message = f"n={self.n} makes {answers:,} answers: at most {config.max_choices} are given."
@@ -233,9 +235,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     @functools.cached_property
     def prompts(self) -> tuple[Any, ...]:
         """Texts and tuples of token ids to continue."""
-        prompt: Any = self.prompt
-        prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
-        return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in prompts)
+        return split_prompts(self.prompt)
 
     @property
     def num_prompts(self) -> int:
@@ -253,12 +253,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         check_alternatives("logprobs", self.logprobs, config)
         if self.max_tokens == 0 and not self.echo:
             raise refuse("max_tokens", 0, "must be at least 1, unless echo asks for the prompt")
-        if self.num_prompts > config.max_choices:
-            rule = f"has {self.num_prompts:,} entries: at most {config.max_choices} are taken"
-            raise ApiError(400, f"prompt {rule}.", param="prompt")
-        for prompt in self.prompts:
-            if not isinstance(prompt, str):
-                _check_ids(prompt, config)
+        check_prompts("prompt", self.prompts, config)
         super().check(config)
         if self.echo and self.grammar[1] is not None:
             raise refuse("echo", True, "excludes answers of a given form: leave one out")
@@ -308,17 +303,33 @@ def check_tokens(field: str, ids: Sequence[int], config: ApiConfig) -> None:
             raise refuse(field, token, f"must be a token id from 0 to {config.vocab_size - 1}")
 
 
-def _check_ids(ids: Any, config: ApiConfig) -> None:
+def split_prompts(prompt: Any) -> tuple[Any, ...]:
+    """Return texts and tuples of token ids, of a single one or of a list of them."""
+    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in prompts)
+
+
+def check_prompts(field: str, prompts: Sequence[Any], config: ApiConfig) -> None:
+    """Raise ApiError for too many prompts, and for what is neither a text nor token ids of the model."""
+    if len(prompts) > config.max_choices:
+        rule = f"has {len(prompts):,} entries: at most {config.max_choices} are taken"
+        raise ApiError(400, f"{field} {rule}.", param=field)
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            _check_ids(field, prompt, config)
+
+
+def _check_ids(field: str, ids: Any, config: ApiConfig) -> None:
     """Check token ids of a prompt."""
     if not isinstance(ids, tuple) or not ids:
-        raise refuse("prompt", ids, f"must be {PROMPT}")
+        raise refuse(field, ids, f"must be {PROMPT}")
     if len(ids) >= config.max_length:  # before each of them is looked at
         message = f"The prompt has {len(ids):,} tokens, and together with the answer {config.max_length:,} are taken"
-        raise ApiError(400, f"{message}: shorten it.", param="prompt", code="context_length_exceeded")
+        raise ApiError(400, f"{message}: shorten it.", param=field, code="context_length_exceeded")
     wrong = next((each for each in ids if not isinstance(each, int)), None)
     if wrong is not None:
-        raise refuse("prompt", wrong, f"must be {PROMPT}")
-    check_tokens("prompt", ids, config)
+        raise refuse(field, wrong, f"must be {PROMPT}")
+    check_tokens(field, ids, config)
 
 
 def _check_few(field: str, values: Sequence[Any], maximum: int) -> None:

@@ -113,6 +113,26 @@ class Usage(ResponseFields, kw_only=True):
     prompt_tokens_details: CachedTokens
 
 
+class ScoredText(ResponseFields, kw_only=True):
+    """Scores of one text: probabilities, or with `use_activation=false` the numbers that the model gives."""
+
+    index: int
+    label: None = None
+    probs: list[float]
+    num_classes: int
+
+
+class Classification(ResponseFields, kw_only=True):
+    """Scores of texts, as vLLM returns them."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoredText]
+    usage: Usage
+
+
 class AnyChoice(ResponseFields, kw_only=True):
     """One of the answers, or what a chunk adds to it. Token ids are there if `return_token_ids` asks for them."""
 

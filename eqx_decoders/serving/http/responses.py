@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,20 +14,25 @@ from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
+from eqx_decoders.serving.frontend.prompts import PreparedPrompt
+from eqx_decoders.serving.http.engine_thread import RequestOutputs
 from eqx_decoders.serving.http.protocol import CompletionRequest, GenerationRequest
 from eqx_decoders.serving.http.response_types import (
     AnswerMessage,
     AnyChoice,
     AnyResponse,
+    CachedTokens,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
+    Classification,
     Completion,
     CompletionChoice,
     Logprobs,
     MessageDelta,
+    ScoredText,
     ScoredToken,
     TokenLogprob,
     Usage,
@@ -281,6 +287,38 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return dict(token=self._texts.text(token), logprob=finite(logprob), bytes=list(self._texts.content(token)))
+
+
+def activated(scores: Sequence[float]) -> list[float]:
+    """Return the probability of a single score, by the logistic function, or those of several, by softmax."""
+    if len(scores) == 1:
+        return [1 / (1 + math.exp(-max(min(scores[0], 700.0), -700.0)))]
+    powers = [math.exp(score - max(scores)) for score in scores]
+    return [power / sum(powers) for power in powers]
+
+
+async def text_scores(outputs: RequestOutputs, count: int, *, activation: bool) -> list[list[float]]:
+    """Wait for the scores of texts, as numbers or as probabilities. Raises ApiError where there are none."""
+    rows = [list[float]()] * count
+    try:
+        async for index, output in outputs:
+            if output.finish_reason != "stop":
+                raise ApiError(503, output.error or "The server is stopping: these texts were not scored.")
+            rows[index] = activated(output.text_scores) if activation else [*output.text_scores]
+    finally:
+        outputs.close()
+    return rows
+
+
+def classification(
+    request_id: str, model: str, prompts: Sequence[PreparedPrompt], scores: Sequence[list[float]]
+) -> Classification:
+    """Return the response with the scores of texts."""
+    count = sum(len(prompt.ids) for prompt in prompts)
+    details = CachedTokens(cached_tokens=0)
+    usage = Usage(prompt_tokens=count, completion_tokens=0, total_tokens=count, prompt_tokens_details=details)
+    data = [ScoredText(index=index, probs=row, num_classes=len(row)) for index, row in enumerate(scores)]
+    return Classification(id=f"classify-{request_id}", created=int(time.time()), model=model, data=data, usage=usage)
 
 
 def finite(logprob: float) -> float:
