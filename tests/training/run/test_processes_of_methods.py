@@ -1,0 +1,60 @@
+"""Two processes that learn from pairs or from a teacher have the losses of one, also where they keep numbers of it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from tests.commands import ROOT, call, flags, steps_of
+from tests.data.test_host_rows import finish, launch, settings
+from tests.training.run.test_process_meshes import WORKER
+
+
+pytestmark = pytest.mark.slow
+
+BASE = ROOT / "tests" / "fixtures" / "chat_llama"
+PAIRS = {"--data": "pairs.jsonl", "--batch-size": 4, "--seq-len": 64, "--mesh.fsdp": 4, "--sample-tokens": 0}
+TEACHER = {"--method": "distill", "--distill.teacher": "teacher", "--mesh.fsdp": 2, "--mesh.context": 2}
+CASES = {
+    "reward": PAIRS | {"--method": "reward"},
+    "pairs": PAIRS | {"--method": "dpo", "--preference.save-reference": None},
+    "teacher": TEACHER,
+    "likeliest": TEACHER | {"--distill.top": 5},
+}
+
+
+def words_of(folder, options):
+    """The arguments of a run; a flag without a value is there alone, and files are those of the folder."""
+    options = settings(folder) | {"--eval-every": 0} | options
+    alone = [name for name, value in options.items() if value is None]
+    found = {name: value for name, value in options.items() if value is not None}
+    found |= {name: folder / value for name, value in found.items() if value in ("pairs.jsonl", "teacher")}
+    return [*map(str, flags(found)), *alone]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where two processes have learned by every method."""
+    folder, draws = tmp_path_factory.mktemp("methods"), np.random.default_rng(0)
+    words = ["many", "birds", "sing", "in", "old", "green", "trees"]
+    text = lambda count: " ".join(draws.choice(words, count))  # noqa: E731
+    pairs = [{"prompt": text(2), "chosen": text(3), "rejected": text(1 + number % 3)} for number in range(24)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    ed.save_hf(jax.tree.map(lambda leaf: 1.3 * leaf, ed.load_hf(BASE)), folder / "teacher")
+    (folder / "cases.json").write_text(json.dumps({name: words_of(folder, each) for name, each in CASES.items()}))
+    both = launch(folder, {}, worker=WORKER)
+    for process, output in zip(both, finish(both, 600), strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_have_the_losses_of_one(folder, name):
+    call("train", "--run-dir", folder / f"{name} alone", *words_of(folder, CASES[name]), devices=4)
+    both, alone = (
+        [[row["loss"], row["grad_norm"]] for row in steps_of(folder / each)] for each in (name, f"{name} alone")
+    )
+    assert len(both) == 3
+    np.testing.assert_allclose(both, alone, rtol=1e-4)
