@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from eqx_decoders.errors import (
     EqxDecodersError,
     NonNegativeInt,
     PositiveInt,
-    check_word,
+    check,
     need_extra,
 )
 from eqx_decoders.evaluation.statistics import MeanScore
@@ -79,7 +80,10 @@ def find_tasks(names: Sequence[str], settings: HarnessSettings) -> Any:
         raise need_extra("lm_eval", "lm-eval") from error
     manager = TaskManager(include_path=settings.include_path)
     for name in names:
-        check_word("lm-eval's task", name, manager.all_tasks)
+        near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        rule = f"lm-eval has no task {name!r}.{hint} `lm-eval ls tasks` lists all; include_path is for your own."
+        check(name in manager.all_tasks, rule)
     return manager
 
 

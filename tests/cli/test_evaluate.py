@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "tasks.py").write_text(TASKS)
     (folder / "words.txt").write_text("the quick brown fox jumps over a lazy dog " * 4)
-    rows = ({"body": "many small birds"}, {"body": "sing in old green trees"}, {"body": ""})
+    rows = ({"body": "many smäll birds"}, {"body": "sing in old green trees"}, {"body": ""})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -48,7 +48,7 @@ def test_tasks_texts_and_two_models(folder):
     assert "4 answers to each prompt, temperature 1, seed 0" in out and f"are in {folder / 'out'}" in err
     name, prompts, score, one, three, *_ = cells(out, "letters")
     assert (name, prompts) == ("letters", "3") and score == one and re.fullmatch(r"[01]\.\d{4} ± \d\.\d{4}", three)
-    assert cells(out, "words")[1:3] == ["1", "168"] and cells(out, "rows")[1:3] == ["2", str(16 + 23)]
+    assert cells(out, "words")[1:3] == ["1", "168"] and cells(out, "rows")[1:3] == ["2", str(17 + 23)]
     compared = [cells(out[out.index("difference") :], name) for name in ("letters", "words (bits)")]
     assert all(
         row[3].startswith("+0.0000") and row[4:] == ["0", count, "0", "1.000"]

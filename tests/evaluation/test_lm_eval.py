@@ -199,7 +199,7 @@ def test_tasks_of_all_kinds(tmp_path, monkeypatch):
     assert wrote.figures()["exact_match"] == pytest.approx(4 / 12)
     limited = run_tasks(lm, ["chosen"], HarnessSettings(include_path=str(tmp_path), limit=3, num_fewshot=0, chat=True))
     assert limited[0].metrics["acc"].prompts == 3
-    with pytest.raises(ConfigError, match=r"lm-eval's task='choosen' is not known. Did you mean 'chosen'\?"):
+    with pytest.raises(ConfigError, match=r"lm-eval has no task 'choosen'. Did you mean 'chosen'\? `lm-eval ls"):
         run_tasks(lm, ["choosen"], settings)
     write_task(
         tmp_path, "broken", [dict(text="a")], output_type="generate_until", doc_to_text="{{text}}", doc_to_target="x"

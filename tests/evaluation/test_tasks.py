@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, write_answers
+from eqx_decoders.evaluation.engine_requests import AnswerRequest, WrittenAnswer, _AnswerWriter, write_answers
 from eqx_decoders.evaluation.grading import Grade, grade_answers
 from eqx_decoders.evaluation.score_tables import compare, describe
 from eqx_decoders.evaluation.task import LoadedTask, Task, load_task
 from eqx_decoders.evaluation.task_run import AnswerSettings, answer_requests, evaluate_task
 from eqx_decoders.evaluation.task_scores import TaskScores
+from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from tests.evaluation.models import chat_model, small_engine
 
@@ -260,6 +262,26 @@ def test_a_model_is_evaluated(file, tmp_path):
     long = dataclasses.replace(tasks[0], examples=({"prompt": "fox " * 80},))
     with pytest.raises(ConfigError, match=r"'short', example 1: its prompt has .* more than max_length=64. Raise it"):
         evaluate_task(text, engine, long, settings)
+
+
+@pytest.mark.parametrize(
+    "text, stop, known",
+    [
+        ("ab, c", (), WrittenAnswer("ab, c", 5, "length")),
+        ("ab, c", (", d", "x"), WrittenAnswer("ab, c", 5, "length")),
+        ("ab, ", (", d",), WrittenAnswer("ab, ", 4, "length")),
+        ("ab, d.", (", d",), WrittenAnswer("ab", 5, "stop_string")),
+        ("ab!c", ("c",), WrittenAnswer("ab", 3, "stop_token")),
+    ],
+)
+def test_the_text_of_an_answer(text, stop, known):
+    """What was held back, since it could begin a stop string, belongs to it in the end."""
+    tokenizer = ByteTokenizer()
+    writer = _AnswerWriter(tokenizer, AnswerRequest((1,), 9, stop=stop, stop_ids=(ord("!"),)))
+    for token in tokenizer.encode(text).tolist():
+        if writer.push(RequestOutput(request_id=0, tokens=(token,))) or token == ord("!"):
+            break
+    assert writer.answer() == known
 
 
 def test_answers_end_at_stop_strings_and_do_not_depend_on_the_batch():

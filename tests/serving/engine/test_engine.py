@@ -194,6 +194,7 @@ def test_scores_from_a_token_on_are_those_of_the_whole_prompt_and_what_is_before
         engine.submit(Request(prompt=context + end, **options))
     updates = sorted(finish(engine), key=lambda update: update.request_id)
     assert [update.prompt_scores for update in updates] == whole
+    assert [tuple(score.token for score in update.prompt_scores) for update in updates] == list(ends)
     assert sorted(update.cached_tokens for update in updates) == [0, *[(first - 1) // 8 * 8] * 2]
     engine.clear_prefix_cache()
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.evaluation import task_evaluator
 from eqx_decoders.evaluation.task import load_task
 from eqx_decoders.evaluation.task_evaluator import TaskResults
 from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make_engine
@@ -59,7 +60,9 @@ def test_a_run_is_measured_and_does_not_depend_on_it(folder):
     """Bit for bit: its losses, and the weights of its last checkpoint; and the score is that of `evaluate.py`."""
     train(folder, "plain")
     tasks = ("--eval-tasks", f"{folder}/tasks.py:letters", "--eval-task-examples", 2)
-    out, err = train(folder, "measured", *tasks)
+    with mock.patch.object(task_evaluator, "evaluate_task", side_effect=evaluate_task) as evaluated:
+        out, err = train(folder, "measured", *tasks)
+    assert [len(call.args[2].examples) for call in evaluated.call_args_list] == [2, 3]
     steps = [steps_of(folder / name) for name in ("plain", "measured")]
     one, other = ([(row["step"], row["loss"], row["grad_norm"]) for row in rows] for rows in steps)
     assert one == other and len(one) == 4
