@@ -54,10 +54,11 @@ def random_ids(config: DecoderConfig, rows: int = 2, length: int = 32, seed: int
     return np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length), np.int32)
 
 
-def our_logits(model: Decoder, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows length vocab"]:
-    """Compute the logits of a loaded model, with every product in full precision."""
+def our_logits(model: Decoder, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows places vocab"]:
+    """Compute the logits of a loaded model, with every product in full precision; or the scores at the last tokens."""
     with jax.default_matmul_precision("highest"):
-        return np.asarray(_logits(dataclasses.replace(model, origin=None), ids))
+        logits = np.asarray(_logits(dataclasses.replace(model, origin=None), ids))
+    return logits if model.config.scores is None else logits[:, -1:]
 
 
 @eqx.filter_jit
@@ -72,19 +73,19 @@ def has_transformers() -> bool:
 
 def transformers_logits(
     directory: str | Path, ids: Int[np.ndarray, "rows length"]
-) -> Float[np.ndarray, "rows length vocab"]:
-    """Compute the logits of a directory by transformers, in float32.
+) -> Float[np.ndarray, "rows places vocab"]:
+    """Compute the logits of a directory by transformers, in float32; of one that scores texts those at the last tokens.
 
     transformers sees `config.json` and the safetensors files only, and these after our reader has accepted them: no
     code, no pickles, no adapters in the same directory. It gets a plain copy of a quantized checkpoint, since its
     precision with the original would depend on the machine, and of a GGUF file.
     """
     import torch  # type: ignore[import-not-found]
-    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
+    import transformers  # type: ignore[import-not-found]
     from transformers.utils import logging  # type: ignore[import-not-found]
 
     logging.disable_progress_bar()
-    abstract_hf(directory)
+    scores = abstract_hf(directory).config.scores
     folder = resolve(directory)
     with tempfile.TemporaryDirectory() as visible:
         quantized = any(isinstance(tensor, QUANTIZED) for tensor in checkpoint_tensors(folder).values())
@@ -95,7 +96,8 @@ def transformers_logits(
             for name in (*files, "model.safetensors.index.json"):
                 if folder.has(name):
                     Path(visible, name).symlink_to(folder.file(name).resolve())
-        model = AutoModelForCausalLM.from_pretrained(
+        name = "AutoModelForCausalLM" if scores is None else "AutoModelForSequenceClassification"
+        model = getattr(transformers, name).from_pretrained(
             visible,
             trust_remote_code=False,
             local_files_only=True,
@@ -103,8 +105,12 @@ def transformers_logits(
             attn_implementation="eager",
             dtype=torch.float32,  # now: some round constants to the dtype in which they are made
         )
+        model, tokens = model.float().eval(), torch.from_numpy(ids.astype(np.int64))
         with torch.no_grad():
-            return model.float().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
+            if scores is None:
+                return model(tokens, use_cache=False).logits.numpy()
+            model.config.pad_token_id = None  # any id may be the last one; rows are one by one then
+            return np.stack([model(row[None], use_cache=False).logits.numpy() for row in tokens])
 
 
 def compare_tensors(directory: str | Path, layout: Layout | None = None) -> tuple[int, list[str]]:

@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -66,7 +67,12 @@ def fake_transformers(monkeypatch):
     fakes = {
         "transformers": types.SimpleNamespace(AutoModelForCausalLM=FakeModel),
         "transformers.utils": types.SimpleNamespace(logging=logging),
-        "torch": types.SimpleNamespace(float32="float32", from_numpy=lambda ids: ids, no_grad=contextlib.nullcontext),
+        "torch": types.SimpleNamespace(
+            float32="float32",
+            from_numpy=lambda ids: ids,
+            no_grad=contextlib.nullcontext,
+            Tensor=type("Tensor", (), {}),  # einops looks for it
+        ),
     }
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -89,6 +95,26 @@ def test_transformers_sees_a_plain_copy_of_a_gguf_file(fake_transformers, tmp_pa
     ed.save_gguf(ed.load_hf(CHAT), tmp_path / "model.gguf", dtype="f16")
     assert verify.transformers_logits(tmp_path / "model.gguf", np.zeros((1, 3), np.int32)).shape == (1, 3, 320)
     assert {"config.json", "model.safetensors"} < set(FakeModel.asked["files"])
+
+
+class FakeScorer(FakeModel):
+    """What `AutoModelForSequenceClassification` is asked for: it takes rows of which any token may be the last."""
+
+    config = types.SimpleNamespace(pad_token_id=3)
+
+    def __call__(self, ids, use_cache):
+        assert ids.shape == (1, 3) and self.config.pad_token_id is None
+        return types.SimpleNamespace(logits=types.SimpleNamespace(numpy=lambda: np.zeros((1, 1), np.float32)))
+
+
+@pytest.mark.slow
+def test_scores_are_those_at_the_last_tokens(fake_transformers, tmp_path, monkeypatch):
+    transformers = types.SimpleNamespace(AutoModelForSequenceClassification=FakeScorer)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    model, ids = ed.add_score_head(ed.load_hf(CHAT), key=jax.random.key(0)), np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    ed.save_hf(model, tmp_path / "scorer")
+    assert verify.transformers_logits(tmp_path / "scorer", ids).shape == (2, 1, 1)
+    np.testing.assert_allclose(verify.our_logits(model, ids)[:, 0], model(ids).logits[:, -1], rtol=1e-5)
 
 
 def test_transformers_never_sees_what_our_reader_refuses(fake_transformers, tmp_path):
