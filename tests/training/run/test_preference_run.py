@@ -103,6 +103,15 @@ def test_a_broken_run_is_the_whole_one(adapted):
 
 
 @pytest.mark.slow
+def test_the_reference_of_singular_values_is_their_start(folder):
+    """PiSSA and DoRA: the base is what remains of the weights with the first pairs, so that the margin is 0 at first."""
+    train(folder, "values", "--lora-dora", lora_rank=4, lora_init="pissa", optimizer__learning_rate="1e-3")
+    rows = steps_of(folder / "values")
+    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.slow
 def test_a_mesh_microbatches_and_a_reference_beside_the_model(folder):
     """The weights that the run began with, and the same from a path: one run, on any mesh."""
     train(folder, "start", preference__beta=0.3)
