@@ -93,7 +93,7 @@ class LowRank(AbstractWeight):
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
         """Multiply an activation by the base and by the pair, and add both products."""
-        (base, pair), (into, out_of) = self.base_and_pair(), _pair_plans(plan)
+        (base, pair), (into, out_of) = self.base_and_pair(), pair_plans(plan)
         y = contract(plan, x, base, options)
         low = contract(into, x, pair.lora_a, options._replace(dtype=x.dtype))
         y = y + contract(out_of, pair.scale * low, pair.lora_b, options)
@@ -179,16 +179,19 @@ def pair_axes(words: Axes) -> dict[str, Axes]:
 
 
 @lru_cache(maxsize=512)
-def _pair_plans(plan: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
-    """Split the product of a weight in two, for its low-rank pair: to `rank`, and from `rank` to the outputs."""
+def pair_plans(plan: ProductPlan, between: Axes = ("rank",)) -> tuple[ProductPlan, ProductPlan]:
+    """Split the product of a weight in two, for its low-rank pair: to `rank`, and from `rank` to the outputs.
+
+    `between`: all axes between the two factors, which end the first and begin the second one.
+    """
     rows = [word for word in plan.left if word in plan.out]
     batch = [word for word in plan.right if word in plan.left and word in plan.out]
     contracted = [word for word in plan.right if word not in plan.out]
     columns = [word for word in plan.right if word not in plan.left]
-    low = " ".join([*rows, "rank"])
+    low = " ".join([*rows, *between])
     return (
-        product_plan(f"{' '.join(plan.left)}, {' '.join([*batch, *contracted, 'rank'])} -> {low}"),
-        product_plan(f"{low}, {' '.join([*batch, 'rank', *columns])} -> {' '.join(plan.out)}"),
+        product_plan(f"{' '.join(plan.left)}, {' '.join([*batch, *contracted, *between])} -> {low}"),
+        product_plan(f"{low}, {' '.join([*batch, *between, *columns])} -> {' '.join(plan.out)}"),
     )
 
 

@@ -13,13 +13,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.einsum import AbstractWeight, LowRankPair, ProductOptions, as_weight, contract
-from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes
+from eqx_decoders.numerics.low_rank import LowRank, low_rank_weights, pair_axes, pair_plans
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.numerics.quantized_weight import whole_weights
 from eqx_decoders.sharding.axes import AnyArray, Axes, matching, path_name, product_axes, replaced
@@ -30,7 +31,7 @@ class AdapterPairs(NamedTuple):
 
     **Arguments:**
 
-    - `lora_a`, `lora_b`: the factors, the second one with their scale.
+    - `lora_a`, `lora_b`: the factors, the second one with their scale; adapters stand before the rank.
     - `factor`: factors of the columns of the sum (DoRA), or ones.
     """
 
@@ -41,6 +42,9 @@ class AdapterPairs(NamedTuple):
 
 class AdaptedByRow(AbstractWeight):
     """Weight beside the pairs of several adapters: `(x base + (x lora_a[row]) lora_b[row]) factor[row]`.
+
+    Every row is multiplied by all first factors, which are few columns together, and what is not of its adapter becomes
+    0 before the second ones: two plain products instead of one for each row.
 
     **Arguments:**
 
@@ -75,37 +79,30 @@ class AdaptedByRow(AbstractWeight):
 
     def contract(self, plan: ProductPlan, x: Array, options: ProductOptions) -> Array:
         """Multiply each row of an activation by the base and by its pair, and scale the sum of both products."""
+        into, out_of = pair_plans(plan, ("adapters", "rank"))
+        low = contract(into, x, self.lora_a, options._replace(dtype=x.dtype))
+        mine = self.rows[:, None] == jnp.arange(len(self.factor), dtype=self.rows.dtype)[None]
+        low = jnp.where(mine.reshape(len(mine), *(1,) * (low.ndim - 3), -1, 1), low, jnp.zeros((), low.dtype))
+        y = contract(plan, x, self.base, options) + contract(out_of, low, self.lora_b, options)
         left, right, out = plan.spelled(x.ndim)
-        pair = self.base_and_pair()[1]
-        contracted = [word for word in right if word not in out]
-        columns = [word for word in right if word in out]
-        rest = [word for word in left if word in out]
-        letters = {word: chr(ord("a") + index) for index, word in enumerate(dict.fromkeys((*left, *right)))}
-
-        def product(one: Array, its: list[str], other: Array, others: list[str], result: list[str]) -> Array:
-            sides = ("".join(letters.get(word, "Z") for word in side) for side in (its, others, result))
-            pattern = "{},{}->{}".format(*sides)
-            return jnp.einsum(pattern, one, other.astype(one.dtype), preferred_element_type=options.dtype)
-
-        row = left[0]
-        low = product(x, list(left), pair.lora_a, [row, *contracted, "rank"], [*rest, "rank"]).astype(x.dtype)
-        y = contract(plan, x, self.base, options)
-        y = y + product(low, [*rest, "rank"], pair.lora_b, [row, "rank", *columns], list(out))
-        sizes = dict(zip((row, *columns), pair.factor.shape, strict=True))
-        order = [word for word in out if word in sizes]
-        factor = pair.factor.transpose([list(sizes).index(word) for word in order])
+        words = (left[0], *(word for word in right if word in out))
+        factor = self.factor[self.rows]
+        sizes = dict(zip(words, factor.shape, strict=True))
+        factor = factor.transpose([words.index(word) for word in out if word in words])
         return (y * factor.reshape([sizes.get(word, 1) for word in out])).astype(y.dtype)
 
     def base_and_pair(self) -> tuple[Any, LowRankPair]:
         """Return the weight, and the pair of each row of the batch."""
-        return self.base, LowRankPair(1.0, self.lora_a[self.rows], self.lora_b[self.rows], self.factor[self.rows])
+        first = jnp.moveaxis(jnp.take(self.lora_a, self.rows, axis=-2), -2, 0)
+        return self.base, LowRankPair(1.0, first, self.lora_b[self.rows], self.factor[self.rows])
 
 
 def place_axes(words: Axes) -> dict[str, Axes]:
     """Return the axes of the parts of a weight's `AdapterPairs`, given the axes of the weight without `layers`."""
     pair = pair_axes(words)
     columns = tuple(word for word in pair["lora_b"] if word != "rank")
-    return {name: ("adapters", *part) for name, part in (pair | {"factor": columns}).items()}
+    inner = {"lora_a": (*pair["lora_a"][:-1], "adapters", "rank")}
+    return inner | {name: ("adapters", *part) for name, part in (("lora_b", pair["lora_b"]), ("factor", columns))}
 
 
 def of_rows(model: Decoder, rows: Int[AnyArray, "rows"]) -> Decoder:
@@ -114,7 +111,7 @@ def of_rows(model: Decoder, rows: Int[AnyArray, "rows"]) -> Decoder:
     changed: dict[str, Any] = {}
     for path, node in nodes:
         if isinstance(node, AdaptedByRow):
-            each = jnp.broadcast_to(jnp.asarray(rows)[None], (len(node.lora_a), len(rows)))
+            each = jnp.broadcast_to(jnp.asarray(rows)[None], (len(node.factor), len(rows)))
             changed[path_name(path)] = eqx.tree_at(lambda node: node.rows, node, each)
     return replaced(model, changed) if changed else model
 
@@ -275,8 +272,8 @@ class EngineAdapters:
             rule = f"{path} has the rank {rank}, and places have max_adapter_rank={self.rank}"
             check(rank <= self.rank, f"{where}: {rule}.")
             by_layer[path] = _widened(pair, self.rank - rank)
-            for mine, place in zip(by_layer[path], self._places[path], strict=True):
-                same = mine is None or mine.shape == (place.shape[0], *place.shape[2:])
+            for mine, place in zip(by_layer[path], _shapes_of_one(self._places[path]), strict=True):
+                same = mine is None or mine.shape == place
                 check(same, f"{where}: {path} is of another shape: this is an adapter of another model.")
         return by_layer
 
@@ -284,19 +281,34 @@ class EngineAdapters:
         """Return what is written into a place: zeros and ones where an adapter has nothing."""
         values = {}
         for path, place in self._places.items():
-            pair = parts.get(path, AdapterPairs(None, None, None))
+            pair, shapes = parts.get(path, AdapterPairs(None, None, None)), _shapes_of_one(place)
             nothing = (np.zeros, np.zeros, np.ones)
             values[path] = AdapterPairs(
-                *(np.asarray(make(slot.shape[:1] + slot.shape[2:]) if each is None else each).astype(slot.dtype)
-                  for make, slot, each in zip(nothing, place, pair, strict=True))
+                *(np.asarray(make(shape) if each is None else each).astype(slot.dtype)
+                  for make, shape, slot, each in zip(nothing, shapes, place, pair, strict=True))
             )  # fmt: skip
         return values
+
+
+def _axes_of_places(pairs: AdapterPairs) -> AdapterPairs:
+    """Return the dimension of each part that counts adapters."""
+    return AdapterPairs(pairs.lora_a.ndim - 2, 1, 1)
+
+
+def _shapes_of_one(pairs: AdapterPairs) -> list[tuple[int, ...]]:
+    """Return the shapes of one adapter's parts."""
+    both = zip(pairs, _axes_of_places(pairs), strict=True)
+    return [(*each.shape[:axis], *each.shape[axis + 1 :]) for each, axis in both]
 
 
 def _set_place(
     pairs: dict[str, AdapterPairs], values: dict[str, AdapterPairs], number: Int[Array, ""]
 ) -> dict[str, AdapterPairs]:
-    return jax.tree.map(lambda slots, value: slots.at[:, number].set(value), pairs, values)
+    changed = {}
+    for path, slots in pairs.items():
+        parts = zip(slots, values[path], _axes_of_places(slots), strict=True)
+        changed[path] = AdapterPairs(*(lax.dynamic_update_index_in_dim(x, new, number, axis) for x, new, axis in parts))
+    return changed
 
 
 def _targets(model: Decoder, patterns: tuple[str, ...]) -> dict[str, Axes]:

@@ -104,7 +104,7 @@ def test_a_broken_run_is_the_whole_one(adapted):
 
 @pytest.mark.slow
 def test_the_reference_of_singular_values_is_their_start(folder):
-    """PiSSA and DoRA: the base is what remains of the weights with the first pairs, so that the margin is 0 at first."""
+    """PiSSA and DoRA: the base is what remains of the weights with the first pairs: the margin is 0 at first."""
     train(folder, "values", "--lora-dora", lora_rank=4, lora_init="pissa", optimizer__learning_rate="1e-3")
     rows = steps_of(folder / "values")
     assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(rows[0]["reward_margin"]) < 1e-5
