@@ -22,6 +22,7 @@ SIZES = dict(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=1
 EXAMPLES, TEACHER = 150, 400  # steps on examples, of the model and of a teacher
 COMMON = ["--seq-len", 128, "--sample-tokens", 0, "--eval-every", 0, "--checkpoint-every", 1000]
 MUON = ["--optimizer.name", "muon", "--optimizer.learning-rate", 3e-3]
+DRAWS = ["--rl.max-new-tokens", 8, "--rl.slots", 64, "--rl.answers-per-row", 16]
 CONSTANT = ["--optimizer.schedule", "constant", "--optimizer.learning-rate"]
 
 
@@ -96,7 +97,7 @@ def answers(folder, base):
     groups = {}
     for line in (folder / "answers" / "others.jsonl").read_text().splitlines():
         row = json.loads(line)
-        groups.setdefault(row["example.prompt"], []).append((row["answer"], row["grade"]["score"]))
+        groups.setdefault(row["example.prompt"], []).append((row["answer"], row["grade"].get("score", 0.0)))
     return groups
 
 
@@ -104,9 +105,9 @@ def grpo(folder, base, seed):
     """Reinforcement with the rewards of `exact`."""
     prompts = write(folder / "prompts.jsonl", numbers(5000, seed=2))
     held = write(folder / "held_out.jsonl", held_out.examples)
-    return ["--method", "rl", "--rl.preset", "grpo", "--rl.reward", f"{Path(__file__)}:exact", "--rl.max-new-tokens", 8,
-            "--rl.slots", 64, "--data", prompts, "--held-out", held, "--eval-every", 25, "--batch-size", 16,
-            "--rl.answers-per-row", 16, "--steps", 300, *CONSTANT, 5e-4]  # fmt: skip
+    return ["--method", "rl", "--rl.preset", "grpo", "--rl.reward", f"{Path(__file__)}:exact", *DRAWS,
+            "--data", prompts, "--held-out", held, "--eval-every", 25, "--batch-size", 16, "--steps", 300,
+            *CONSTANT, 5e-4]  # fmt: skip
 
 
 def dpo(folder, base, seed):
@@ -138,11 +139,27 @@ def distill(folder, base, seed):
             "--batch-size", 8, "--steps", 60, *CONSTANT, 3e-4]  # fmt: skip
 
 
-LESSONS = {lesson.__name__: lesson for lesson in (grpo, dpo, rejection, distill)}
+def on_policy(folder, base, seed):
+    """A teacher, on answers that the student draws: the reverse divergence of each next token."""
+    prompts = write(folder / "prompts.jsonl", numbers(5000, 2))
+    return ["--method", "distill", "--distill.on-policy", "--distill.divergence", "reverse", *DRAWS, "--data", prompts,
+            "--distill.teacher", examples(folder, "teacher", TEACHER, seed + 100), "--batch-size", 16, "--steps", 60,
+            *CONSTANT, 5e-4]  # fmt: skip
+
+
+def one_sample(folder, base, seed):
+    """A teacher, on answers that the student draws: what it says of the tokens that were drawn."""
+    prompts = write(folder / "prompts.jsonl", numbers(5000, 2))
+    teacher = examples(folder, "teacher", TEACHER, seed + 100)
+    return ["--method", "rl", "--rl.teacher", teacher, *DRAWS, "--data", prompts, "--batch-size", 16, "--steps", 60,
+            *CONSTANT, 5e-4]  # fmt: skip
+
+
+LESSONS = {lesson.__name__: lesson for lesson in (grpo, dpo, rejection, distill, on_policy, one_sample)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--run-dir", type=Path, default=Path("runs/tiny-reverse"), help="where all of it goes")
     parser.add_argument("--lesson", choices=LESSONS, default="grpo")
     parser.add_argument("--seed", type=int, default=0)

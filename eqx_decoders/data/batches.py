@@ -37,7 +37,7 @@ import numpy as np
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.mixture import Mixture
-from eqx_decoders.data.packing_plans import plan_overlapping, plan_packed, plan_padded, plan_whole
+from eqx_decoders.data.packing_plans import check_same_data, plan_overlapping, plan_packed, plan_padded, plan_whole
 from eqx_decoders.data.row_index import BLOCK, Blocks, HeldOutRows, TrainingRows
 from eqx_decoders.data.store.corpus_stats import SPLITS, CorpusStats
 from eqx_decoders.data.store.token_store import TokenStore
@@ -287,14 +287,6 @@ class Batches:
             return 0, row
         source, number = self.mixture.find(row - self._since)
         return source, self._before[source] + number
-
-
-def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise DataError unless the state of an iterator is that of the same data and settings, those in `identity`."""
-    pairs = {key: (state.get(key), now) for key, now in identity.items()}
-    changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
-    remedy = "go on with the data and settings of the checkpoint, or start another run directory"
-    check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
 
 
 def _check_images(part: Corpus, seq_len: int) -> None:

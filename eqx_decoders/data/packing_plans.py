@@ -6,11 +6,13 @@ grain can pack, too, but as a stream: its rows cannot be found by number, on whi
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
+
+from eqx_decoders.errors import DataError, check
 
 
 class PackingPlan(NamedTuple):
@@ -169,3 +171,11 @@ def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+
+
+def check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise DataError unless the state of an iterator is that of the same data and settings, those in `identity`."""
+    pairs = {key: (state.get(key), now) for key, now in identity.items()}
+    changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
+    remedy = "go on with the data and settings of the checkpoint, or start another run directory"
+    check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)

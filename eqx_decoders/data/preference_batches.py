@@ -24,8 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.batches import check_same_data
-from eqx_decoders.data.packing_plans import permutation
+from eqx_decoders.data.packing_plans import check_same_data, permutation
 from eqx_decoders.data.preferences import Answer, Example, Preferences
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import check_integer, check_word

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.data.batches import check_same_data
-from eqx_decoders.data.packing_plans import permutation
+from eqx_decoders.data.packing_plans import check_same_data, permutation
 from eqx_decoders.data.sources.documents import FILES, checked_text, template_variables
 from eqx_decoders.data.sources.readers import ALL, read_records
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources

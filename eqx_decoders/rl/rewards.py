@@ -18,16 +18,24 @@ from eqx_decoders.training.objectives.advantages import overlong_penalty
 class Rewards:
     """Rewards by the settings of a run. `start` asks for one, and `JudgedAnswer`s are made of what comes.
 
+    Without a function all rewards are 0, for a run that learns from a teacher.
+
     Raises ConfigError with the reason where the function cannot be imported.
     """
 
     def __init__(self, config: RLConfig):
         self._config, self._weights = config, config.weights()
         workers, seconds = config.reward_workers, config.reward_seconds
-        self._workers = FunctionWorkers(str(config.reward), workers=workers, seconds=seconds, flag="rl.reward")
+        self._workers = None
+        if config.reward is not None:
+            self._workers = FunctionWorkers(config.reward, workers=workers, seconds=seconds, flag="rl.reward")
 
     def start(self, prompt: Prompt, text: str) -> "Future[CallResult]":
         """Begin to judge an answer."""
+        if self._workers is None:
+            nothing: Future[CallResult] = Future()
+            nothing.set_result(CallResult(0.0))
+            return nothing
         return self._workers.submit(dict(prompt.record), text)
 
     def judged(self, prompt: Prompt, rollout: Rollout, text: str, result: CallResult) -> JudgedAnswer:
@@ -42,7 +50,8 @@ class Rewards:
 
     def close(self) -> None:
         """End the processes."""
-        self._workers.close()
+        if self._workers is not None:
+            self._workers.close()
 
 
 def _columns(result: CallResult) -> tuple[Mapping[str, float], str | None]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,9 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float32, UInt32
 
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.host_rows import hand_over, host_rows
-from eqx_decoders.data.prompt_batches import Prompt, PromptBatches, read_prompts
+from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.coordination import from_first
@@ -29,16 +27,14 @@ from eqx_decoders.rl.answer_batch import (
     pack_answers,
     row_choices,
 )
-from eqx_decoders.rl.answerer import Answerer, ends_of_answers
+from eqx_decoders.rl.answerer import Answerer
 from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.reward_plot import plot_rewards
 from eqx_decoders.rl.rewards import reward_figures
-from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.lora import without_lora
-from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
-from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.methods.method import MethodStart
+from eqx_decoders.training.methods.teacher import load_teacher
 from eqx_decoders.training.objectives.objectives import PolicyObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
 from eqx_decoders.training.run.metrics import MetricsRow
@@ -48,7 +44,6 @@ from eqx_decoders.training.step.train_state import TrainState
 
 
 FOLDER = "rollouts"  # of the run directory
-LARGEST_CHUNK = 128  # tokens of prompts that are prefilled at once
 
 
 class RLRun:
@@ -76,6 +71,9 @@ class RLRun:
         known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.dataset.batch_size}
         self._key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
         self._reference = self._load_reference()
+        self._teacher = None
+        if config.rl.teacher is not None:
+            self._teacher = load_teacher(config.rl.teacher, start.tokenizer, start.execution, "rl.teacher")
         self._figures: dict[str, float] = {}
         self._shown: Sequence[JudgedAnswer] = ()
 
@@ -147,7 +145,8 @@ class RLRun:
         numbers = answer_numbers(rl, answers, rewards)
         self._figures["advantage_std"] = float(numbers.advantages.std())
         batch, _ = self._packed(answers, numbers, divergence=rl.kl if rl.kl_in == "loss" else 0.0)
-        return batch if reference is None else _with_reference(reference, batch, rl.temperature)
+        batch = batch if reference is None else _with_reference(reference, batch, rl.temperature)
+        return batch if self._teacher is None else _taught(self._teacher, batch, rl.teacher_weight, rl.temperature)
 
     def _packed(
         self, answers: Sequence[JudgedAnswer], numbers: AnswerNumbers, *, divergence: float = 0.0
@@ -186,6 +185,11 @@ class RLRun:
         kept = ("answer_tokens", "truncated", "reward_failures")
         return figures | {key: value for key, value in rewards.items() if key in kept or key.startswith("reward/")}
 
+    def _draw_held_out(self, prompts: list[Prompt]) -> list[JudgedAnswer]:
+        temperature = self._rl.temperature
+        groups = self._answerer.answer(prompts, samples=1, temperature=temperature, seed="held out")
+        return [answer for group in groups for answer in group]
+
     def note(self, row: MetricsRow) -> str | None:
         """Return an answer of the step as text, where one is due, and say what rewards lack."""
         step, failures = row["step"], row.get("reward_failures", 0.0)
@@ -213,57 +217,6 @@ class RLRun:
         return new_base(self._run, self._execution, key)
 
 
-def open_rl(start: MethodStart) -> OpenedMethod:
-    """Read the prompts of a run, and the held-out ones, if there is a `held_out_path`; import its reward."""
-    start.check_text_alone()
-    config, data, tokenizer = start.config, start.config.dataset, start.tokenizer
-    template, rl = written_by(data, start.options["template"], tokenizer), config.rl
-
-    def prompts(path: Any, flag: str, *, held_out: bool = False) -> PromptBatches:
-        most = data.seq_len - rl.max_new_tokens
-        read = read_prompts(path, tokenizer, most_tokens=most, template=template, flag=flag)
-        return PromptBatches(read, count=rl.prompts, seed=data.seed, held_out=held_out)
-
-    trained = prompts(data.path, "--data")
-    sets = {} if data.held_out_path is None else {"": prompts(data.held_out_path, "--held-out", held_out=True)}
-    hashes = [each.prompts.content_hash for each in (trained, *sets.values())]
-    rule = f"the prompts of process {jax.process_index()} are others than those of the first"
-    check(hashes == from_first("made", hashes), f"{rule}: all must read the same files.", DataError)
-    longest = max(each.prompts.longest for each in (trained, *sets.values()))
-    _check_room(config, longest)
-    stop_ids = ends_of_answers(tokenizer, template, start.target.generation_config.stop_ids)
-    new_engine = functools.partial(_new_engine, config=_engine_config(rl, longest))
-    answerer = Answerer(rl, tokenizer, stop_ids=stop_ids, new_engine=new_engine)
-    method = RLRun(start, trained, answerer)
-    start.stack.callback(method.close)
-    return OpenedMethod(trained, sets, method)
-
-
-def _engine_config(rl: RLConfig, longest: int) -> EngineConfig:
-    """Return the sizes of an engine for prompts of up to `longest` tokens."""
-    chunk = min(LARGEST_CHUNK, max(16, 1 << (longest - 1).bit_length()))
-    slots = min(rl.slots, rl.prompts * rl.samples)
-    length, budget = longest + rl.max_new_tokens, slots + 4 * chunk
-    sizes: dict[str, Any] = dict(max_length=length, prefill_chunk=chunk, token_budget=budget)
-    return EngineConfig(max_batch_size=slots, max_logprobs=0, max_logit_bias=0, **sizes)
-
-
-def _new_engine(model: Decoder, config: EngineConfig) -> Engine:
-    engine = Engine(model, config)
-    engine.warm_up()
-    return engine
-
-
-def _check_room(config: Any, longest: int) -> None:
-    """Raise ConfigError unless the longest answers to the longest prompts would fit into a batch."""
-    rl, data = config.rl, config.dataset
-    in_row = min(rl.answers_per_row, data.seq_len // (longest + rl.max_new_tokens))
-    needed = -(-rl.prompts * rl.samples // in_row)
-    rule = f"rl.prompts={rl.prompts} x rl.samples={rl.samples} answers of up to {longest} + {rl.max_new_tokens} tokens"
-    remedy = f"raise it, or dataset.seq_len={data.seq_len}, or draw fewer"
-    check(needed <= data.batch_size, f"{rule} need dataset.batch_size={needed}, not {data.batch_size}: {remedy}.")
-
-
 def _batch_parts(start: MethodStart) -> int:
     """Return of what the number of rows of a batch must be a multiple."""
     sizes, pieces = start.execution.layout.sizes, start.config.pipeline.microbatches or 1
@@ -287,6 +240,15 @@ def _described(answer: JudgedAnswer) -> str:
 def _with_reference(reference: Decoder, batch: Batch, temperature: float) -> Batch:
     log_probs = token_log_probs(reference, batch, temperature=temperature)
     return dataclasses.replace(batch, signals=dataclasses.replace(batch.signals or Signals(), reference=log_probs))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _taught(teacher: Decoder, batch: Batch, weight: float, temperature: float) -> Batch:
+    """Add to the advantage of each token `weight * (log teacher - log p of the draw)`."""
+    log_probs = token_log_probs(teacher, batch, temperature=temperature)
+    signals = batch.signals or Signals()
+    advantages = jnp.asarray(signals.advantages) + weight * (log_probs - jnp.asarray(signals.sampler))
+    return dataclasses.replace(batch, signals=dataclasses.replace(signals, advantages=advantages))
 
 
 @functools.partial(jax.jit, static_argnums=2)

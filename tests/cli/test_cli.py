@@ -50,6 +50,7 @@ FLAGS = """
 --preference.nll-weight --preference.reference --preference.examples-per-row
 --preference.save-reference --preference.no-save-reference --kto.beta --kto.desirable-weight
 --kto.undesirable-weight --reward.centering
+--distill.no-on-policy --distill.on-policy --rl.teacher --rl.teacher-weight
 --distill.teacher --distill.divergence --distill.beta --distill.temperature --distill.alpha --distill.top
 --distill.saved
 --rl.aggregation --rl.answers-per-row --rl.baseline --rl.dynamic-sampling --rl.entropy --rl.eval-samples --rl.kl

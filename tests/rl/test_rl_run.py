@@ -191,3 +191,23 @@ def test_settings_change_what_is_learned(whole, flags):
 def test_bad_settings_are_refused(folder, changes, code, says):
     _, err = train(folder, "refused", code=code, **changes)
     assert re.search(says, " ".join(err.split())), err
+
+
+@pytest.mark.slow
+def test_teachers(folder):
+    """A teacher that is the student says nothing; of another one the divergence falls, with and without rewards."""
+    more: dict[str, Any] = dict(steps=2)
+    train(folder, "same-teacher", "--rl.teacher", BASE, "--rl.teacher-weight", 2, reward="same", **more)
+    first = steps_of(folder / "same-teacher")[0]
+    plain = folder / "no-teacher"
+    train(folder, "no-teacher", reward="same", **more)
+    assert first["loss"] == pytest.approx(steps_of(plain)[0]["loss"], abs=1e-5)
+    flags = f"--method distill --distill.on-policy --distill.divergence reverse --distill.teacher {BASE} --rl.prompts 3"
+    flags += " --rl.samples 4 --rl.max-new-tokens 6 --rl.slots 4 --steps 2 --batch-size 4 --seq-len 96 --eval-every 0"
+    words = ["--run-dir", folder / "on-policy", "--init-from", BASE, "--data", folder / "prompts.jsonl"]
+    words += ["--held-out", folder / "prompts.jsonl", "--sample-tokens", 0]
+    _, err = call("train", *map(str, words), *flags.split())
+    assert "step 0: held-out loss" in err and abs(steps_of(folder / "on-policy")[0]["divergence"]) < 1e-5
+    words[1] = folder / "off-policy"
+    _, err = call("train", *map(str, words), *flags.replace("--distill.on-policy ", "").split(), code=2)
+    assert "read with --distill.on-policy" in err

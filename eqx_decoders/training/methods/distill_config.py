@@ -35,9 +35,15 @@ class DistillConfig(CheckedFields):
     alpha: Annotated[float, InRange(least=0, most=1)] = 1.0
     """Weight of the divergence, times the temperature's square; the rest is that of the next tokens' cross-entropy."""
 
+    on_policy: bool = False
+    """Compare with the teacher on answers that the student draws, as in runs with rewards: the data are prompts, and
+    `rl.prompts`, `rl.samples`, `rl.max_new_tokens` and `rl.temperature` are read. Take the reverse divergence."""
+
     def __post_init__(self):
         super().__post_init__()
         expand_paths(self, "teacher", "saved")
+        live = not self.on_policy or self.top is None
+        check(live, f"distill.top={self.top} is of texts that are there before: leave it out with on_policy.")
         kept = self.saved is None or self.top is not None
         check(kept, f"distill.saved={self.saved!r} needs distill.top: only a teacher's likeliest tokens are kept.")
         plain = self.beta == 0.5 or self.divergence in BETAS
@@ -59,3 +65,5 @@ def check_teacher(config: Any) -> None:
         check(settings.top is not None, f"{rule} gives its likeliest tokens alone: give distill.top.")
         rule = f"{rule} gives log-probs at temperature 1: leave distill.temperature={settings.temperature} out."
         check(settings.temperature == 1.0, rule)
+    drawn = settings.on_policy or config.rl == type(config.rl)()
+    check(drawn, "rl.prompts and other settings of draws are read with distill.on_policy: give it, too.")

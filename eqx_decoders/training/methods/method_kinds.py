@@ -33,13 +33,16 @@ class MethodKind(NamedTuple):
     check_run: Callable[[Any], None] | None = None
 
 
+DRAWS = ("prompts", "samples", "max_new_tokens", "temperature", "answers_per_row", "slots")
+
+
 KINDS = {
     "sft": MethodKind({}, answers=False),
     "dpo": MethodKind({"preference": ALL}, "pairs", check_run=check_reference),
     "kto": MethodKind({"preference": REFERENCE, "kto": ALL}, "answers", check_run=check_reference),
     "reward": MethodKind({"preference": SHARED, "reward": ALL}, "pairs", check_run=check_reward),
     "rl": MethodKind({"rl": ALL}, "prompts", check_run=check_rl),
-    "distill": MethodKind({"distill": ALL}, answers=False, check_run=check_teacher),
+    "distill": MethodKind({"distill": ALL, "rl": DRAWS}, answers=False, check_run=check_teacher),
 }
 
 

@@ -87,6 +87,11 @@ class RLConfig(RewardSettings):
     reference: Literal["auto", "base", "start"] = "auto"
     """Model of the divergence. base: this one without its low-rank pairs; start: the weights that the run began with,
     held beside; auto: base with lora_rank, otherwise start."""
+    teacher: str | None = None
+    """Directory of a Hugging Face checkpoint, or "org/name": each token's advantage gets what this model's log-prob of
+    it is above that of the draw (on-policy distillation by one sample); then there need not be a reward."""
+    teacher_weight: PositiveFloat = 1.0
+    """Weight of that."""
     entropy: NonNegativeFloat = 0.0
     """Weight of the entropy, which the loss makes larger."""
     dynamic_sampling: bool = False
@@ -107,7 +112,7 @@ class RLConfig(RewardSettings):
             if getattr(self, name) == type(self).__dataclass_fields__[name].default:
                 object.__setattr__(self, name, value)
         super().__post_init__()
-        expand_paths(self, "reward")
+        expand_paths(self, "reward", "teacher")
         self.weights()
         alone = self.samples > 1 or self.baseline == "none"
         rule = (
@@ -121,7 +126,8 @@ class RLConfig(RewardSettings):
 def check_rl(config: Any) -> None:
     """Raise ConfigError unless a run, a `TrainConfig`, has a reward and the reference that it names."""
     rl, adapted = config.rl, config.lora_rank is not None
-    check(rl.reward is not None, "method='rl' needs rl.reward: file.py:function, such as rewards.py:exact.")
+    taught = rl.reward is not None or rl.teacher is not None
+    check(taught, "method='rl' needs rl.reward, file.py:function, such as rewards.py:exact, or rl.teacher.")
     rule = (
         f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in dataset.seq_len={config.dataset.seq_len}"
     )

@@ -46,7 +46,7 @@ METHODS = {
     "dpo": "training.methods.preference_run:open_preferences",
     "kto": "training.methods.preference_run:open_preferences",
     "reward": "training.methods.reward_run:open_rewards",
-    "rl": "rl.rl_run:open_rl",
+    "rl": "rl.open_run:open_rl",
     "distill": "training.methods.distill_run:open_distillation",
 }
 

@@ -16,6 +16,7 @@ from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import bind, run_in_thread
 from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.methods.teacher_server import TeacherServer
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
@@ -202,3 +203,8 @@ def _teacher_of_others(folder, name):
     content["model"]["merges"] = []
     (copy / "tokenizer.json").write_text(json.dumps(content))
     return copy
+
+
+def test_what_a_student_draws_was_not_seen_before():
+    with pytest.raises(ConfigError, match=r"distill.top=4 is of texts that are there before"):
+        DistillConfig(on_policy=True, top=4)

@@ -1,0 +1,37 @@
+"""Runs that learn from a teacher on answers that the student draws (arXiv 2306.13649)."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
+from eqx_decoders.rl.answer_batch import AnswerNumbers
+from eqx_decoders.rl.answerer import Answerer
+from eqx_decoders.rl.rl_run import RLRun
+from eqx_decoders.training.methods.held_out_figures import held_out_figures
+from eqx_decoders.training.methods.method import MethodStart
+from eqx_decoders.training.methods.teacher import load_teacher
+from eqx_decoders.training.objectives.distillation import DistillObjective
+from eqx_decoders.training.step.train_state import TrainState
+
+
+class OnPolicyRun(RLRun):
+    """Answers of a student, and the divergence of its distributions over them from those of a teacher."""
+
+    def __init__(self, start: MethodStart, prompts: PromptBatches, answerer: Answerer):
+        super().__init__(start, prompts, answerer)
+        settings = start.config.distill
+        self.loss = DistillObjective(
+            teacher=load_teacher(str(settings.teacher), start.tokenizer, start.execution),
+            divergence=settings.divergence_of(),
+            temperature=settings.temperature,
+            alpha=settings.alpha,
+        )
+
+    def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:
+        """Compute the loss and the divergence of answers drawn to held-out prompts."""
+        self._answerer.load(state.averaged)
+        drawn = [self._draw_held_out(prompts) for prompts in batches]
+        self._answerer.release()
+        packed = (self._packed(answers, AnswerNumbers(*np.zeros((2, len(answers))))).batch for answers in drawn)
+        return held_out_figures(self.loss, state.averaged, packed, lambda batch: batch)
