@@ -726,6 +726,7 @@ SHOWN_IN = {
     **dict.fromkeys(("RewardConfig", "RewardObjective"), "training/run/test_reward_run.py"),
     "RLConfig": "rl/test_rl_run.py",
     "RewardSettings": "rl/test_answer_batch.py",
+    "EnvironmentSettings": "rl/test_episodes.py",
     "HeadForm": "training/head/test_log_probs.py",
     "NextTokenLoss": "training/step/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig", "ModelSettings"), "training/run/test_loop.py"),

@@ -57,6 +57,8 @@ class Prompts:
 
     def describe(self) -> str:
         """Describe the prompts and what was left out, in one line."""
+        if not self.longest:
+            return f"{len(self.prompts):,} tasks"
         line = f"{len(self.prompts):,} prompts of up to {self.longest:,} tokens"
         return f"{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}" if self.too_long else line
 
@@ -79,6 +81,17 @@ def read_prompts(
     reason = f"all {number:,} have more than {most_tokens:,} tokens: raise --seq-len" if number else "there are none"
     check(bool(prompts), f"{path} has no prompt that can be answered: {reason}.", DataError)
     return Prompts(prompts, most_tokens, too_long)
+
+
+def read_tasks(path: Paths, *, flag: str = DATA) -> Prompts:
+    """Read tasks of an environment, any JSON objects, as prompts without tokens. Raises DataError."""
+    records = (each for source in find_sources(path, flag) for each in read_records(source, ALL))
+    tasks = list[Prompt]()
+    for where, record in records:
+        check(isinstance(record, dict), f"{where} must hold a JSON object, which is the task.", DataError)
+        tasks.append(Prompt(len(tasks), (), record))
+    check(bool(tasks), f"{path} has no task.", DataError)
+    return Prompts(tasks, 0, 0)
 
 
 def _records(path: Paths, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -106,13 +119,9 @@ def _encode(
 ) -> Iterator[tuple[int, ...]]:
     chats = [(where, record) for where, record in group if isinstance(record["prompt"], list)]
     encoded = iter(_encode_chats(chats, tokenizer, template) if chats else ())
-    begin = None if len(chats) == len(group) else separators(tokenizer)[0]
     for _, record in group:
-        if isinstance(record["prompt"], list):
-            yield next(encoded)
-            continue
-        ids = tuple(tokenizer.encode(record["prompt"]).tolist())
-        yield ids if begin is None or ids[:1] == (begin,) else (begin, *ids)
+        prompt = record["prompt"]
+        yield next(encoded) if isinstance(prompt, list) else encode_beginning(tokenizer, prompt)
 
 
 def _encode_chats(
@@ -129,12 +138,20 @@ def _encode_chats(
     for (where, _), text in zip(chats, template.render_many(requests), strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{where}: {text}") from text
-        if isinstance(tokenizer, JsonTokenizer):
-            literal = [(start, stop) for start, stop in text.literal]
-            ids = tokenizer.encode(text.text, special=True, literal=literal)
-        else:
-            ids = tokenizer.encode(text.text)
-        yield tuple(ids.tolist())
+        yield encode_rendered(tokenizer, text.text, text.literal)
+
+
+def encode_rendered(tokenizer: Tokenizer, text: str, literal: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+    """Encode what a chat template wrote; `literal`: spans of names of special tokens that are letters."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tuple(tokenizer.encode(text, special=True, literal=[(start, stop) for start, stop in literal]).tolist())
+    return tuple(tokenizer.encode(text).tolist())
+
+
+def encode_beginning(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Encode a text that a document begins with."""
+    ids, begin = tuple(tokenizer.encode(text).tolist()), separators(tokenizer)[0]
+    return ids if begin is None or ids[:1] == (begin,) else (begin, *ids)
 
 
 class PromptBatches:

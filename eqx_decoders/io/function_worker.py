@@ -1,8 +1,9 @@
 """Process that calls a function of a user's Python file: run as a script by `function_workers`.
 
-The one argument is a JSON object: `function`, `path` (of Python) and `directory` (where relative files are). The first
-line of the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, a list of arguments, or an
-object with `object` (a number), `method` and `arguments`; its answer is a line, `{"value": …}` or `{"error": …}`.
+The one argument is a JSON object: `function`, `path` (of Python), and `methods` that a class needs. The first line of
+the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, a list of arguments, or an object with
+`object` (a number), `new`, `method` and `arguments`; its answer is a line, `{"value": …}` or `{"error": …}`, which has
+`lost` if the object was that of a process that ended.
 What the function prints goes to standard error.
 """
 
@@ -23,6 +24,7 @@ def main() -> None:
         os.dup2(2, 1)
         try:
             function = find(task["function"])
+            check_methods(function, task["function"], task["methods"])
         except Exception as error:
             send(answers, {"error": described(error)})
             return
@@ -57,6 +59,15 @@ def find(name):
     return found
 
 
+def check_methods(function, name, methods):
+    """Raise TypeError unless the function is a class with these methods, if there are any."""
+    missing = [method for method in methods if not callable(getattr(function, method, None))]
+    if methods and not isinstance(function, type):
+        raise TypeError(f"{name} is no class with {' and '.join(methods)}")
+    if missing:
+        raise TypeError(f"the class has no method {' and no '.join(missing)}")
+
+
 def answer(function, objects, task):
     """Return the answer to one task."""
     try:
@@ -67,6 +78,8 @@ def answer(function, objects, task):
             held = objects.pop(number, None)
             return checked(held.close() if hasattr(held, "close") else None)
         if number not in objects:
+            if not task["new"]:
+                return {"error": "its process ended, and the object with it", "lost": True}
             objects[number] = function()
         return checked(getattr(objects[number], method)(*task["arguments"]))
     except Exception as error:

@@ -34,12 +34,14 @@ class CallResult(NamedTuple):
     - `error`: why there is no value; None if there is one.
     - `timed_out`: whether the call took too long.
     - `seconds`: how long it took.
+    - `lost`: whether its object is not there: it was that of a process that was killed since.
     """
 
     value: Any = None
     error: str | None = None
     timed_out: bool = False
     seconds: float = 0.0
+    lost: bool = False
 
 
 class FunctionWorkers:
@@ -56,16 +58,25 @@ class FunctionWorkers:
     - `workers`: number of processes.
     - `seconds`: deadline of one call.
     - `flag`: what the user gave the function by, for errors.
+    - `methods`: what the function must have, a class then.
 
     Raises ConfigError with the reason where the function cannot be imported.
     """
 
-    def __init__(self, function: str, *, workers: int = 2, seconds: float = 10.0, flag: str = "function"):
+    def __init__(
+        self,
+        function: str,
+        *,
+        workers: int = 2,
+        seconds: float = 10.0,
+        flag: str = "function",
+        methods: Sequence[str] = (),
+    ):
         check_integer("workers", workers)
         check(math.isfinite(seconds) and seconds > 0, f"seconds={seconds} must be a positive number.")
         named = bool(function.rpartition(":")[0]) and bool(function.rpartition(":")[2])
         check(named, f"{flag}={function!r} must be file.py:function, such as rewards.py:exact.")
-        self._command = dict(function=function, path=[os.getcwd(), *sys.path])
+        self._command = dict(function=function, path=[os.getcwd(), *sys.path], methods=list(methods))
         self._flag, self._seconds = f"{flag}={function!r}", seconds
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(workers + 1)]
         first = _Process(self._command)
@@ -85,12 +96,13 @@ class FunctionWorkers:
         """Start a call in any worker; its future never raises."""
         return self._put(self._queues[-1], list(arguments))
 
-    def call_method(self, number: int, method: str, *arguments: Any) -> "Future[CallResult]":
+    def call_method(self, number: int, method: str, *arguments: Any, new: bool = True) -> "Future[CallResult]":
         """Start a call of a method of object `number`, which the first call makes with `function()`; `close` ends it.
 
-        All calls of an object are of one worker. Where that is killed, its objects are lost.
+        All calls of an object are of one worker. Where that is killed, its objects are lost: with `new=False` the next
+        call is an error then, otherwise there is a new one.
         """
-        task = {"object": number, "method": method, "arguments": list(arguments)}
+        task = {"object": number, "new": new, "method": method, "arguments": list(arguments)}
         return self._put(self._queues[number % len(self._threads)], task)
 
     def map(self, calls: Iterable[Sequence[Any]]) -> list[CallResult]:
@@ -188,7 +200,7 @@ class _Process:
         if answer is None:
             self.close()
             return CallResult(error=f"it took more than {seconds:g} s", timed_out=True, seconds=took)
-        return CallResult(value=answer.get("value"), error=answer.get("error"), seconds=took)
+        return CallResult(answer.get("value"), answer.get("error"), seconds=took, lost=bool(answer.get("lost")))
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
         """Return the next answer; None if it does not come in time."""

@@ -29,7 +29,7 @@ def answer_numbers(config: RLConfig, answers: Sequence[JudgedAnswer], rewards: n
     tokens are counted.
     """
     groups = np.asarray([answer.prompt.number for answer in answers])
-    lengths = np.asarray([len(answer.rollout.tokens) for answer in answers])
+    lengths = np.asarray([answer.length for answer in answers])
     advantages = group_advantages(rewards, groups, baseline=config.baseline, scale=config.scale)
     known = ~np.isnan(advantages)
     if config.truncated == "mask":
@@ -40,7 +40,7 @@ def answer_numbers(config: RLConfig, answers: Sequence[JudgedAnswer], rewards: n
     if config.aggregation == "prompt":
         more = {"groups": groups}
     elif config.aggregation == "constant":
-        more = {"limit": config.max_new_tokens}
+        more = {"limit": config.longest_answer}
     weights = token_weights(np.where(known, lengths, 0), config.aggregation, **more)
     return AnswerNumbers(np.where(known, advantages, 0.0), weights)
 
@@ -53,22 +53,28 @@ def _whitened(advantages: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 class Place(NamedTuple):
-    """Where an answer with its prompt lies: row, first token, number within the row."""
+    """Where an answer with its prompt lies: row, first token, number within the row; of several, those of the first."""
 
     row: int
     start: int
     number: int
 
 
-def find_places(sizes: Sequence[int], *, rows: int, length: int, most: int) -> list[Place] | None:
-    """Put answers with prompts of `sizes` tokens each into the first row with room; None if they do not fit."""
-    used, counts, places = [0] * rows, [0] * rows, []
-    for size in sizes:
-        row = next((row for row in range(rows) if used[row] + size <= length and counts[row] < most), None)
+def find_places(
+    sizes: Sequence[int], counts: Sequence[int] | None = None, *, rows: int, length: int, most: int
+) -> list[Place] | None:
+    """Put answers with prompts of `sizes` tokens into the first row with room; None if they do not fit.
+
+    `counts`: of how many answers, which lie side by side, a size is; None: of one each.
+    """
+    used, taken, places = [0] * rows, [0] * rows, []
+    for size, count in zip(sizes, [1] * len(sizes) if counts is None else counts, strict=True):
+        fits = (row for row in range(rows) if used[row] + size <= length and taken[row] + count <= most)
+        row = next(fits, None)
         if row is None:
             return None
-        counts[row] += 1
-        places.append(Place(row, used[row], counts[row]))
+        places.append(Place(row, used[row], taken[row] + 1))
+        taken[row] += count
         used[row] += size
     return places
 
@@ -85,10 +91,10 @@ def row_choices(batch_size: int, unit: int) -> list[int]:
 
 
 class PackedAnswers(NamedTuple):
-    """A whole batch, and the row and the tokens of each answer in it."""
+    """A whole batch, and for each answer the places of the tokens that the model drew: their rows and columns."""
 
     batch: Batch
-    spans: Sequence[tuple[int, slice]]
+    drawn: Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 def pack_answers(
@@ -104,26 +110,30 @@ def pack_answers(
 
     `divergence`: weight of the divergence of each token, relative to its own weight.
     """
-    sizes = [len(answer.prompt.tokens) + len(answer.rollout.tokens) for answer in answers]
-    tries = ((rows, find_places(sizes, rows=rows, length=seq_len, most=answers_per_row)) for rows in choices)
+    parts = [[part for part in answer.parts if part.drawn.any()] for answer in answers]
+    sizes, counts = [sum(part.size for part in each) for each in parts], [len(each) for each in parts]
+    tries = ((rows, find_places(sizes, counts, rows=rows, length=seq_len, most=answers_per_row)) for rows in choices)
     rows, places = next(((rows, places) for rows, places in tries if places is not None), (choices[-1], None))
     rule = f"{len(answers)} answers with {sum(sizes):,} tokens do not fit into {choices[-1]} rows of {seq_len}"
     check(places is not None, f"{rule}: raise dataset.batch_size, or draw fewer (rl.prompts, rl.samples).", DataError)
     ints = {name: np.zeros((rows, seq_len), np.int32) for name in ("tokens", "segment_ids", "positions", "answers")}
     floats = {name: np.zeros((rows, seq_len), np.float32) for name in ("policy", "advantages", "sampler")}
-    spans = list[tuple[int, slice]]()
-    for answer, place, advantage, weight in zip(answers, places or (), *numbers, strict=True):
-        tokens = np.concatenate([answer.prompt.tokens, answer.rollout.tokens]).astype(np.int32)
-        begin, end = place.start, place.start + len(tokens)
-        span, drawn = (place.row, slice(begin, end)), (place.row, slice(begin + len(answer.prompt.tokens), end))
-        ints["tokens"][span], ints["positions"][span] = tokens, np.arange(len(tokens))
-        ints["segment_ids"][span], ints["answers"][drawn] = place.number, place.number
-        floats["policy"][drawn], floats["advantages"][drawn] = weight, advantage
-        floats["sampler"][drawn] = answer.rollout.log_probs
-        spans.append(drawn)
+    drawn = list[tuple[np.ndarray, np.ndarray]]()
+    for each, place, advantage, weight in zip(parts, places or (), *numbers, strict=True):
+        start, columns = place.start, [np.zeros(0, np.int64)]
+        for number, part in enumerate(each, start=place.number):
+            span, start = (place.row, slice(start, start + part.size)), start + part.size
+            ints["tokens"][span] = np.concatenate([part.context, part.rollout.tokens])
+            ints["positions"][span], ints["segment_ids"][span] = np.arange(part.size), number
+            columns.append(start - len(part.drawn) + np.flatnonzero(part.drawn))
+            ints["answers"][place.row, columns[-1]] = number
+            floats["sampler"][place.row, columns[-1]] = part.rollout.log_probs[part.drawn]
+        of_answer = np.concatenate(columns)
+        drawn.append((np.full_like(of_answer, place.row), of_answer))
+        floats["policy"][drawn[-1]], floats["advantages"][drawn[-1]] = weight, advantage
     marks = ints.pop("answers")
     more = {"divergence": divergence * floats["policy"]} if divergence else {}
     signals = Signals(**floats, **more, answers=marks, most_answers=answers_per_row)
     arrays: dict[str, Any] = ints
     batch = Batch(**arrays, loss_mask=marks > 0, signals=signals, contiguous=True)
-    return PackedAnswers(batch, spans)
+    return PackedAnswers(batch, drawn)

@@ -1,5 +1,6 @@
 """Answers of the model in training: its engine, the ends of answers, and their rewards."""
 
+import abc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,22 +20,24 @@ from eqx_decoders.serving.rollouts import Rollout, rollout
 from eqx_decoders.training.methods.rl_config import RLConfig
 
 
-class Answerer:
-    """Engine on the weights of a run, which draws answers and has them judged meanwhile.
+class Drawer(abc.ABC):
+    """Engine on the weights of a run, which come and go.
 
     **Arguments:**
 
-    - `stop_ids`: tokens that end answers.
     - `new_engine`: makes the engine of the first model, to which others are loaded.
     - `seconds`, `tokens`: time and tokens of the last answers.
     """
 
-    def __init__(
-        self, config: RLConfig, tokenizer: Tokenizer, *, stop_ids: Sequence[int], new_engine: Callable[[Decoder], Any]
-    ):
-        self._config, self._tokenizer, self._stop_ids = config, tokenizer, tuple(stop_ids)
-        self._rewards, self._new_engine, self._engine = Rewards(config), new_engine, None
+    def __init__(self, new_engine: Callable[[Decoder], Any]):
+        self._new_engine, self._engine = new_engine, None
         self.seconds, self.tokens = 0.0, 0
+
+    @property
+    def engine(self) -> Any:
+        """Engine, which has weights between `load` and `release`."""
+        assert self._engine is not None
+        return self._engine
 
     def load(self, model: Decoder) -> None:
         """Answer with the weights of a model; they are dropped by `release`, before a step overwrites them."""
@@ -48,6 +51,33 @@ class Answerer:
         if self._engine is not None:
             self._engine.release()
 
+    @abc.abstractmethod
+    def answer(
+        self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str
+    ) -> list[list[JudgedAnswer]]:
+        """Draw answers to each prompt, with their rewards; the groups are in the order of the prompts."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all processes."""
+
+
+class Answerer(Drawer):
+    """Engine on the weights of a run, which draws answers and has them judged meanwhile.
+
+    **Arguments:**
+
+    - `stop_ids`: tokens that end answers.
+    - `new_engine`: as of `Drawer`.
+    """
+
+    def __init__(
+        self, config: RLConfig, tokenizer: Tokenizer, *, stop_ids: Sequence[int], new_engine: Callable[[Decoder], Any]
+    ):
+        super().__init__(new_engine)
+        self._config, self._tokenizer, self._stop_ids = config, tokenizer, tuple(stop_ids)
+        self._rewards = Rewards(config)
+
     def close(self) -> None:
         """End the processes of rewards."""
         self._rewards.close()
@@ -56,10 +86,9 @@ class Answerer:
         self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str
     ) -> list[list[JudgedAnswer]]:
         """Draw answers to each prompt, and have them judged; the groups are in the order of the prompts."""
-        assert self._engine is not None
         started, waiting = time.perf_counter(), {}
         drawn = rollout(
-            self._engine,
+            self.engine,
             [prompt.tokens for prompt in prompts],
             samples=samples,
             max_new_tokens=self._config.max_new_tokens,
@@ -70,7 +99,7 @@ class Answerer:
         )
         for group in drawn:
             prompt = prompts[group.number]
-            texts = [self._text(each) for each in group.rollouts]
+            texts = [answer_text(self._tokenizer, each) for each in group.rollouts]
             calls = [self._rewards.start(prompt, text) for text in texts]
             waiting[group.number] = [*zip(group.rollouts, texts, calls, strict=True)]
         self.seconds = time.perf_counter() - started
@@ -80,10 +109,11 @@ class Answerer:
             for number, prompt in enumerate(prompts)
         ]
 
-    def _text(self, answer: Rollout) -> str:
-        """Return the text of an answer without the token that ended it."""
-        stopped = answer.finish_reason == "stop"
-        return self._tokenizer.decode(answer.tokens[:-1] if stopped else answer.tokens)
+
+def answer_text(tokenizer: Tokenizer, answer: Rollout) -> str:
+    """Return the text of an answer without the token that ended it."""
+    stopped = answer.finish_reason == "stop"
+    return tokenizer.decode(answer.tokens[:-1] if stopped else answer.tokens)
 
 
 def ends_of_answers(tokenizer: Tokenizer, template: ChatTemplate | None, known: Sequence[int]) -> tuple[int, ...]:

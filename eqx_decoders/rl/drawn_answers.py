@@ -6,11 +6,85 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool
 
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.data.sources.data_files import zstd_module
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.serving.rollouts import Rollout
+
+
+ENDS = ("done", "turns", "tokens", "error")  # of episodes
+
+
+class AnswerPart(NamedTuple):
+    """Tokens of an answer that lie together: a context, and what follows it, of which the model drew some.
+
+    **Arguments:**
+
+    - `rollout`: the tokens behind the context; those that were not drawn have a log-probability of 0.
+    - `drawn`: which of them the model drew.
+    """
+
+    context: tuple[int, ...]
+    rollout: Rollout
+    drawn: Bool[np.ndarray, "length"]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self.context) + len(self.rollout.tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part as plain JSON."""
+        return {"context": self.context, "drawn": self.drawn.astype(int).tolist(), **_rollout_json(self.rollout)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "AnswerPart":
+        """Read what `to_json` returned."""
+        return cls(tuple(row["context"]), _rollout_of(row), np.asarray(row["drawn"], bool))
+
+
+class Episode(NamedTuple):
+    """What an answer in several turns is, beside its first tokens.
+
+    **Arguments:**
+
+    - `parts`: its tokens; there are several where the chat template rewrote earlier turns, and each has those that were
+        drawn behind its own context.
+    - `turns`: number of the model's answers.
+    - `end`: `"done"`, as the environment said, `"turns"` or `"tokens"` for the limits, or `"error"`.
+    - `metrics`: the environment's numbers, which are no rewards.
+    """
+
+    parts: tuple[AnswerPart, ...]
+    turns: int
+    end: str
+    metrics: Mapping[str, float] = {}
+
+    @property
+    def rollout(self) -> Rollout:
+        """Tokens behind the first context."""
+        return self.parts[0].rollout
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the episode as plain JSON."""
+        return {**self._asdict(), "parts": [part.to_json() for part in self.parts], "metrics": dict(self.metrics)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "Episode":
+        """Read what `to_json` returned."""
+        return cls(**{**row, "parts": tuple(AnswerPart.from_json(part) for part in row["parts"])})
+
+
+def _rollout_json(rollout: Rollout) -> dict[str, Any]:
+    lists = {name: getattr(rollout, name).tolist() for name in ("tokens", "log_probs", "versions")}
+    return lists | {"finish_reason": rollout.finish_reason}
+
+
+def _rollout_of(row: Mapping[str, Any]) -> Rollout:
+    tokens, versions = (np.asarray(row[name], np.int32) for name in ("tokens", "versions"))
+    return Rollout(tokens, np.asarray(row["log_probs"], np.float32), versions, row["finish_reason"])
 
 
 class JudgedAnswer(NamedTuple):
@@ -23,6 +97,7 @@ class JudgedAnswer(NamedTuple):
     - `columns`: the numbers of the reward by name.
     - `error`: why the answer was not judged.
     - `seconds`: how long the reward took.
+    - `episode`: of an environment: `rollout` has the tokens of all turns behind the prompt then, and `text` all turns.
     """
 
     prompt: Prompt
@@ -32,23 +107,39 @@ class JudgedAnswer(NamedTuple):
     columns: Mapping[str, float] = {}
     error: str | None = None
     seconds: float = 0.0
+    episode: Episode | None = None
+
+    @property
+    def parts(self) -> tuple[AnswerPart, ...]:
+        """Its tokens, which lie together, or of an episode in several parts."""
+        if self.episode is not None:
+            return self.episode.parts
+        return (AnswerPart(self.prompt.tokens, self.rollout, np.ones(len(self.rollout.tokens), bool)),)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the model drew."""
+        return sum(int(part.drawn.sum()) for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON, from which `from_json` makes the same."""
-        lists = {name: getattr(self.rollout, name).tolist() for name in ("tokens", "log_probs", "versions")}
-        ends = {"finish_reason": self.rollout.finish_reason, "error": self.error, "seconds": self.seconds}
+        rest: dict[str, Any] = {"error": self.error, "seconds": self.seconds}
+        if self.episode is None:
+            rest |= _rollout_json(self.rollout)
+        else:
+            rest["episode"] = self.episode.to_json()
         prompt = {"number": self.prompt.number, "prompt": self.prompt.record, "prompt_tokens": self.prompt.tokens}
         reward = None if np.isnan(self.reward) else self.reward
-        return prompt | {"answer": self.text, "reward": reward, "columns": dict(self.columns)} | ends | lists
+        return prompt | {"answer": self.text, "reward": reward, "columns": dict(self.columns)} | rest
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "JudgedAnswer":
         """Read what `to_json` returned."""
         prompt = Prompt(row["number"], tuple(row["prompt_tokens"]), row["prompt"])
-        tokens, versions = (np.asarray(row[name], np.int32) for name in ("tokens", "versions"))
-        rollout = Rollout(tokens, np.asarray(row["log_probs"], np.float32), versions, row["finish_reason"])
+        episode = None if row.get("episode") is None else Episode.from_json(row["episode"])
+        rollout = _rollout_of(row) if episode is None else episode.rollout
         reward = float("nan") if row["reward"] is None else float(row["reward"])
-        return cls(prompt, rollout, row["answer"], reward, row["columns"], row["error"], row["seconds"])
+        return cls(prompt, rollout, row["answer"], reward, row["columns"], row["error"], row["seconds"], episode)
 
 
 class StepAnswers(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
 from eqx_decoders.rl.answer_batch import AnswerNumbers
-from eqx_decoders.rl.answerer import Answerer
+from eqx_decoders.rl.answerer import Drawer
 from eqx_decoders.rl.rl_run import RLRun
 from eqx_decoders.training.methods.held_out_figures import held_out_figures
 from eqx_decoders.training.methods.method import MethodStart
@@ -18,7 +18,7 @@ from eqx_decoders.training.step.train_state import TrainState
 class OnPolicyRun(RLRun):
     """Answers of a student, and the divergence of its distributions over them from those of a teacher."""
 
-    def __init__(self, start: MethodStart, prompts: PromptBatches, answerer: Answerer):
+    def __init__(self, start: MethodStart, prompts: PromptBatches, answerer: Drawer):
         super().__init__(start, prompts, answerer)
         settings = start.config.distill
         self.loss = DistillObjective(

@@ -6,24 +6,28 @@ from typing import Any
 import jax
 
 from eqx_decoders.data.dataset import written_by
-from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts
+from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts, read_tasks
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.answerer import Answerer, ends_of_answers
+from eqx_decoders.rl.episodes import EpisodeAnswerer
 from eqx_decoders.rl.on_policy import OnPolicyRun
 from eqx_decoders.rl.rl_run import RLRun
+from eqx_decoders.rl.turn_writer import rewritten_turns
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.run.messages import print_status
 
 
 LARGEST_CHUNK = 128  # tokens of prompts that are prefilled at once
 
 
 def open_rl(start: MethodStart) -> OpenedMethod:
-    """Read the prompts of a run, and the held-out ones, if there is a `held_out_path`; import its reward."""
+    """Read the prompts of a run, and the held-out ones, if there is a `held_out_path`; import what rewards them."""
     return _opened(start, RLRun)
 
 
@@ -39,7 +43,10 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
 
     def prompts(path: Any, flag: str, *, held_out: bool = False) -> PromptBatches:
         most = data.seq_len - rl.max_new_tokens
-        read = read_prompts(path, tokenizer, most_tokens=most, template=template, flag=flag)
+        if rl.environment is None:
+            read = read_prompts(path, tokenizer, most_tokens=most, template=template, flag=flag)
+        else:
+            read = read_tasks(path, flag=flag)
         return PromptBatches(read, count=rl.prompts, seed=data.seed, held_out=held_out)
 
     trained = prompts(data.path, "--data")
@@ -48,20 +55,36 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     rule = f"the prompts of process {jax.process_index()} are others than those of the first"
     check(hashes == from_first("made", hashes), f"{rule}: all must read the same files.", DataError)
     longest = max(each.prompts.longest for each in (trained, *sets.values()))
-    _check_room(config, longest)
+    limit = longest + rl.max_new_tokens if rl.environment is None else rl.episode_tokens or data.seq_len
+    _check_room(config, limit)
     stop_ids = ends_of_answers(tokenizer, template, start.target.generation_config.stop_ids)
-    new_engine = functools.partial(_new_engine, config=_engine_config(rl, longest))
-    answerer = Answerer(rl, tokenizer, stop_ids=stop_ids, new_engine=new_engine)
+    new_engine = functools.partial(_new_engine, config=_engine_config(rl, longest or limit, limit))
+    more: dict[str, Any] = {"stop_ids": stop_ids, "new_engine": new_engine}
+    if rl.environment is None:
+        answerer = Answerer(rl, tokenizer, **more)
+    else:
+        _check_template(template)
+        answerer = EpisodeAnswerer(rl, tokenizer, template, limit=limit, **more)
     method = run(start, trained, answerer)
     start.stack.callback(method.close)
     return OpenedMethod(trained, sets, method)
 
 
-def _engine_config(rl: RLConfig, longest: int) -> EngineConfig:
-    """Return the sizes of an engine for prompts of up to `longest` tokens."""
+def _check_template(template: ChatTemplate | None) -> None:
+    """Print a line if the template writes earlier turns of conversations another way. Raises ConfigError."""
+    one = jax.process_count() == 1
+    check(one, f"rl.environment: a run has one process, not {jax.process_count()}. Take rl.reward, or one process.")
+    rewritten = rewritten_turns(template)
+    if rewritten:
+        line = f"the chat template writes earlier {rewritten} another way: their episodes go on in rows of their own"
+        print_status(f"{line} (forked_rows)")
+
+
+def _engine_config(rl: RLConfig, longest: int, length: int) -> EngineConfig:
+    """Return the sizes of an engine for prompts of up to `longest` tokens, and of `length` with their answers."""
     chunk = min(LARGEST_CHUNK, max(16, 1 << (longest - 1).bit_length()))
     slots = min(rl.slots, rl.prompts * rl.samples)
-    length, budget = longest + rl.max_new_tokens, slots + 4 * chunk
+    budget = slots + 4 * chunk
     sizes: dict[str, Any] = dict(max_length=length, prefill_chunk=chunk, token_budget=budget)
     return EngineConfig(max_batch_size=slots, max_logprobs=0, max_logit_bias=0, **sizes)
 
@@ -72,11 +95,16 @@ def _new_engine(model: Decoder, config: EngineConfig) -> Engine:
     return engine
 
 
-def _check_room(config: Any, longest: int) -> None:
-    """Raise ConfigError unless the longest answers to the longest prompts would fit into a batch."""
+def _check_room(config: Any, limit: int) -> None:
+    """Raise ConfigError unless answers which have up to `limit` tokens with their prompts would fit into a batch."""
     rl, data = config.rl, config.dataset
-    in_row = min(rl.answers_per_row, data.seq_len // (longest + rl.max_new_tokens))
+    rows, most = rl.most_rows, rl.answers_per_row
+    check(limit <= data.seq_len, f"rl.episode_tokens={limit} must be at most dataset.seq_len={data.seq_len}.")
+    rule = f"rl.answers_per_row={most} must be at least {rows}, as many rows as an episode of rl.max_turns may have"
+    check(most >= rows, f"{rule}, unless rl.strict_prefix.")
+    in_row = min(most // rows, data.seq_len // limit)
     needed = -(-rl.prompts * rl.samples // in_row)
-    rule = f"rl.prompts={rl.prompts} x rl.samples={rl.samples} answers of up to {longest} + {rl.max_new_tokens} tokens"
+    rule = f"rl.prompts={rl.prompts} x rl.samples={rl.samples} answers of up to {limit} tokens with their prompts"
     remedy = f"raise it, or dataset.seq_len={data.seq_len}, or draw fewer"
+    remedy += "" if rl.environment is None else ", or set rl.episode_tokens"
     check(needed <= data.batch_size, f"{rule} need dataset.batch_size={needed}, not {data.batch_size}: {remedy}.")

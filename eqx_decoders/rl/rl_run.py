@@ -27,7 +27,7 @@ from eqx_decoders.rl.answer_batch import (
     pack_answers,
     row_choices,
 )
-from eqx_decoders.rl.answerer import Answerer
+from eqx_decoders.rl.answerer import Drawer
 from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.reward_plot import plot_rewards
 from eqx_decoders.rl.rewards import reward_figures
@@ -57,7 +57,7 @@ class RLRun:
     evaluates_start = True
     loss: Loss
 
-    def __init__(self, start: MethodStart, prompts: PromptBatches, answerer: Answerer):
+    def __init__(self, start: MethodStart, prompts: PromptBatches, answerer: Drawer):
         config = start.config
         self.loss = PolicyObjective(
             policy=config.rl.policy, temperature=config.rl.temperature, entropy=config.rl.entropy
@@ -153,18 +153,18 @@ class RLRun:
     ) -> PackedAnswers:
         """Pack answers; this process's rows of the batch are on the devices."""
         sizes = dict(seq_len=self._config.dataset.seq_len, answers_per_row=self._rl.answers_per_row)
-        batch, spans = pack_answers(answers, numbers, choices=self._choices, divergence=divergence, **sizes)
+        batch, drawn = pack_answers(answers, numbers, choices=self._choices, divergence=divergence, **sizes)
         rows, layout = batch.tokens.shape[0], self._execution.layout
         held = np.asarray(host_rows(layout, rows))
-        return PackedAnswers(hand_over(jax.tree.map(lambda leaf: leaf[held], batch), layout, rows), spans)
+        return PackedAnswers(hand_over(jax.tree.map(lambda leaf: leaf[held], batch), layout, rows), drawn)
 
     def _divergences(self, answers: Sequence[JudgedAnswer], reference: Decoder) -> np.ndarray:
         """Estimate the divergence of each answer from the reference, `sum of log p - log reference` (k1)."""
         nothing = np.zeros(len(answers))
-        batch, spans = self._packed(answers, AnswerNumbers(nothing, nothing))
+        batch, drawn = self._packed(answers, AnswerNumbers(nothing, nothing))
         log_probs = np.asarray(_replicated_log_probs(reference, batch, self._rl.temperature), np.float64)
-        pairs = zip(answers, spans, strict=True)
-        return np.asarray([np.sum(answer.rollout.log_probs - log_probs[span]) for answer, span in pairs])
+        sampled = [np.concatenate([part.rollout.log_probs[part.drawn] for part in each.parts]) for each in answers]
+        return np.asarray([np.sum(mine - log_probs[index]) for mine, index in zip(sampled, drawn, strict=True)])
 
     # --- beside the steps ---------------------------------------------------------------------------------------------
 
@@ -182,8 +182,8 @@ class RLRun:
             rewards = reward_figures([answer for group in groups for answer in group])
             figures[name] = rewards.get("reward", float("nan"))
         self._answerer.release()
-        kept = ("answer_tokens", "truncated", "reward_failures")
-        return figures | {key: value for key, value in rewards.items() if key in kept or key.startswith("reward/")}
+        kept, named = ("answer_tokens", "truncated", "reward_failures", "turns"), ("reward/", "metric/")
+        return figures | {key: value for key, value in rewards.items() if key in kept or key.startswith(named)}
 
     def _draw_held_out(self, prompts: list[Prompt]) -> list[JudgedAnswer]:
         temperature = self._rl.temperature
@@ -230,10 +230,10 @@ def _is_constant(group: Sequence[JudgedAnswer]) -> bool:
 
 
 def _described(answer: JudgedAnswer) -> str:
-    prompt = answer.prompt.record["prompt"]
-    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+    prompt = answer.prompt.record if answer.episode is not None else answer.prompt.record["prompt"]
+    text = prompt[-1].get("content") if isinstance(prompt, list) else prompt
     reward = "no reward" if np.isnan(answer.reward) else f"reward {answer.reward:g}"
-    return f"  {text[-200:]!r} -> {answer.text[:400]!r}: {reward}"
+    return f"  {str(text)[-200:]!r} -> {answer.text[:400]!r}: {reward}"
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -100,11 +100,12 @@ def rollout(
         for sample in range(samples):
             sampling = SamplingParams(temperature=temperature, seed=answer_seed(seed, name, sample))
             options = dict(max_new_tokens=min(max_new_tokens, limit - len(prompt)), stop_ids=tuple(stop_ids))
-            waiting.append((index, sample, _request(prompt, sampling, options)))
+            waiting.append((index, sample, scored_request(prompt, sampling, **options)))
     yield from _groups(engine, waiting, samples)
 
 
-def _request(prompt: Sequence[int], sampling: SamplingParams, options: dict[str, Any]) -> Request:
+def scored_request(prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> Request:
+    """Return a request for an answer with log-probabilities: of the draws, or at temperature 0 the model's own."""
     scored = "draws" if sampling.temperature > 0 else "model"
     return Request(prompt=tuple(prompt), sampling=sampling, logprobs=0, logprobs_of=scored, **options)
 
@@ -117,7 +118,7 @@ def _groups(
     running: dict[int, tuple[int, int, Request]] = {}
     done: dict[int, dict[int, Rollout]] = collections.defaultdict(dict)
     while waiting or running:
-        while waiting and (number := _submitted(engine, waiting[0][2])) is not None:
+        while waiting and (number := submitted(engine, waiting[0][2])) is not None:
             running[number], outputs[number] = waiting.popleft(), []
         for output in engine.step():
             outputs[output.request_id].append(output)
@@ -130,7 +131,7 @@ def _groups(
                 yield RolloutGroup(index, request.prompt, tuple(answers[each] for each in range(samples)))
 
 
-def _submitted(engine: RequestEngine, request: Request) -> int | None:
+def submitted(engine: RequestEngine, request: Request) -> int | None:
     """Return the id of a request; None while the queue is full."""
     try:
         return engine.submit(request)

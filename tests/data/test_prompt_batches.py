@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eqx_decoders.data.prompt_batches import PromptBatches, Prompts, read_prompts
+from eqx_decoders.data.prompt_batches import PromptBatches, Prompts, read_prompts, read_tasks
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
@@ -40,6 +40,14 @@ def test_texts_and_conversations(file):
     assert text.record == {"prompt": "1+1=", "answer": 2, "more": {"a": [1]}}
     assert chat.record["prompt"] == [{"role": "user", "content": "2+2"}] and chat.record["answer"] == 4
     assert found.too_long == 1 and "left out: 1 of more than 40" in found.describe() and found.longest == 12
+
+
+def test_tasks_are_any_objects(tmp_path):
+    tasks = read_tasks(str(write(tmp_path / "tasks.jsonl", {"number": 3}, {"prompt": "a"})))
+    assert tasks.prompts == [(0, (), {"number": 3}), (1, (), {"prompt": "a"})] and tasks.describe() == "2 tasks"
+    for rows, says in (([3], "must hold a JSON object"), ([], "is empty|has no task")):
+        with pytest.raises(DataError, match=says):
+            read_tasks(str(write(tmp_path / "bad.jsonl", *rows)))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ class Counter:
     def add(self, number):
         self.count += number
         return self.count
+    def end(self):
+        os._exit(3)
     def close(self):
         return "closed"
 
@@ -60,6 +62,15 @@ def test_objects_stay_in_their_process(file):
         assert [workers.call_method(number, "add", 1).result().value for number in range(3)] == [11, 12, 13]
         assert workers.call_method(1, "close").result().value == "closed"
         assert workers.call_method(1, "add", 5).result().value == 5  # a new one
+        assert workers.call_method(1, "add", 5, new=False).result().value == 10
+    with FunctionWorkers(f"{file}:Counter", workers=1, methods=("add", "close")) as workers:
+        assert workers.call_method(0, "add", 1).result().value == 1
+        assert workers.call_method(1, "end").result().error == "its process ended with 3"  # and with it object 0
+        gone = workers.call_method(0, "add", 1, new=False).result()
+        assert gone.lost and gone.error == "its process ended, and the object with it"
+        assert workers.call_method(0, "add", 1).result().value == 1
+    with pytest.raises(ConfigError, match="TypeError: the class has no method no and no other"):
+        FunctionWorkers(f"{file}:Counter", methods=("add", "no", "other"))
     with FunctionWorkers(f"{file}:task.add", workers=1) as workers:
         assert workers.submit(3).result().value == 3
 

@@ -53,8 +53,8 @@ def test_rows_hold_what_each_answer_is():
     batch: Any = packed.batch
     signals = batch.signals
     assert batch.tokens.shape == (2, 12) and signals.most_answers == 3
-    for each, advantage, weight, (row, span) in zip(STEP, *numbers(RLConfig(samples=2)), packed.spans, strict=True):
-        length = len(each.rollout.tokens)
+    for each, advantage, weight, (rows, columns) in zip(STEP, *numbers(RLConfig(samples=2)), packed.drawn, strict=True):
+        length, row, span = len(each.rollout.tokens), rows[0], slice(columns[0], columns[-1] + 1)
         assert batch.tokens[row, span].tolist() == each.rollout.tokens.tolist()
         before = slice(span.start - 3, span.start)
         assert batch.tokens[row, before].tolist() == list(each.prompt.tokens)
@@ -70,6 +70,7 @@ def test_rows_hold_what_each_answer_is():
 
 def test_rows_are_few():
     assert find_places([5, 5, 5, 2], rows=2, length=10, most=2) == [(0, 0, 1), (0, 5, 2), (1, 0, 1), (1, 5, 2)]
+    assert find_places([5, 4, 0], [2, 2, 0], rows=2, length=10, most=3) == [(0, 0, 1), (1, 0, 1), (0, 5, 3)]
     assert find_places([5, 5, 5], rows=1, length=20, most=2) is None
     assert row_choices(24, 2) == [6, 12, 24] and row_choices(7, 1) == [7] and row_choices(8, 8) == [8]
     with pytest.raises(DataError, match="4 answers with 22 tokens do not fit into 1 rows of 12: raise"):

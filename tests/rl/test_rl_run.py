@@ -46,7 +46,7 @@ def train(folder, name, *more, code=0, devices=1, reward="length", **changes):
         "method": "rl",
         "init-from": BASE,
         "data": folder / "prompts.jsonl",
-        "rl.reward": f"{folder / 'rewards.py'}:{reward}",
+        "rl.reward": f"{folder / 'rewards.py'}:{reward}" if reward else None,
         "rl.prompts": 3,
         "rl.samples": 4,
         "rl.max-new-tokens": 6,
@@ -61,7 +61,9 @@ def train(folder, name, *more, code=0, devices=1, reward="length", **changes):
         "optimizer.warmup-steps": 0,
     }
     changes = {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
-    words = [str(word) for key, value in (wanted | changes).items() for word in (f"--{key}", value)]
+    words = [
+        str(word) for key, value in (wanted | changes).items() if value is not None for word in (f"--{key}", value)
+    ]
     return call("train", *words, *more, code=code, devices=devices)
 
 

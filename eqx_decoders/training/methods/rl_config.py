@@ -54,7 +54,32 @@ class RewardSettings(CheckedFields):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RLConfig(RewardSettings):
+class EnvironmentSettings(CheckedFields):
+    """Where conversations come from whose rewards an environment gives."""
+
+    checked_name = ""
+    environment: str | None = None
+    """Class of a Python file, file.py:Class, instead of a reward. An object of it is an episode: reset(task, seed)
+    begins a conversation, and step(answer) answers to the model, with rewards that are added up."""
+    max_turns: PositiveInt = 8
+    """Most answers of the model in an episode."""
+    episode_tokens: PositiveInt | None = None
+    """Most tokens of an episode, with those of its environment; None: seq_len."""
+    strict_prefix: bool = False
+    """Whether a chat template that writes earlier turns another way is an error; otherwise the episode goes on in a row
+    of its own."""
+
+    def check_environment(self, rest: Any) -> None:
+        """Raise ConfigError for settings of an environment without one, and of rewards with one."""
+        fields, word = ("episode_tokens", "max_turns", "strict_prefix"), "without"
+        if self.environment is not None:
+            fields, word = ("overlong_buffer",), "with"
+        unread = [name for name in fields if getattr(rest, name) != type(rest).__dataclass_fields__[name].default]
+        check(not unread, f"rl.{', rl.'.join(unread)} is not read {word} rl.environment: leave it out.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLConfig(RewardSettings, EnvironmentSettings):
     """Settings of training with rewards (`method="rl"`)."""
 
     checked_name = "rl"
@@ -65,7 +90,7 @@ class RLConfig(RewardSettings):
     samples: PositiveInt = 8
     """Answers to each prompt."""
     max_new_tokens: PositiveInt = 256
-    """Most tokens of an answer."""
+    """Most tokens of an answer; of an environment, of each turn's."""
     temperature: PositiveFloat = 1.0
     """Temperature of the draws, and of the policy that is trained."""
     policy: PolicyLoss = PolicyLoss()
@@ -112,7 +137,7 @@ class RLConfig(RewardSettings):
             if getattr(self, name) == type(self).__dataclass_fields__[name].default:
                 object.__setattr__(self, name, value)
         super().__post_init__()
-        expand_paths(self, "reward", "teacher")
+        expand_paths(self, "reward", "environment", "teacher")
         self.weights()
         alone = self.samples > 1 or self.baseline == "none"
         rule = (
@@ -121,13 +146,28 @@ class RLConfig(RewardSettings):
         check(alone, f"{rule}. Draw more, or take baseline='none'.")
         rule = f"rl.overlong_buffer={self.overlong_buffer} must be less than rl.max_new_tokens={self.max_new_tokens}"
         check(self.overlong_buffer < self.max_new_tokens, f"{rule}.")
+        self.check_environment(self)
+
+    @property
+    def longest_answer(self) -> int:
+        """Most tokens that the model may draw in an answer, over all its turns."""
+        return self.max_new_tokens * (1 if self.environment is None else self.max_turns)
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows that an answer may have: each turn begins one where a chat template rewrites those before it."""
+        return 1 if self.environment is None or self.strict_prefix else self.max_turns
 
 
 def check_rl(config: Any) -> None:
-    """Raise ConfigError unless a run, a `TrainConfig`, has a reward and the reference that it names."""
+    """Raise ConfigError unless a run, a `TrainConfig`, has a reward or an environment, and the reference it names."""
     rl, adapted = config.rl, config.lora_rank is not None
-    taught = rl.reward is not None or rl.teacher is not None
-    check(taught, "method='rl' needs rl.reward, file.py:function, such as rewards.py:exact, or rl.teacher.")
+    sources = [rl.reward, rl.environment]
+    remedy = "or rl.environment, file.py:Class, or rl.teacher"
+    taught = any(sources) or rl.teacher is not None
+    check(taught, f"method='rl' needs rl.reward, file.py:function, such as rewards.py:exact, {remedy}.")
+    rule = f"rl.reward={rl.reward!r} and rl.environment={rl.environment!r}: rewards come from one of them"
+    check(not all(sources), f"{rule}. Leave out the other.")
     rule = (
         f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in dataset.seq_len={config.dataset.seq_len}"
     )

@@ -1,0 +1,110 @@
+"""An episode that is being played: its conversation, its tokens, its rewards so far."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.rl.drawn_answers import AnswerPart, Episode, JudgedAnswer
+from eqx_decoders.rl.rewards import weighted_reward
+from eqx_decoders.serving.rollouts import Rollout
+
+
+class OpenEpisode:
+    """Episode that is being played.
+
+    **Arguments:**
+
+    - `prompt`: its task; `sample`: its number among the episodes of the task; `seed`: that of the environment.
+    - `number`: number of the environment's object.
+    - `messages`, `variables`: the conversation so far, as the chat template takes it.
+    - `text`: what the template wrote before the last answer.
+    - `calls`: the answers that the environment was given, for another object in place of one that was lost.
+    - `restarts`: number of these; `seconds`: time of all calls; `end`, `error`: as of `Episode` and `JudgedAnswer`.
+    """
+
+    def __init__(self, *, prompt: Prompt, sample: int, seed: int, number: int):
+        self.prompt, self.sample, self.seed, self.number = prompt, sample, seed, number
+        self.messages: list[Mapping[str, Any]] = []
+        self.variables: Mapping[str, Any] = {}
+        self.calls: list[dict[str, Any]] = []
+        self.text, self.end = "", ""
+        self.error: str | None = None
+        self.restarts, self.seconds = 0, 0.0
+        self._context: tuple[int, ...] = ()
+        self._pieces = list[tuple[Rollout, bool]]()
+        self._parts, self._columns = list[AnswerPart](), dict[str, float]()
+        self._metrics, self._judged = dict[str, float](), True
+
+    @property
+    def turns(self) -> int:
+        """Number of the model's answers."""
+        return len(self.calls)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens that the next answer goes on from: exactly those so far."""
+        return (*self._context, *(token for piece, _ in self._pieces for token in piece.tokens.tolist()))
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of all parts."""
+        return sum(part.size for part in self._parts) + len(self.tokens)
+
+    @property
+    def stop_id(self) -> int | None:
+        """Token that ended the last answer; None if it was cut."""
+        last, _ = self._pieces[-1]
+        return int(last.tokens[-1]) if last.finish_reason == "stop" else None
+
+    def begin(self, context: tuple[int, ...]) -> None:
+        """Go on in a new part, behind a context."""
+        if self._context:
+            self._parts.append(self._part())
+        self._context, self._pieces = context, []
+
+    def hear(self, ids: Sequence[int]) -> None:
+        """Add tokens that the model did not draw."""
+        self._pieces.append((_not_drawn(ids), False))
+
+    def say(self, rollout: Rollout, text: str, tokens_left: int) -> dict[str, Any]:
+        """Add an answer of the model; return it as the environment gets it."""
+        self._pieces.append((rollout, True))
+        message = {"role": "assistant", "content": text}
+        answer = {"text": text, "message": message, "finish_reason": rollout.finish_reason}
+        self.messages.append(message)
+        self.calls.append({**answer, "tokens_left": tokens_left})
+        return self.calls[-1]
+
+    def take(
+        self, messages: Sequence[Mapping[str, Any]], columns: Mapping[str, float] | None, metrics: Mapping[str, float]
+    ) -> None:
+        """Add what the environment answered: its rewards are added up, of its metrics the last count."""
+        self.messages += messages
+        self._judged &= columns is not None
+        for name, value in (columns or {}).items():
+            self._columns[name] = self._columns.get(name, 0.0) + value
+        self._metrics |= metrics
+
+    def _part(self) -> AnswerPart:
+        pieces = [(_not_drawn(()), False), *self._pieces]
+        tokens, log_probs, versions = (np.concatenate([piece[field] for piece, _ in pieces]) for field in range(3))
+        drawn = np.concatenate([np.full(len(piece.tokens), by_model) for piece, by_model in pieces])
+        reason = "length" if self.end == "tokens" else "stop"
+        return AnswerPart(self._context, Rollout(tokens, log_probs, versions, reason), drawn)
+
+    def judged(self, weights: Mapping[str, float]) -> JudgedAnswer:
+        """Return the episode that has ended; an episode that failed, or that can't be judged, has no reward."""
+        judged = self.error is None and self._judged
+        columns = dict(self._columns) if judged else {}
+        episode = Episode((*self._parts, self._part()), self.turns, self.end, self._metrics)
+        prompt = self.prompt._replace(tokens=episode.parts[0].context)
+        text = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in self.messages)
+        reward = weighted_reward(columns, weights) if columns or not judged else 0.0
+        return JudgedAnswer(prompt, episode.rollout, text, reward, columns, self.error, self.seconds, episode)
+
+
+def _not_drawn(ids: Sequence[int]) -> Rollout:
+    count = len(ids)
+    return Rollout(np.asarray(ids, np.int32), np.zeros(count, np.float32), np.zeros(count, np.int32), "stop")

@@ -1,0 +1,156 @@
+"""Runs with an environment: each turn is drawn by the weights that learn from it, and found again after a kill."""
+
+import json
+import re
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.io.huggingface.load import load_hf
+from eqx_decoders.io.text.chat_template import load_chat_template
+from eqx_decoders.io.text.tokenizer import load_tokenizer
+from eqx_decoders.rl.answer_batch import AnswerNumbers, pack_answers
+from eqx_decoders.rl.episodes import EpisodeAnswerer
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.objectives.token_log_probs import token_log_probs
+from tests.commands import steps_of
+from tests.rl.test_rl_run import BASE, answers_of, figures, train
+
+
+GAMES = """
+import os, random, time
+
+class Guess:
+    def reset(self, task, seed):
+        assert not os.path.exists(__file__ + ".closed"), "episodes are not to be played again"
+        self.task, self.number = task, random.Random(seed).randrange(task["number"] + 2)
+        return [{"role": "user", "content": f"a number below {task['number'] + 2}"}]
+
+    def step(self, answer):
+        if self.task["number"] == self.task.get("hangs"):
+            time.sleep(60)
+        text = answer["text"]
+        if str(self.number) in text:
+            return {"reward": {"found": 1.0}, "done": True}
+        return {"messages": [{"role": "user", "content": "no"}], "reward": {"short": -0.01 * len(text)}}
+
+class Wrong(Guess):
+    def step(self, answer):
+        return {"messages": "no"}
+
+class Nothing:
+    def reset(self, task, seed):
+        return []
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("games")
+    (folder / "rewards.py").write_text(GAMES)
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"number": number}) for number in range(10)))
+    return folder
+
+
+def play(folder, name, *more, game="Guess", **changes):
+    settings = {"rl__environment": f"{folder / 'rewards.py'}:{game}", "rl__max_turns": 3, "batch_size": 12}
+    more_settings: Any = settings | changes
+    return train(folder, name, *more, **({"reward": None} | more_settings))
+
+
+@pytest.mark.slow
+def test_episodes_are_drawn_by_the_weights_that_learn_from_them(folder):
+    held_out = folder / "prompts.jsonl"
+    _, err = play(folder, "whole", held_out=held_out)
+    assert "10 tasks" in err and "step 0: held-out reward_greedy" in err and "another way" not in err
+    rows = steps_of(folder / "whole")
+    assert len(rows) == 4 and max(row["turns"] for row in rows) > 1
+    for row in rows:
+        assert row["ratio"] == 1.0 and row["log_prob_gap"] <= 1e-5 and abs(row["importance"] - 1) < 1e-4
+        assert row["reward_failures"] == 0 and row["grad_norm"] > 0 and row["ended_done"] + row["ended_turns"] == 1
+    for step in range(1, 5):
+        for answer in answers_of(folder, "whole", step).answers:
+            assert sum(part.drawn.sum() for part in answer.parts) == answer.length > 0
+            assert all(np.all(part.rollout.log_probs[part.drawn] < 0) for part in answer.parts)
+    shutil.copytree(folder / "whole", folder / "killed")
+    (newest,) = (each for each in (folder / "killed" / "checkpoints").iterdir() if each.name.endswith("4"))
+    shutil.rmtree(newest)
+    play(folder, "killed")  # without held-out episodes, which would be played again
+    assert figures(folder, "killed") == figures(folder, "whole")
+    shutil.rmtree(folder / "killed")
+    play(folder, "again", rl__slots=2, rl__reward_workers=3)
+    assert figures(folder, "again") == figures(folder, "whole")  # whatever is computed at once
+
+
+@pytest.mark.slow
+def test_each_token_is_scored_as_it_was_drawn(folder):
+    """`|log p of the trainer - log p of the draws| <= 1e-5` of each token of each turn: ids and positions agree."""
+    model, tokenizer, template = load_hf(BASE, dtype="float32"), load_tokenizer(BASE), load_chat_template(BASE)
+    config = RLConfig(environment=f"{folder / 'rewards.py'}:Guess", max_turns=4, max_new_tokens=5, temperature=0.8)
+    engine_config = EngineConfig(max_batch_size=3, max_length=100, prefill_chunk=16, token_budget=32)
+    answerer = EpisodeAnswerer(
+        config, tokenizer, template, limit=100, stop_ids=(257,), new_engine=lambda model: Engine(model, engine_config)
+    )
+    answerer.load(model)
+    tasks = [Prompt(number, (), {"number": 10 + number}) for number in range(3)]
+    groups = answerer.answer(tasks, samples=2, temperature=0.8, seed="1")
+    answerer.close()
+    answers = [answer for group in groups for answer in group]
+    nothing = np.zeros(len(answers))
+    packed = pack_answers(answers, AnswerNumbers(nothing, nothing), choices=[4], seq_len=256, answers_per_row=8)
+    batch: Any = jax.tree.map(jnp.asarray, packed.batch)
+    log_probs = np.asarray(token_log_probs(model, batch, temperature=0.8))
+    drawn = np.asarray(batch.signals.answers) > 0
+    assert sum(answer.episode.turns > 2 for answer in answers if answer.episode) > 2 and drawn.sum() > 60
+    assert np.abs(log_probs - batch.signals.sampler)[drawn].max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_killed_run_plays_nothing_again(folder):
+    play(folder, "first", steps=2)
+    (folder / "rewards.py.closed").write_text("")
+    shutil.rmtree(folder / "first" / "checkpoints")
+    _, err = play(folder, "first", steps=2)
+    (folder / "rewards.py.closed").unlink()
+    assert "have no reward" not in err and len(steps_of(folder / "first")) == 2
+    assert all(row["reward_failures"] == 0 for row in steps_of(folder / "first"))
+
+
+@pytest.mark.slow
+def test_settings_and_failures(folder):
+    _, err = play(folder, "wrong", game="Wrong", steps=1)
+    (row,) = steps_of(folder / "wrong")
+    assert row["reward_failures"] == 1 and row["loss"] == 0 and row["ended_error"] == 1
+    assert (
+        "100% of the answers of step 1 have no reward: rl.environment, turn 1: step: messages=no must be a list" in err
+    )
+    more = ["--rl.strict-prefix", "--rl.aggregation", "constant"]
+    play(folder, "strict", *more, steps=2, rl__episode_tokens=48, rl__kl=0.1, rl__kl_in="reward", batch_size=6)
+    rows = steps_of(folder / "strict")
+    assert all(row["log_prob_gap"] <= 1e-5 and row["forked_rows"] == 0 for row in rows)
+    (folder / "hangs.jsonl").write_text("\n".join(json.dumps({"number": n, "hangs": 1}) for n in range(3)))
+    _, err = play(folder, "hangs", data=folder / "hangs.jsonl", steps=1, rl__reward_seconds=0.3)
+    (row,) = steps_of(folder / "hangs")
+    assert row["reward_failures"] == pytest.approx(1 / 3) and "turn 1: it took more than 0.3 s" in err
+
+
+@pytest.mark.parametrize(
+    ("game", "changes", "says"),
+    [
+        ("Guess", {"rl__reward": "a.py:f"}, "--rl.reward=.*a.py:f' and --rl.environment=.*: rewards come from one"),
+        ("Nothing", {}, "--rl.environment=.*:Nothing' cannot be imported: .* has no method step"),
+        ("Guess", {"rl__episode_tokens": 97}, "--rl.episode-tokens=97 must be at most --seq-len=96"),
+        ("Guess", {"batch_size": 6}, "answers of up to 96 tokens .* need --batch-size=12, not 6: .* or set"),
+        ("Guess", {"rl__max_turns": 17}, "--rl.answers-per-row=16 must be at least 17, as many rows as an episode"),
+    ],
+)
+def test_bad_settings_are_refused(folder, game, changes, says):
+    _, err = play(folder, "refused", code=2, game=game, **changes)
+    assert re.search(says, " ".join(err.split())), err

@@ -1,0 +1,85 @@
+"""What templates add to the tokens of a conversation: as in the whole text, and never the tokens of earlier turns."""
+
+import pytest
+
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer, with_letters
+from eqx_decoders.rl.turn_writer import THOUGHTS, TurnWriter, added_from, render_all, rewritten_turns
+from tests.data.test_chats import FOLDER, template_of
+
+
+TRIMS = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content | trim }}</>{% endfor %}{% if add_generation_prompt %}<a>"
+TRIMS += "{% endif %}"
+TALK = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "3+3"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "ending", "rendered", "added"),
+    [
+        ("4", "</>", "<a>4</>\n<u>5", "\n<u>5"),
+        ("4", "", "<a>4</>\n<u>5", "</>\n<u>5"),  # an answer that was cut
+        (" 4 \n", "</>", "<a>4</><u>", "<u>"),
+        (" 4\n", "</>", "<a> 4</><u>", "<u>"),
+        ("4", "</>", "<a>4<eot><u>", None),  # it ended with another token
+        ("4", "</>", "<b>4</><u>", None),
+        ("<t>5</t>4", "</>", "<a>4</><u>", None),
+        ("", "", "<a></><u>", "</><u>"),
+        ("4", "", "<a>4", ""),
+    ],
+)
+def test_what_a_rendering_adds(content, ending, rendered, added):
+    start = added_from("<a>", content, ending, rendered)
+    assert start is None if added is None else rendered[start:] == added
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(FOLDER / "tokenizer.json")
+
+
+@pytest.mark.parametrize(("name", "said"), [("qwen3", "4<|im_end|>"), ("llama3", "4<|eot_id|>"), ("mistral", " 4</s>")])
+def test_tokens_are_those_of_the_whole_text(name, said, tokenizer):
+    """Where the answer is as the tokenizer writes it, prompt + answer + what is added are the tokens of the whole."""
+    template = with_letters(template_of(name), tokenizer)
+    assert template is not None
+    answer, stop = said.split("4")[0] + "4", said.split("4")[1]
+    more = [*TALK[:2], {"role": "user", "content": f"is {stop} the end?"}]
+    asked = [Conversation(talk, {}, add_generation_prompt=True) for talk in (TALK[:1], TALK, more)]
+    first, second, third = render_all(template, asked)
+    assert isinstance(first, Rendered) and isinstance(second, Rendered) and isinstance(third, Rendered)
+    writer = TurnWriter(tokenizer, template)
+    drawn = tokenizer.encode(said, special=True).tolist()
+    assert tokenizer.decode(drawn[-1:]) == ""
+    for rendered in (second, third):
+        added = writer.go_on(first.text, answer, drawn[-1], rendered)
+        assert added is not None and writer.begin(first) + tuple(drawn) + added == writer.begin(rendered)
+        cut = writer.go_on(first.text, answer, None, rendered)
+        assert cut == (drawn[-1], *added)
+    other = next(each for each in range(tokenizer.vocab_size) if tokenizer.decode([each]) == "" and each != drawn[-1])
+    assert writer.go_on(first.text, answer, other, second) is None  # it ended with another token
+    writer.close()
+
+
+def test_thoughts_that_a_template_leaves_out_begin_another_part(tokenizer):
+    template = template_of("qwen3")
+    end = tokenizer.encode("<|im_end|>", special=True).tolist()[0]
+    thought = {"role": "assistant", "content": THOUGHTS + "4"}
+    tool = [TALK[0], thought, {"role": "tool", "content": "5"}]
+    talks = (TALK[:1], [TALK[0], thought, TALK[2]], tool)
+    asked = [Conversation(talk, {}, add_generation_prompt=True) for talk in talks]
+    first, second, third = render_all(template, asked)
+    assert isinstance(first, Rendered) and isinstance(second, Rendered) and isinstance(third, Rendered)
+    writer = TurnWriter(tokenizer, template)
+    assert writer.go_on(first.text, THOUGHTS + "4", end, second) is None
+    assert writer.go_on(first.text, THOUGHTS + "4", end, third) is not None  # thoughts before a tool's answer stay
+    assert rewritten_turns(template) == "answers with thoughts"
+    assert rewritten_turns(ChatTemplate(source=TRIMS)) == "" == rewritten_turns(None)
+    assert rewritten_turns(ChatTemplate(source=TRIMS.replace("<a>", "<a>!"))) == "answers"
+
+
+def test_without_a_template_contents_are_joined():
+    writer = TurnWriter(ByteTokenizer(), None)
+    first, second = (writer.render([Conversation(talk)]).result()[0] for talk in (TALK[:1], TALK))
+    assert isinstance(first, Rendered) and isinstance(second, Rendered)
+    assert writer.begin(first) == (256, *b"2+2") and writer.go_on("2+2", "4", 257, second) == tuple(b"3+3")
+    writer.close()
