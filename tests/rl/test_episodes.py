@@ -30,7 +30,10 @@ import os, random, time
 class Sums:
     def reset(self, task, seed):
         self.task, self.sum, self.answers = task, random.Random(seed).randrange(5), 0
-        return [{"role": "user", "content": f"{self.sum}+"}]
+        with open(__file__ + ".begun", "a") as file:
+            file.write("begun\\n")
+        messages = [{"role": "user", "content": f"{self.sum}+"}]
+        return {"messages": messages, "tools": [{"type": "function"}]} if task.get("tools_of_game") else messages
     def step(self, answer):
         time.sleep(random.random() * self.task.get("slow", 0))
         self.answers += 1
@@ -45,7 +48,7 @@ class Sums:
         self.sum += int(answer["text"])
         reward = {"none": None, "sum": {"sum": self.sum}}[self.task.get("reward", "sum")]
         done = self.answers == self.task.get("done", 3)
-        messages = [{"role": "user", "content": f"={self.sum}+"}]
+        messages = [{"role": self.task.get("role", "user"), "content": f"={self.sum}+"}]
         return dict(messages=messages, reward=reward, done=done, metrics={"left": answer["tokens_left"]})
     def close(self):
         with open(__file__ + ".closed", "a") as file:
@@ -103,7 +106,9 @@ FORKS = ChatTemplate(source=TRIMS.replace("{{ m.c", "{% if loop.first and messag
 def play(games, tasks, *, order=0, samples=2, limit=60, template=None, end=True, **settings: Any):
     closed = Path(f"{games}.closed")
     closed.unlink(missing_ok=True)
-    config = RLConfig(environment=f"{games}:Sums", reward_seconds=0.5, slots=2, **settings)
+    Path(f"{games}.begun").unlink(missing_ok=True)
+    settings.setdefault("slots", 2)
+    config = RLConfig(environment=f"{games}:Sums", reward_seconds=0.5, **settings)
     engine = Digits(order, end=end)
     answerer = EpisodeAnswerer(
         config, ByteTokenizer(), template, limit=limit, stop_ids=(257,), new_engine=lambda model: engine
@@ -167,11 +172,14 @@ def test_the_ends_of_episodes(games):
 def test_each_has_its_own_fate(games):
     """The objects of a process that is killed are made again, with the answers that they had."""
     kinds = ["raise", "hang", "exit"]
-    _, groups, closed = play(games, [{"slow": 0.02}, *({"kind": kind} for kind in kinds), {}], reward_workers=1)
-    _, alone, _ = play(games, [{}], samples=2)
-    assert content(groups[0][1]) | {"prompt": {}} == content(alone[0][1])
-    assert closed >= 6 and all(each.error is None and each.reward > 0 for each in (*groups[0], *groups[4]))
-    for group, says in zip(groups[1:4], ("turn 2: ValueError: no more (games.py, line 13)", "more than 0.5 s",
+    long: Any = {"done": 6}
+    more: Any = dict(limit=120, slots=8)
+    _, groups, closed = play(games, [long, *({"kind": kind} for kind in kinds), {}], reward_workers=1, **more)
+    assert Path(f"{games}.begun").read_text().count("begun") > 10  # some began anew
+    _, alone, _ = play(games, [long], samples=2, **more)
+    assert [content(each) for each in groups[0]] == [content(each) for each in alone[0]]
+    assert closed >= 4 and all(each.error is None and each.reward > 0 for each in (*groups[0], *groups[4]))
+    for group, says in zip(groups[1:4], ("turn 2: ValueError: no more (games.py, line 16)", "more than 0.5 s",
                                          "its process ended with 3"), strict=True):  # fmt: skip
         assert all(math.isnan(each.reward) and says in str(each.error) and not each.columns for each in group)
         assert {each.episode.end for each in group if each.episode} == {"error"}
@@ -190,6 +198,15 @@ def test_a_template_that_rewrites_the_past_makes_parts(games):
     assert found["metric/left"] > 0 and found["answer_tokens"] < 6
     with pytest.raises(DataError, match=r"rl\.strict_prefix: task 0, turn 3: the chat template writes earlier turns"):
         play(games, [{}], template=FORKS, limit=400, end=False, strict_prefix=True)
+
+
+def test_tools_are_described_and_answer(games):
+    template = ChatTemplate(source="{% if tools %}{{ tools | length }} tools{% endif %}" + TRIMS)
+    tasks = [{"tools_of_game": 1, "role": "tool"}, {"tools": [{"name": "a"}, {"name": "b"}]}]
+    _, ((first,), (second,)), _ = play(games, tasks, samples=1, template=template, limit=200, max_new_tokens=3)
+    assert bytes(first.prompt.tokens).startswith(b"1 tools<u>") and bytes(second.prompt.tokens).startswith(b"2 tools")
+    between = first.rollout.tokens[~first.parts[0].drawn]
+    assert bytes(between.tolist()).count(b"</><t>=") == 2 and len(first.parts) == 1 and "tool: =" in first.text
 
 
 @pytest.fixture(scope="module")
