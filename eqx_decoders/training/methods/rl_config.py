@@ -33,9 +33,9 @@ class RewardSettings(CheckedFields):
     reward_weights: tuple[str, ...] = ()
     """Weights of its numbers, as name=weight; 1 for others."""
     reward_workers: PositiveInt = 2
-    """Processes that compute rewards, while other answers are drawn."""
+    """Processes that compute rewards, or hold the objects of an environment, while other answers are drawn."""
     reward_seconds: PositiveFloat = 10.0
-    """Longest time for a reward; the process is killed then, and the answer has none."""
+    """Longest time for a reward, or a call of an environment; the process is killed then, and the answer has none."""
     overlong_buffer: NonNegativeInt = 0
     """Last tokens up to max_new_tokens over which a penalty grows from 0 to 1 (DAPO); 0: none."""
 
