@@ -25,6 +25,7 @@ from bench_data import encode, make_text, plan, restart, tokenise
 from bench_images import bench_images
 from bench_inference import show_inference
 from bench_layers import delta_rule, experts, log_probs
+from bench_rl import show_rl
 from bench_serving import bench_serving
 from bench_sizes import SLICES, plan_sizes
 from bench_training import (
@@ -247,6 +248,7 @@ SHOWN = {
     "experts": show_experts,
     "delta-rule": show_delta_rule,
     "log-probs": show_log_probs,
+    "rl": show_rl,
     "load": show_load,
     "restart": show_restart,
     "tokenise": show_tokenise,

@@ -97,7 +97,7 @@ def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
                 begin = time.perf_counter()
                 state, step, _ = super()._steps(state, step)
                 runs["run"].append((time.perf_counter() - begin) / steps)
-                batch = self._next_batch()
+                batch = self._next_batch(state)
                 begin = time.perf_counter()
                 for _ in range(steps):
                     state, _ = self.run.trainer.step(state, batch)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 SIZES = dict(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=192, vocab_size=260)
-EXAMPLES, TEACHER = 150, 400  # steps on examples, of the model and of a teacher
+EXAMPLES, TEACHER = 165, 400  # steps on examples, of the model and of a teacher
 COMMON = ["--seq-len", 128, "--sample-tokens", 0, "--eval-every", 0, "--checkpoint-every", 1000]
 MUON = ["--optimizer.name", "muon", "--optimizer.learning-rate", 3e-3]
 DRAWS = ["--rl.max-new-tokens", 8, "--rl.slots", 64, "--rl.answers-per-row", 16]
