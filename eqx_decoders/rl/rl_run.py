@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -32,6 +33,7 @@ from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.reward_plot import plot_rewards
 from eqx_decoders.rl.rewards import reward_figures
 from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.lora import without_lora
 from eqx_decoders.training.methods.method import MethodStart
 from eqx_decoders.training.methods.teacher import load_teacher
@@ -68,6 +70,7 @@ class RLRun:
         unit = config.step.gradient_accumulation_steps * _batch_parts(start)
         self._choices = row_choices(config.dataset.batch_size, unit)
         known = dataclasses.asdict(config.rl) | {"eval_samples": 0, "slots": 0, "reward_workers": 0}
+        known |= {name: _source_hash(getattr(config.rl, name)) for name in ("reward", "environment")}
         known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.dataset.batch_size}
         self._key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
         self._reference = self._load_reference()
@@ -130,8 +133,9 @@ class RLRun:
         """Return the groups with the rewards of the first process: those of others may differ, or have failed."""
         if jax.process_count() == 1:
             return groups
-        rows = from_first(name, [[answer.to_json() for answer in group] for group in groups])
-        return [[JudgedAnswer.from_json(row) for row in group] for group in rows]
+        said = [[(each.reward, dict(each.columns), each.error, each.seconds) for each in group] for group in groups]
+        pairs = zip(groups, from_first(name, said), strict=True)
+        return [[each.judged_as(*row) for each, row in zip(*pair, strict=True)] for pair in pairs]
 
     # --- its batch ----------------------------------------------------------------------------------------------------
 
@@ -217,6 +221,14 @@ class RLRun:
         return new_base(self._run, self._execution, key)
 
 
+def _source_hash(function: str | None) -> str | None:
+    """Return the name of a function with a hash of its file: another program gives other rewards."""
+    file = None if function is None else Path(function.rpartition(":")[0])
+    if file is None or not file.is_file():
+        return function
+    return f"{function} {hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()}"
+
+
 def _batch_parts(start: MethodStart) -> int:
     """Return of what the number of rows of a batch must be a multiple."""
     sizes, pieces = start.execution.layout.sizes, start.config.pipeline.microbatches or 1
@@ -257,13 +269,15 @@ def _replicated_log_probs(model: Decoder, batch: Batch, temperature: float) -> F
 
 
 @jax.jit
+@typed
 def weights_fingerprint(model: Decoder) -> UInt32[Array, ""]:
     """Return a hash of all bits of a model's weights, the same on every mesh."""
     total = jnp.zeros((), jnp.uint32)
     for number, leaf in enumerate(named_leaves(eqx.filter(model, eqx.is_array)).values()):
-        bits = _bits(leaf).reshape(-1)
-        place = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435761) + jnp.uint32(2 * number + 1)
-        mixed = (bits ^ (bits >> 15)) * (place | 1)
+        bits, place = _bits(leaf), jnp.zeros((), jnp.uint32)
+        for axis, size in enumerate(leaf.shape):  # no flat view: that would gather what a mesh has split
+            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        mixed = (bits ^ (bits >> 15)) * ((place * jnp.uint32(2654435761) + jnp.uint32(2 * number + 1)) | 1)
         total += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
     return total
 

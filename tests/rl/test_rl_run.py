@@ -5,12 +5,15 @@ import re
 import shutil
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
 from eqx_decoders.data.sources.data_files import zstd_module
 from eqx_decoders.rl.drawn_answers import AnswerFiles
-from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.rl.rl_run import weights_fingerprint
+from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.run.run_loading import load_run
 from tests.commands import ROOT, call, steps_of
 
@@ -193,6 +196,18 @@ def test_settings_change_what_is_learned(whole, flags):
 def test_bad_settings_are_refused(folder, changes, code, says):
     _, err = train(folder, "refused", code=code, **changes)
     assert re.search(says, " ".join(err.split())), err
+
+
+def test_the_fingerprint_is_of_every_bit():
+    model = ed.load_hf(BASE)
+    first = int(weights_fingerprint(model))
+    assert first == int(weights_fingerprint(jax.tree.map(lambda leaf: leaf + 0, model)))
+    leaves = named_leaves(model)
+    name, leaf = next((name, leaf) for name, leaf in leaves.items() if leaf.ndim >= 2 and leaf.shape[0] > 1)
+    for changed in (leaf.at[(-1,) * leaf.ndim].multiply(1 + 2**-22), leaf[::-1]):
+        assert int(weights_fingerprint(replaced(model, {name: changed}))) != first
+    split = model.place(ed.Layout.create(fsdp=2, devices=jax.devices()[:2]))
+    assert int(weights_fingerprint(split)) == first
 
 
 @pytest.mark.slow
