@@ -81,7 +81,9 @@ def accuracy(model, folder):
 
 
 def examples(folder, name, steps, seed):
-    """Train a new model on examples; return where it is."""
+    """Train a new model on examples, unless another lesson has; return where it is."""
+    if (folder / name).exists():
+        return folder / name
     rows = ({"prompt": row["prompt"], "completion": row["answer"]} for row in numbers(20000, seed=1))
     data = write(folder / "examples.jsonl", rows)
     sizes = [word for field, value in SIZES.items() for word in ("--set", f"{field}={value}")]
@@ -165,9 +167,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     folder, seed = options.run_dir, options.seed
-    base = folder / "examples"
-    if not base.exists():
-        examples(folder, "examples", EXAMPLES, seed)
+    base = examples(folder, "examples", EXAMPLES, seed)
     before = accuracy(base, folder)
     run, export = folder / options.lesson, folder / f"{options.lesson}-model"
     flags = LESSONS[options.lesson](folder, base, seed)
