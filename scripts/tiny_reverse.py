@@ -138,22 +138,22 @@ def distill(folder, base, seed):
     teacher = examples(folder, "teacher", TEACHER, seed + 100)
     rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in numbers(5000, seed=3)]
     return ["--method", "distill", "--distill.teacher", teacher, "--data", write(folder / "rows.jsonl", rows),
-            "--batch-size", 8, "--steps", 60, *CONSTANT, 3e-4]  # fmt: skip
+            "--batch-size", 8, "--steps", 150, *CONSTANT, 3e-4]  # fmt: skip
 
 
 def on_policy(folder, base, seed):
     """A teacher, on answers that the student draws: the reverse divergence of each next token."""
     prompts = write(folder / "prompts.jsonl", numbers(5000, 2))
     return ["--method", "distill", "--distill.on-policy", "--distill.divergence", "reverse", *DRAWS, "--data", prompts,
-            "--distill.teacher", examples(folder, "teacher", TEACHER, seed + 100), "--batch-size", 16, "--steps", 60,
-            *CONSTANT, 5e-4]  # fmt: skip
+            "--distill.teacher", examples(folder, "teacher", TEACHER, seed + 100), "--batch-size", 16, "--steps", 150,
+            *CONSTANT, 1e-3]  # fmt: skip
 
 
 def one_sample(folder, base, seed):
     """A teacher, on answers that the student draws: what it says of the tokens that were drawn."""
     prompts = write(folder / "prompts.jsonl", numbers(5000, 2))
     teacher = examples(folder, "teacher", TEACHER, seed + 100)
-    return ["--method", "rl", "--rl.teacher", teacher, *DRAWS, "--data", prompts, "--batch-size", 16, "--steps", 60,
+    return ["--method", "rl", "--rl.teacher", teacher, *DRAWS, "--data", prompts, "--batch-size", 16, "--steps", 300,
             *CONSTANT, 5e-4]  # fmt: skip
 
 
