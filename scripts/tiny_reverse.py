@@ -120,7 +120,7 @@ def dpo(folder, base, seed):
         rows += [{"prompt": prompt, "chosen": a, "rejected": b} for a, b in zip(right, wrong, strict=False)]
     pairs = write(folder / "pairs.jsonl", rows)
     return ["--method", "dpo", "--preference.beta", 0.1, "--preference.nll-weight", 1, "--data", pairs,
-            "--batch-size", 8, "--steps", 60, *CONSTANT, 3e-4]  # fmt: skip
+            "--batch-size", 8, "--steps", 120, *CONSTANT, 3e-4]  # fmt: skip
 
 
 def rejection(folder, base, seed):
@@ -130,7 +130,7 @@ def rejection(folder, base, seed):
         for prompt, drawn in answers(folder, base).items()
         for text in {text for text, score in drawn if score == 1}
     ]
-    return ["--data", write(folder / "right.jsonl", rows), "--batch-size", 8, "--steps", 60, *CONSTANT, 3e-4]
+    return ["--data", write(folder / "right.jsonl", rows), "--batch-size", 8, "--steps", 120, *CONSTANT, 3e-4]
 
 
 def distill(folder, base, seed):
