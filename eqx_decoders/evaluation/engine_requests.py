@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.errors import EqxDecodersError, check
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.serving.engine.request import QueueFull, Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings
+from eqx_decoders.serving.rollouts import RequestEngine
 
 
 OPEN = 4  # requests at once for each slot of an engine: those of one prompt wait together
@@ -20,13 +21,9 @@ EndReason = Literal["stop_token", "stop_string", "length"]
 
 
 @runtime_checkable
-class EvaluationEngine(Protocol):
-    """What evaluations need of an `Engine`."""
+class EvaluationEngine(RequestEngine, Protocol):
+    """Engine that can forget a request."""
 
-    @property
-    def config(self) -> Any: ...
-    def submit(self, request: Request) -> int: ...
-    def step(self) -> list[RequestOutput]: ...
     def cancel(self, request_id: int) -> None: ...
 
 

@@ -1,11 +1,11 @@
 """Grades of answers: a user's function, called in processes of their own with deadlines."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.evaluation.task import Example
-from eqx_decoders.io.function_workers import CallResult, FunctionWorkers
+from eqx_decoders.io.function_workers import CallResult, FunctionWorkers, numbers_by_name
 
 
 SCORE = "score"  # name of the column of a grade that is a single number
@@ -41,16 +41,11 @@ def _grade(result: CallResult) -> Grade:
     value = result.value
     if value is None:
         return Grade(None)
-    columns = value if isinstance(value, dict) else {SCORE: value}
-    bad = [name for name, each in columns.items() if not _is_number(each)]
-    if not columns or bad:
+    columns = numbers_by_name(value, SCORE)
+    if columns is None:
         shown = repr(value)[:80]
         return Grade(None, f"it returned {shown}: it must be a finite number, a bool, several by name, or None")
-    return Grade({name: float(each) for name, each in columns.items()})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float)  # of others workers send the text, as of NaN
+    return Grade(columns)
 
 
 def column_names(grades: Sequence[Grade | None]) -> list[str]:

@@ -217,3 +217,16 @@ class _Process:
         self._process.kill()
         with self._process:  # which closes the pipes and waits
             pass
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, bool | int | float) and math.isfinite(value)
+
+
+def numbers_by_name(value: Any, name: str) -> dict[str, float] | None:
+    """Return the numbers that a function returned, several by name or one under `name`; None if it is none of these."""
+    named = value if isinstance(value, dict) else {name: value}
+    if not named or not all(map(is_number, named.values())):
+        return None
+    return {key: float(each) for key, each in named.items()}

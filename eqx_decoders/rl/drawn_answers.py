@@ -121,12 +121,6 @@ class JudgedAnswer(NamedTuple):
         """Number of tokens that the model drew."""
         return sum(int(part.drawn.sum()) for part in self.parts)
 
-    def judged_as(
-        self, reward: float, columns: Mapping[str, float], error: str | None, seconds: float
-    ) -> "JudgedAnswer":
-        """Return the answer with what another process says of it."""
-        return self._replace(reward=reward, columns=columns, error=error, seconds=seconds)
-
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON, from which `from_json` makes the same."""
         rest: dict[str, Any] = {"error": self.error, "seconds": self.seconds}

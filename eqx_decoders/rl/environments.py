@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.function_workers import CallResult, FunctionWorkers
+from eqx_decoders.io.function_workers import CallResult, FunctionWorkers, is_number
 from eqx_decoders.io.text.chat_template import check_messages
-from eqx_decoders.rl.rewards import is_number, reward_columns
+from eqx_decoders.rl.rewards import reward_columns
 from eqx_decoders.training.methods.rl_config import RLConfig
 
 

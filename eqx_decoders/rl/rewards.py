@@ -3,12 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
 from eqx_decoders.data.prompt_batches import Prompt
-from eqx_decoders.io.function_workers import CallResult, FunctionWorkers
+from eqx_decoders.io.function_workers import CallResult, FunctionWorkers, numbers_by_name
 from eqx_decoders.rl.drawn_answers import ENDS, Episode, JudgedAnswer
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.methods.rl_config import RLConfig
@@ -64,16 +63,10 @@ def reward_columns(result: CallResult) -> tuple[Mapping[str, float], str | None]
     value = result.value
     if result.error is not None or value is None:
         return {}, result.error
-    named = value if isinstance(value, dict) else {"reward": value}
-    wrong = [name for name, each in named.items() if not is_number(each)]
-    if wrong or not named:
+    columns = numbers_by_name(value, "reward")
+    if columns is None:
         return {}, f"the reward returned {str(value)[:80]}, which is no number, and no numbers by name"
-    return {name: float(each) for name, each in named.items()}, None
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
-    return isinstance(value, bool | int | float) and math.isfinite(value)
+    return columns, None
 
 
 def _has(answer: JudgedAnswer, name: str) -> bool:

@@ -133,9 +133,10 @@ class RLRun:
         """Return the groups with the rewards of the first process: those of others may differ, or have failed."""
         if jax.process_count() == 1:
             return groups
-        said = [[(each.reward, dict(each.columns), each.error, each.seconds) for each in group] for group in groups]
-        pairs = zip(groups, from_first(name, said), strict=True)
-        return [[each.judged_as(*row) for each, row in zip(*pair, strict=True)] for pair in pairs]
+        names = ("reward", "columns", "error", "seconds")
+        said = from_first(name, [[{each: getattr(answer, each) for each in names} for answer in g] for g in groups])
+        pairs = zip(groups, said, strict=True)
+        return [[answer._replace(**row) for answer, row in zip(*pair, strict=True)] for pair in pairs]
 
     # --- its batch ----------------------------------------------------------------------------------------------------
 
@@ -217,8 +218,7 @@ class RLRun:
         adapted = self._config.lora_rank is not None
         if self._rl.kl == 0 or (adapted and self._rl.reference in ("auto", "base")):
             return None
-        key = jax.random.fold_in(jax.random.key(self._config.dataset.seed), 0)
-        return new_base(self._run, self._execution, key)
+        return new_base(self._run, self._execution)
 
 
 def _source_hash(function: str | None) -> str | None:

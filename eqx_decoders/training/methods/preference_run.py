@@ -71,8 +71,7 @@ class PreferenceRun(BatchMethod):
 def load_reference(kind: str, run: RunDirectory, target: Decoder, execution: Execution) -> Decoder:
     """Load the model that answers are compared with: the weights that the run began with, or those of a directory."""
     if kind == "start":
-        key = jax.random.fold_in(jax.random.key(run.settings.dataset.seed), 0)
-        return new_base(run, execution, key)
+        return new_base(run, execution)
     model, size = load_hf(kind, **vars(execution)), target.config.vocab_size
     rule = f"preference.reference={kind!r} has {model.config.vocab_size} ids, but the model {size}"
     check(model.config.vocab_size == size, f"{rule}: a reference must have the model's tokenizer.")

@@ -113,13 +113,16 @@ def _abstract_base(run: RunDirectory, execution: Execution) -> Decoder:
 
 def new_model(run: RunDirectory, execution: Execution = Execution()) -> Decoder:
     """Make a run's model before its first step."""
-    key = jax.random.fold_in(jax.random.key(run.settings.dataset.seed), 0)
-    return _with_additions(new_base(run, execution, key), run.settings, key)
+    return _with_additions(new_base(run, execution), run.settings, _first_key(run))
 
 
-def new_base(run: RunDirectory, execution: Execution, key: PRNGKeyArray) -> Decoder:
+def _first_key(run: RunDirectory) -> PRNGKeyArray:
+    return jax.random.fold_in(jax.random.key(run.settings.dataset.seed), 0)
+
+
+def new_base(run: RunDirectory, execution: Execution) -> Decoder:
     """Make a run's model before its first step, without what the run adds to it."""
-    options, settings = vars(execution), run.settings
+    options, settings, key = vars(execution), run.settings, _first_key(run)
     if settings.init_from is None:
         return init(run_config(run), key=key, **options)
     if run.is_imported:
