@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from eqx_decoders.errors import EqxDecodersError, check
+from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.key_value_store import distributed_state, read_value, store_client, write_if_absent
 from eqx_decoders.io.status import StatusLine, duration
 
@@ -62,6 +62,12 @@ def all_gather_json(name: str, value: Any = None, *, seconds: int | float = WAIT
 def from_first(name: str, value: Any, *, seconds: int | float = WAIT) -> Any:
     """Return the first process's `value` in all processes."""
     return all_gather_json(name, value if jax.process_index() == 0 else None, seconds=seconds)[0]
+
+
+def check_same(what: str, hashes: Any, remedy: str) -> None:
+    """Raise DataError unless what a process has made of its data is what the first has made. All must call it."""
+    rule = f"{what} of process {jax.process_index()} are others than those of the first"
+    check(hashes == from_first("made", hashes), f"{rule}: {remedy}.", DataError)
 
 
 def in_first(name: str, make: Callable[[], T]) -> T | None:

@@ -7,8 +7,8 @@ import jax
 
 from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts, read_tasks
-from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.coordination import from_first
+from eqx_decoders.errors import check
+from eqx_decoders.io.coordination import check_same
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.answerer import Answerer, ends_of_answers
@@ -52,8 +52,7 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     trained = prompts(data.path, "--data")
     sets = {} if data.held_out_path is None else {"": prompts(data.held_out_path, "--held-out", held_out=True)}
     hashes = [each.prompts.content_hash for each in (trained, *sets.values())]
-    rule = f"the prompts of process {jax.process_index()} are others than those of the first"
-    check(hashes == from_first("made", hashes), f"{rule}: all must read the same files.", DataError)
+    check_same("the prompts", hashes, "all must read the same files")
     longest = max(each.prompts.longest for each in (trained, *sets.values()))
     limit = longest + rl.max_new_tokens if rl.environment is None else rl.episode_tokens or data.seq_len
     _check_room(config, limit)

@@ -3,13 +3,10 @@
 import functools
 from typing import Any
 
-import jax
-
 from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.preference_batches import PreferenceBatches
 from eqx_decoders.data.preferences import Preferences, read_labelled_answers, read_pairs
-from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.coordination import check_same
 from eqx_decoders.training.methods.method import MethodStart
 
 
@@ -28,6 +25,5 @@ def preference_data(start: MethodStart) -> tuple[PreferenceBatches, dict[str, Pr
     data_batches = batches(data.path, "train", "--data")
     held_out = {} if data.held_out_path is None else {"": batches(data.held_out_path, "held_out", "--held-out")}
     hashes = [each.preferences.content_hash for each in (data_batches, *held_out.values())]
-    rule = f"the answers of process {jax.process_index()} are others than those of the first"
-    check(hashes == from_first("made", hashes), f"{rule}: all must read the same files.", DataError)
+    check_same("the answers", hashes, "all must read the same files")
     return data_batches, held_out

@@ -7,8 +7,7 @@ import jax
 from eqx_decoders.data.batches import Batches
 from eqx_decoders.data.dataset import make_dataset, make_held_out_sets
 from eqx_decoders.encoders.media_config import placeholders
-from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.coordination import LONG, all_gather_json, from_first
+from eqx_decoders.io.coordination import LONG, all_gather_json, check_same
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
@@ -35,5 +34,4 @@ def _check_tokens(tokenizer: Tokenizer, sets: list[Batches], target: Decoder) ->
         for store in {id(part.store): part.store for part in parts}.values():
             store.check_ids(target.config.vocab_size, placeholders(target.config.media))
     hashes = [tokenizer.content_hash, *(part.store.content_hash for part in parts)]
-    rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
-    check(hashes == from_first("made", hashes), f"{rule}: run_dir must be a directory that they share.", DataError)
+    check_same("tokenizer and tokens", hashes, "run_dir must be a directory that they share")
