@@ -725,6 +725,7 @@ SHOWN_IN = {
     "DistillConfig": "training/run/test_distill_run.py",
     **dict.fromkeys(("RewardConfig", "RewardObjective"), "training/run/test_reward_run.py"),
     "RLConfig": "rl/test_rl_run.py",
+    "SamplerConfig": "rl/test_sampler.py",
     "RewardSettings": "rl/test_answer_batch.py",
     "EnvironmentSettings": "rl/test_episodes.py",
     "HeadForm": "training/head/test_log_probs.py",

@@ -2,7 +2,7 @@
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.rl.rewards import Rewards
 from eqx_decoders.serving.rollouts import Rollout, rollout
@@ -21,35 +20,17 @@ from eqx_decoders.training.methods.rl_config import RLConfig
 
 
 class Drawer(abc.ABC):
-    """Engine on the weights of a run, which come and go.
+    """What draws answers by the weights of a run, which come and go.
 
     **Arguments:**
 
-    - `new_engine`: makes the engine of the first model, to which others are loaded.
+    - `engine`: a `SamplerEngine`, which has weights between its `load` and `release`.
     - `seconds`, `tokens`: time and tokens of the last answers.
     """
 
-    def __init__(self, new_engine: Callable[[Decoder], Any]):
-        self._new_engine, self._engine = new_engine, None
+    def __init__(self, engine: Any):
+        self.engine = engine
         self.seconds, self.tokens = 0.0, 0
-
-    @property
-    def engine(self) -> Any:
-        """Engine, which has weights between `load` and `release`."""
-        assert self._engine is not None
-        return self._engine
-
-    def load(self, model: Decoder) -> None:
-        """Answer with the weights of a model; they are dropped by `release`, before a step overwrites them."""
-        if self._engine is None:
-            self._engine = self._new_engine(model)
-        else:
-            self._engine.load(model)
-
-    def release(self) -> None:
-        """Drop the weights."""
-        if self._engine is not None:
-            self._engine.release()
 
     @abc.abstractmethod
     def answer(
@@ -68,13 +49,11 @@ class Answerer(Drawer):
     **Arguments:**
 
     - `stop_ids`: tokens that end answers.
-    - `new_engine`: as of `Drawer`.
+    - `engine`: as of `Drawer`.
     """
 
-    def __init__(
-        self, config: RLConfig, tokenizer: Tokenizer, *, stop_ids: Sequence[int], new_engine: Callable[[Decoder], Any]
-    ):
-        super().__init__(new_engine)
+    def __init__(self, config: RLConfig, tokenizer: Tokenizer, *, stop_ids: Sequence[int], engine: Any):
+        super().__init__(engine)
         self._config, self._tokenizer, self._stop_ids = config, tokenizer, tuple(stop_ids)
         self._rewards = Rewards(config)
 

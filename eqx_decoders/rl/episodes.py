@@ -12,7 +12,6 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.function_workers import CallResult
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.answerer import Drawer, answer_text
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.rl.environments import Environments, checked_beginning, checked_turn
@@ -33,7 +32,7 @@ class EpisodeAnswerer(Drawer):
     **Arguments:**
 
     - `limit`: most tokens of an episode.
-    - `stop_ids`, `new_engine`: as of `Answerer`.
+    - `stop_ids`, `engine`: as of `Answerer`.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class EpisodeAnswerer(Drawer):
         *,
         limit: int,
         stop_ids: Sequence[int],
-        new_engine: Callable[[Decoder], Any],
+        engine: Any,
     ):
-        super().__init__(new_engine)
+        super().__init__(engine)
         self._config, self._tokenizer, self._limit, self._stop_ids = config, tokenizer, limit, tuple(stop_ids)
         self._environments, self._writer = Environments(config), TurnWriter(tokenizer, template)
 

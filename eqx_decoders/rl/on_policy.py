@@ -30,8 +30,8 @@ class OnPolicyRun(RLRun):
 
     def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:
         """Compute the loss and the divergence of answers drawn to held-out prompts."""
-        self._answerer.load(state.averaged)
+        self._answerer.engine.load(state.averaged, version=int(state.step))
         drawn = [self._draw_held_out(prompts) for prompts in batches]
-        self._answerer.release()
+        self._answerer.engine.release()
         packed = (self._packed(answers, AnswerNumbers(*np.zeros((2, len(answers))))).batch for answers in drawn)
         return held_out_figures(self.loss, state.averaged, packed, lambda batch: batch)

@@ -1,6 +1,5 @@
 """The start of a run whose model draws answers: its prompts, its engine, and what it computes beside its steps."""
 
-import functools
 from typing import Any
 
 import jax
@@ -10,17 +9,20 @@ from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts, read_t
 from eqx_decoders.errors import check
 from eqx_decoders.io.coordination import check_same
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.answerer import Answerer, ends_of_answers
 from eqx_decoders.rl.episodes import EpisodeAnswerer
 from eqx_decoders.rl.on_policy import OnPolicyRun
 from eqx_decoders.rl.rl_run import RLRun
+from eqx_decoders.rl.sampler_engine import SamplerEngine
 from eqx_decoders.rl.turn_writer import rewritten_turns
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.mesh_config import describe_devices
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.sampler_config import split_devices
 
 
 LARGEST_CHUNK = 128  # tokens of prompts that are prefilled at once
@@ -57,8 +59,8 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     limit = longest + rl.max_new_tokens if rl.environment is None else rl.episode_tokens or data.seq_len
     _check_room(config, limit)
     stop_ids = ends_of_answers(tokenizer, template, start.target.generation_config.stop_ids)
-    new_engine = functools.partial(_new_engine, config=_engine_config(rl, longest or limit, limit))
-    more: dict[str, Any] = {"stop_ids": stop_ids, "new_engine": new_engine}
+    engine = SamplerEngine(Engine, _engine_config(rl, longest or limit, limit), _sampler_layout(start))
+    more: dict[str, Any] = {"stop_ids": stop_ids, "engine": engine}
     if rl.environment is None:
         answerer = Answerer(rl, tokenizer, **more)
     else:
@@ -88,10 +90,15 @@ def _engine_config(rl: RLConfig, longest: int, length: int) -> EngineConfig:
     return EngineConfig(max_batch_size=slots, max_logprobs=0, max_logit_bias=0, **sizes)
 
 
-def _new_engine(model: Decoder, config: EngineConfig) -> Engine:
-    engine = Engine(model, config)
-    engine.warm_up()
-    return engine
+def _sampler_layout(start: MethodStart) -> Layout | None:
+    """Return where the model has its weights while it draws, and say so; None: where it is trained."""
+    sampler, trained = start.config.sampler, start.execution.layout
+    if not sampler.is_separate:
+        return None
+    devices = split_devices(sampler.devices)[1] if sampler.devices else [*trained.mesh.devices.flat]
+    layout = sampler.layout(devices, start.target)
+    print_status(f"answers are drawn on {len(devices)} devices: {describe_devices(layout)}")
+    return layout
 
 
 def _check_room(config: Any, limit: int) -> None:

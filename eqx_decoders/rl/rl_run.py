@@ -113,7 +113,7 @@ class RLRun:
         """Draw groups of answers; with dynamic sampling, others in place of those of one reward."""
         rl, chosen, constant, dealt = self._rl, list[list[JudgedAnswer]](), list[list[JudgedAnswer]](), 0
         seconds = tokens = 0.0
-        self._answerer.load(state.model)
+        self._answerer.engine.load(state.model, version=step - 1)
         while prompts:
             dealt += len(prompts)
             seed = f"{self._config.dataset.seed}/{step}"
@@ -124,7 +124,7 @@ class RLRun:
                 (constant if rl.dynamic_sampling and _is_constant(group) else chosen).append(group)
             room = min(rl.prompts - len(chosen), rl.most_draws * rl.prompts - dealt)
             prompts = self._prompts.take(room) if rl.dynamic_sampling and room > 0 else []
-        self._answerer.release()
+        self._answerer.engine.release()
         self._figures = {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / max(seconds, 1e-9)}
         answers = [answer for group in chosen or constant for answer in group]
         return StepAnswers(answers, dealt, len(constant) if chosen else 0)
@@ -180,13 +180,13 @@ class RLRun:
     def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:
         """Compute the mean rewards of held-out prompts, of the most likely answers and of drawn ones."""
         prompts, rl = [prompt for batch in batches for prompt in batch], self._rl
-        self._answerer.load(state.averaged)
+        self._answerer.engine.load(state.averaged, version=int(state.step))
         figures = {}
         for name, samples, temperature in (("reward_greedy", 1, 0.0), ("reward", rl.eval_samples, rl.temperature)):
             groups = self._answerer.answer(prompts, samples=samples, temperature=temperature, seed="held out")
             rewards = reward_figures([answer for group in groups for answer in group])
             figures[name] = rewards.get("reward", float("nan"))
-        self._answerer.release()
+        self._answerer.engine.release()
         kept, named = ("answer_tokens", "truncated", "reward_failures", "turns"), ("reward/", "metric/")
         return figures | {key: value for key, value in rewards.items() if key in kept or key.startswith(named)}
 

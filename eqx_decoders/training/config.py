@@ -17,6 +17,7 @@ from eqx_decoders.training.methods.reward_config import RewardConfig
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.preference_loss import KTOLoss
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, make_schedule
+from eqx_decoders.training.sampler_config import SamplerConfig, split_devices
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
@@ -165,6 +166,7 @@ class MethodSettings(CheckedFields):
     reward: RewardConfig = RewardConfig()
     distill: DistillConfig = DistillConfig()
     rl: RLConfig = RLConfig()
+    sampler: SamplerConfig = SamplerConfig()
 
     def __post_init__(self):
         super().__post_init__()
@@ -224,6 +226,8 @@ class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, T
         return dataclasses.replace(self.optimizer, trainable=(*LORA_WEIGHTS, *scores))
 
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
-        """Make layout, dtypes and remat of these devices, or of all devices of this program."""
+        """Make layout, dtypes and remat of these devices, or of all devices of this program that train."""
         rows = None if self.describe else self.dataset.batch_size
+        if self.sampler.devices and devices is None:
+            devices, _ = split_devices(self.sampler.devices)
         return self.step_execution(rows, devices, abstract=self.describe)

@@ -16,6 +16,7 @@ from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.rl.answer_batch import AnswerNumbers, pack_answers
 from eqx_decoders.rl.episodes import EpisodeAnswerer
+from eqx_decoders.rl.sampler_engine import SamplerEngine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.training.methods.rl_config import RLConfig
@@ -96,9 +97,9 @@ def test_each_token_is_scored_as_it_was_drawn(folder):
     config = RLConfig(environment=f"{folder / 'rewards.py'}:Guess", max_turns=4, max_new_tokens=5, temperature=0.8)
     engine_config = EngineConfig(max_batch_size=3, max_length=100, prefill_chunk=16, token_budget=32)
     answerer = EpisodeAnswerer(
-        config, tokenizer, template, limit=100, stop_ids=(257,), new_engine=lambda model: Engine(model, engine_config)
+        config, tokenizer, template, limit=100, stop_ids=(257,), engine=SamplerEngine(Engine, engine_config)
     )
-    answerer.load(model)
+    answerer.engine.load(model, version=0)
     tasks = [Prompt(number, (), {"number": 10 + number}) for number in range(3)]
     groups = answerer.answer(tasks, samples=2, temperature=0.8, seed="1")
     answerer.close()

@@ -110,10 +110,7 @@ def play(games, tasks, *, order=0, samples=2, limit=60, template=None, end=True,
     settings.setdefault("slots", 2)
     config = RLConfig(environment=f"{games}:Sums", reward_seconds=0.5, **settings)
     engine = Digits(order, end=end)
-    answerer = EpisodeAnswerer(
-        config, ByteTokenizer(), template, limit=limit, stop_ids=(257,), new_engine=lambda model: engine
-    )
-    answerer._engine = engine
+    answerer = EpisodeAnswerer(config, ByteTokenizer(), template, limit=limit, stop_ids=(257,), engine=engine)
     prompts = [Prompt(number, (), task) for number, task in enumerate(tasks)]
     groups = answerer.answer(prompts, samples=samples, temperature=1.0, seed="1/1")
     answerer.close()
@@ -310,7 +307,7 @@ def test_good_ones():
 def test_bad_classes(games, name, says):
     config = RLConfig(environment=f"{games}:{name}")
     with pytest.raises(ConfigError, match=rf"rl.environment='.*:{name}' cannot be imported: .*{says}"):
-        EpisodeAnswerer(config, ByteTokenizer(), None, limit=9, stop_ids=(), new_engine=lambda model: None)
+        EpisodeAnswerer(config, ByteTokenizer(), None, limit=9, stop_ids=(), engine=None)
 
 
 @pytest.mark.parametrize(

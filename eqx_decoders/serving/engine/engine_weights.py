@@ -1,5 +1,6 @@
 """`EngineWeights`: the weights that an engine's programs read, which others like them can take the place of."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -86,5 +87,11 @@ def shape_of(leaf: Any) -> Any:
 def _like(leaf: Array, shape: jax.ShapeDtypeStruct) -> Array:
     """Return an array with the dtype and the sharding of another, itself where they agree."""
     if leaf.dtype != shape.dtype:
-        return jax.jit(lambda x: x.astype(shape.dtype), out_shardings=shape.sharding)(leaf)
+        return _cast(shape.dtype, shape.sharding)(leaf)
     return leaf if leaf.sharding == shape.sharding else jax.device_put(leaf, shape.sharding)
+
+
+@functools.lru_cache(64)
+def _cast(dtype: Any, sharding: Any) -> Any:
+    """Return a program for arrays of other dtypes, which later calls find again."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)

@@ -65,5 +65,7 @@ def check_teacher(config: Any) -> None:
         check(settings.top is not None, f"{rule} gives its likeliest tokens alone: give distill.top.")
         rule = f"{rule} gives log-probs at temperature 1: leave distill.temperature={settings.temperature} out."
         check(settings.temperature == 1.0, rule)
-    drawn = settings.on_policy or config.rl == type(config.rl)()
-    check(drawn, "rl.prompts and other settings of draws are read with distill.on_policy: give it, too.")
+    drawn = settings.on_policy or (config.rl == type(config.rl)() and not config.sampler.is_separate)
+    check(
+        drawn, "rl.prompts, sampler.devices and other settings of draws are read with distill.on_policy: give it, too."
+    )

@@ -41,8 +41,8 @@ KINDS = {
     "dpo": MethodKind({"preference": ALL}, "pairs", check_run=check_reference),
     "kto": MethodKind({"preference": REFERENCE, "kto": ALL}, "answers", check_run=check_reference),
     "reward": MethodKind({"preference": SHARED, "reward": ALL}, "pairs", check_run=check_reward),
-    "rl": MethodKind({"rl": ALL}, "prompts", check_run=check_rl),
-    "distill": MethodKind({"distill": ALL, "rl": DRAWS}, answers=False, check_run=check_teacher),
+    "rl": MethodKind({"rl": ALL, "sampler": ALL}, "prompts", check_run=check_rl),
+    "distill": MethodKind({"distill": ALL, "rl": DRAWS, "sampler": ALL}, answers=False, check_run=check_teacher),
 }
 
 

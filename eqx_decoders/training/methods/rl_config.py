@@ -82,7 +82,7 @@ class EnvironmentSettings(CheckedFields):
 class RLConfig(RewardSettings, EnvironmentSettings):
     """Settings of training with rewards (`method="rl"`)."""
 
-    checked_name = "rl"
+    checked_name = "rl."
     preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++"] | None = None
     """Published settings by their name, for what is not set: baseline, scale, aggregation, policy and so on."""
     prompts: PositiveInt = 16

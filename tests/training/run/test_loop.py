@@ -871,6 +871,7 @@ GROUPS = {
         "distill",
         "reward",
         "rl",
+        "sampler",
         "dataset",
         "mesh",
         "pipeline",
