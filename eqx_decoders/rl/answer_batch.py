@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.host_rows import hand_over, host_rows
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
+from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.advantages import group_advantages, whiten
 from eqx_decoders.training.objectives.token_weights import token_weights
@@ -91,10 +94,17 @@ def row_choices(batch_size: int, unit: int) -> list[int]:
 
 
 class PackedAnswers(NamedTuple):
-    """A whole batch, and for each answer the places of the tokens that the model drew: their rows and columns."""
+    """Batch of answers, and where each of them lies.
+
+    **Arguments:**
+
+    - `drawn`: for each answer the places of the tokens that the model drew: their rows and columns.
+    - `numbers`: the number of each answer within its row.
+    """
 
     batch: Batch
     drawn: Sequence[tuple[np.ndarray, np.ndarray]]
+    numbers: Sequence[int]
 
 
 def pack_answers(
@@ -126,7 +136,7 @@ def pack_answers(
             ints["tokens"][span] = np.concatenate([part.context, part.rollout.tokens])
             ints["positions"][span], ints["segment_ids"][span] = np.arange(part.size), number
             columns.append(start - len(part.drawn) + np.flatnonzero(part.drawn))
-            ints["answers"][place.row, columns[-1]] = number
+            ints["answers"][place.row, columns[-1]] = place.number  # of all parts: they are one answer
             floats["sampler"][place.row, columns[-1]] = part.rollout.log_probs[part.drawn]
         of_answer = np.concatenate(columns)
         drawn.append((np.full_like(of_answer, place.row), of_answer))
@@ -136,4 +146,23 @@ def pack_answers(
     signals = Signals(**floats, **more, answers=marks, most_answers=answers_per_row)
     arrays: dict[str, Any] = ints
     batch = Batch(**arrays, loss_mask=marks > 0, signals=signals, contiguous=True)
-    return PackedAnswers(batch, drawn)
+    return PackedAnswers(batch, drawn, [place.number for place in places or ()])
+
+
+class AnswerPacker:
+    """Packs the answers of a run, and puts this process's rows of the batch on the devices."""
+
+    def __init__(self, layout: Layout, *, choices: Sequence[int], seq_len: int, answers_per_row: int):
+        self._layout, self.seq_len = layout, seq_len
+        self._sizes: dict[str, Any] = dict(choices=choices, seq_len=seq_len, answers_per_row=answers_per_row)
+
+    def __call__(
+        self, answers: Sequence[JudgedAnswer], numbers: AnswerNumbers | None = None, *, divergence: float = 0.0
+    ) -> PackedAnswers:
+        """Pack answers with their numbers, or with none; `divergence` is as of `pack_answers`."""
+        numbers = AnswerNumbers(*np.zeros((2, len(answers)))) if numbers is None else numbers
+        packed = pack_answers(answers, numbers, divergence=divergence, **self._sizes)
+        rows = packed.batch.tokens.shape[0]
+        held = np.asarray(host_rows(self._layout, rows))
+        batch = hand_over(jax.tree.map(lambda leaf: leaf[held], packed.batch), self._layout, rows)
+        return packed._replace(batch=batch)

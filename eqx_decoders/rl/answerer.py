@@ -3,7 +3,7 @@
 import abc
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,24 +19,43 @@ from eqx_decoders.serving.rollouts import Rollout, rollout
 from eqx_decoders.training.methods.rl_config import RLConfig
 
 
+Groups = list[list[JudgedAnswer]]
+
+
+@runtime_checkable
+class AnswerJudge(Protocol):
+    """What has something to say of answers that are drawn, beside their rewards so far."""
+
+    fingerprint: str  # of what its words follow from
+
+    def scored(self, groups: Groups) -> Groups:
+        """Return the answers with further rewards."""
+        ...
+
+
 class Drawer(abc.ABC):
     """What draws answers by the weights of a run, which come and go.
 
     **Arguments:**
 
     - `engine`: a `SamplerEngine`, which has weights between its `load` and `release`.
+    - `judge`: what adds rewards to those of `answer`; None at first.
     - `seconds`, `tokens`: time and tokens of the last answers.
     """
 
     def __init__(self, engine: Any):
         self.engine = engine
+        self.judge: AnswerJudge | None = None
         self.seconds, self.tokens = 0.0, 0
 
+    def judged(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str) -> Groups:
+        """Draw answers to each prompt, with all of their rewards; the groups are in the order of the prompts."""
+        groups = self.answer(prompts, samples=samples, temperature=temperature, seed=seed)
+        return groups if self.judge is None else self.judge.scored(groups)
+
     @abc.abstractmethod
-    def answer(
-        self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str
-    ) -> list[list[JudgedAnswer]]:
-        """Draw answers to each prompt, with their rewards; the groups are in the order of the prompts."""
+    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str) -> Groups:
+        """Draw answers to each prompt, with the rewards of a program."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -61,9 +80,7 @@ class Answerer(Drawer):
         """End the processes of rewards."""
         self._rewards.close()
 
-    def answer(
-        self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str
-    ) -> list[list[JudgedAnswer]]:
+    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str) -> Groups:
         """Draw answers to each prompt, and have them judged; the groups are in the order of the prompts."""
         started, waiting = time.perf_counter(), {}
         drawn = rollout(

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
-from eqx_decoders.rl.answer_batch import AnswerNumbers
 from eqx_decoders.rl.answerer import Drawer
 from eqx_decoders.rl.rl_run import RLRun
 from eqx_decoders.training.methods.held_out_figures import held_out_figures
@@ -33,5 +30,5 @@ class OnPolicyRun(RLRun):
         self._answerer.engine.load(state.averaged, version=int(state.step))
         drawn = [self._draw_held_out(prompts) for prompts in batches]
         self._answerer.engine.release()
-        packed = (self._packed(answers, AnswerNumbers(*np.zeros((2, len(answers))))).batch for answers in drawn)
+        packed = (self._packed(answers).batch for answers in drawn)
         return held_out_figures(self.loss, state.averaged, packed, lambda batch: batch)

@@ -12,7 +12,8 @@ from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.rl.answerer import Answerer, ends_of_answers
 from eqx_decoders.rl.episodes import EpisodeAnswerer
 from eqx_decoders.rl.on_policy import OnPolicyRun
-from eqx_decoders.rl.rl_run import RLRun
+from eqx_decoders.rl.reward_model import RewardModel
+from eqx_decoders.rl.rl_run import RLRun, packer_of
 from eqx_decoders.rl.sampler_engine import SamplerEngine
 from eqx_decoders.rl.turn_writer import rewritten_turns
 from eqx_decoders.serving.engine.config import EngineConfig
@@ -66,6 +67,8 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     else:
         _check_template(template)
         answerer = EpisodeAnswerer(rl, tokenizer, template, limit=limit, **more)
+    if rl.reward_model is not None:
+        answerer.judge = RewardModel(rl, tokenizer, start.execution, packer_of(start))
     method = run(start, trained, answerer)
     start.stack.callback(method.close)
     return OpenedMethod(trained, sets, method)

@@ -8,32 +8,23 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, UInt32
+from jaxtyping import Array, Float32
 
 from eqx_decoders.data.batch import Batch
-from eqx_decoders.data.host_rows import hand_over, host_rows
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.rl.answer_batch import (
-    AnswerNumbers,
-    PackedAnswers,
-    answer_numbers,
-    pack_answers,
-    row_choices,
-)
+from eqx_decoders.model.weights_fingerprint import weights_fingerprint
+from eqx_decoders.rl.answer_batch import AnswerPacker, answer_numbers, row_choices
 from eqx_decoders.rl.answerer import Drawer
 from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.reward_plot import plot_rewards
 from eqx_decoders.rl.rewards import reward_figures
-from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.lora import without_lora
 from eqx_decoders.training.methods.method import MethodStart
 from eqx_decoders.training.methods.teacher import load_teacher
@@ -67,10 +58,10 @@ class RLRun:
         self._config, self._rl, self._execution, self._run = config, config.rl, start.execution, start.run
         self._prompts, self._answerer = prompts, answerer
         self._files = AnswerFiles(start.run.path / FOLDER)
-        unit = config.step.gradient_accumulation_steps * _batch_parts(start)
-        self._choices = row_choices(config.dataset.batch_size, unit)
+        self._packed = packer_of(start)
         known = dataclasses.asdict(config.rl) | {"eval_samples": 0, "slots": 0, "reward_workers": 0}
         known |= {name: _source_hash(getattr(config.rl, name)) for name in ("reward", "environment")}
+        known |= {"reward_model": None if answerer.judge is None else answerer.judge.fingerprint}
         known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.dataset.batch_size}
         self._key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
         self._reference = self._load_reference()
@@ -117,7 +108,7 @@ class RLRun:
         while prompts:
             dealt += len(prompts)
             seed = f"{self._config.dataset.seed}/{step}"
-            groups = self._answerer.answer(prompts, samples=rl.samples, temperature=rl.temperature, seed=seed)
+            groups = self._answerer.judged(prompts, samples=rl.samples, temperature=rl.temperature, seed=seed)
             groups = self._same_everywhere(groups, f"rewards {step} {dealt}")
             seconds, tokens = seconds + self._answerer.seconds, tokens + self._answerer.tokens
             for group in groups:
@@ -149,24 +140,13 @@ class RLRun:
             rewards = rewards - rl.kl * self._divergences(answers, reference)
         numbers = answer_numbers(rl, answers, rewards)
         self._figures["advantage_std"] = float(numbers.advantages.std())
-        batch, _ = self._packed(answers, numbers, divergence=rl.kl if rl.kl_in == "loss" else 0.0)
+        batch = self._packed(answers, numbers, divergence=rl.kl if rl.kl_in == "loss" else 0.0).batch
         batch = batch if reference is None else _with_reference(reference, batch, rl.temperature)
         return batch if self._teacher is None else _taught(self._teacher, batch, rl.teacher_weight, rl.temperature)
 
-    def _packed(
-        self, answers: Sequence[JudgedAnswer], numbers: AnswerNumbers, *, divergence: float = 0.0
-    ) -> PackedAnswers:
-        """Pack answers; this process's rows of the batch are on the devices."""
-        sizes = dict(seq_len=self._config.dataset.seq_len, answers_per_row=self._rl.answers_per_row)
-        batch, drawn = pack_answers(answers, numbers, choices=self._choices, divergence=divergence, **sizes)
-        rows, layout = batch.tokens.shape[0], self._execution.layout
-        held = np.asarray(host_rows(layout, rows))
-        return PackedAnswers(hand_over(jax.tree.map(lambda leaf: leaf[held], batch), layout, rows), drawn)
-
     def _divergences(self, answers: Sequence[JudgedAnswer], reference: Decoder) -> np.ndarray:
         """Estimate the divergence of each answer from the reference, `sum of log p - log reference` (k1)."""
-        nothing = np.zeros(len(answers))
-        batch, drawn = self._packed(answers, AnswerNumbers(nothing, nothing))
+        batch, drawn, _ = self._packed(answers)
         log_probs = np.asarray(_replicated_log_probs(reference, batch, self._rl.temperature), np.float64)
         sampled = [np.concatenate([part.rollout.log_probs[part.drawn] for part in each.parts]) for each in answers]
         return np.asarray([np.sum(mine - log_probs[index]) for mine, index in zip(sampled, drawn, strict=True)])
@@ -183,7 +163,7 @@ class RLRun:
         self._answerer.engine.load(state.averaged, version=int(state.step))
         figures = {}
         for name, samples, temperature in (("reward_greedy", 1, 0.0), ("reward", rl.eval_samples, rl.temperature)):
-            groups = self._answerer.answer(prompts, samples=samples, temperature=temperature, seed="held out")
+            groups = self._answerer.judged(prompts, samples=samples, temperature=temperature, seed="held out")
             rewards = reward_figures([answer for group in groups for answer in group])
             figures[name] = rewards.get("reward", float("nan"))
         self._answerer.engine.release()
@@ -229,10 +209,14 @@ def _source_hash(function: str | None) -> str | None:
     return f"{function} {hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()}"
 
 
-def _batch_parts(start: MethodStart) -> int:
-    """Return of what the number of rows of a batch must be a multiple."""
-    sizes, pieces = start.execution.layout.sizes, start.config.pipeline.microbatches or 1
-    return math.prod(sizes[axis] for axis in ("data", "fsdp", "fsdp_transpose", "expert")) * pieces
+def packer_of(start: MethodStart) -> AnswerPacker:
+    """Return what packs the answers of a run."""
+    config, sizes = start.config, start.execution.layout.sizes
+    parts = config.step.gradient_accumulation_steps * (config.pipeline.microbatches or 1)
+    parts *= math.prod(sizes[axis] for axis in ("data", "fsdp", "fsdp_transpose", "expert"))
+    choices = row_choices(config.dataset.batch_size, parts)
+    rows: dict[str, int] = dict(seq_len=config.dataset.seq_len, answers_per_row=config.rl.answers_per_row)
+    return AnswerPacker(start.execution.layout, choices=choices, **rows)
 
 
 def _is_constant(group: Sequence[JudgedAnswer]) -> bool:
@@ -266,26 +250,3 @@ def _taught(teacher: Decoder, batch: Batch, weight: float, temperature: float) -
 @functools.partial(jax.jit, static_argnums=2)
 def _replicated_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float32[Array, "batch length"]:
     return model.execution.layout.replicate(token_log_probs(model, batch, temperature=temperature))
-
-
-@jax.jit
-@typed
-def weights_fingerprint(model: Decoder) -> UInt32[Array, ""]:
-    """Return a hash of all bits of a model's weights, the same on every mesh."""
-    total = jnp.zeros((), jnp.uint32)
-    for number, leaf in enumerate(named_leaves(eqx.filter(model, eqx.is_array)).values()):
-        bits, place = _bits(leaf), jnp.zeros((), jnp.uint32)
-        for axis, size in enumerate(leaf.shape):  # no flat view: that would gather what a mesh has split
-            place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        mixed = (bits ^ (bits >> 15)) * ((place * jnp.uint32(2654435761) + jnp.uint32(2 * number + 1)) | 1)
-        total += jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
-    return total
-
-
-def _bits(x: Array) -> UInt32[Array, "*shape"]:
-    """Return the bits of numbers as integers; of numbers with 4 bits, integers as different as they are."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x.astype(jnp.int32).astype(jnp.uint32)
-    x = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 8 else x
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)

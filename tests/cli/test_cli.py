@@ -58,6 +58,7 @@ FLAGS = """
 --rl.policy.correction.cap --rl.policy.correction.floor --rl.policy.correction.kind --rl.policy.correction.row
 --rl.policy.distance --rl.policy.dual --rl.policy.high --rl.policy.kind --rl.policy.low --rl.policy.tau-negative
 --rl.policy.tau-positive --rl.policy.threshold --rl.preset --rl.prompts --rl.reference --rl.reward --rl.reward-seconds
+--rl.reward-model
 --rl.reward-weights --rl.reward-workers --rl.samples --rl.scale --rl.slots --rl.temperature --rl.truncated --rl.whiten
 --sampler.devices --sampler.data --sampler.fsdp --sampler.tensor --sampler.expert
 --rl.environment --rl.episode-tokens --rl.max-turns --rl.strict-prefix --rl.no-strict-prefix

@@ -238,7 +238,8 @@ def test_rows_of_episodes(mixed):
         np.testing.assert_array_equal(batch.tokens[places], drawn)
         np.testing.assert_array_equal(signals.sampler[places], scores)
         np.testing.assert_allclose(signals.advantages[places], advantage)
-        for part, number in zip(answer.parts, np.unique(marks[places]) if len(drawn) else (), strict=False):
+        assert len(drawn) == 0 or len(np.unique(marks[places])) == 1  # ratios of answers are those of whole episodes
+        for part, number in zip(answer.parts, np.unique(batch.segment_ids[places]), strict=len(drawn) > 0):
             row = places[0][0]
             segment = batch.tokens[row][batch.segment_ids[row] == number]
             np.testing.assert_array_equal(segment, [*part.context, *part.rollout.tokens])

@@ -30,8 +30,11 @@ class RewardSettings(CheckedFields):
     reward: str | None = None
     """Function of a Python file, file.py:function. It gets the record of a prompt and the text of an answer, and
     returns a number, numbers by name, which are added up, or None for an answer that it can't judge."""
+    reward_model: str | None = None
+    """Model that scores answers, as method="reward" trains it: a run directory, a directory of a Hugging Face
+    checkpoint, or "org/name". Its score is added to the reward, by the name reward_model; there need be no function."""
     reward_weights: tuple[str, ...] = ()
-    """Weights of its numbers, as name=weight; 1 for others."""
+    """Weights of the numbers of rewards, as name=weight, such as reward_model=0.5; 1 for others."""
     reward_workers: PositiveInt = 2
     """Processes that compute rewards, or hold the objects of an environment, while other answers are drawn."""
     reward_seconds: PositiveFloat = 10.0
@@ -137,7 +140,7 @@ class RLConfig(RewardSettings, EnvironmentSettings):
             if getattr(self, name) == type(self).__dataclass_fields__[name].default:
                 object.__setattr__(self, name, value)
         super().__post_init__()
-        expand_paths(self, "reward", "environment", "teacher")
+        expand_paths(self, "reward", "reward_model", "environment", "teacher")
         self.weights()
         alone = self.samples > 1 or self.baseline == "none"
         rule = (
@@ -163,8 +166,8 @@ def check_rl(config: Any) -> None:
     """Raise ConfigError unless a run, a `TrainConfig`, has a reward or an environment, and the reference it names."""
     rl, adapted = config.rl, config.lora_rank is not None
     sources = [rl.reward, rl.environment]
-    remedy = "or rl.environment, file.py:Class, or rl.teacher"
-    taught = any(sources) or rl.teacher is not None
+    remedy = "or rl.reward_model, or rl.environment, file.py:Class, or rl.teacher"
+    taught = any((*sources, rl.reward_model, rl.teacher))
     check(taught, f"method='rl' needs rl.reward, file.py:function, such as rewards.py:exact, {remedy}.")
     rule = f"rl.reward={rl.reward!r} and rl.environment={rl.environment!r}: rewards come from one of them"
     check(not all(sources), f"{rule}. Leave out the other.")
