@@ -104,6 +104,15 @@ def test_training_steps_compile(devices, name):
     assert sent >= set(kinds) and compiled.memory_analysis().peak_memory_in_bytes > 0
 
 
+@pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("minimal_flash", 1), ("none", 1)])
+def test_what_cudnn_keeps_is_saved_by_name(devices, remat, forward):
+    """Attention is computed again in the backward pass only where its context is not saved."""
+    layout = ed.Layout.create(fsdp=4, devices=devices)
+    text = lowered_step("llama3-8b", layout, remat=remat).compile(compiler_options=GPU_OPTIONS).as_text()
+    assert text.count('"__cudnn$fmhaScaleBiasSoftmax"') == forward
+    assert text.count('"__cudnn$fmhaScaleBiasSoftmaxBackward"') == 1
+
+
 def test_a_step_sends_as_much_at_once_as_beside_others(devices):
     """Its collectives are all asynchronous in one program, and none in the other."""
     layout, found = ed.Layout.create(fsdp=2, tensor=2, devices=devices), []

@@ -28,7 +28,7 @@ class HeadTiles(NamedTuple):
     **Arguments:**
 
     - `positions`: of each sequence on a device in a tile; None: so many that their logits take 64 MB there, 256 MB on a
-        TPU or GPU.
+        TPU, 1 GB on a GPU.
     - `head_bytes`: bound of a device's gathered kernel and its gradient; None: no bound.
     """
 

@@ -11,9 +11,12 @@ JAX offers that in no public function. A window is told where there is no mask a
 The log-sum-exp comes rounded and without gradient, so this kernel does nothing that reads it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Result
@@ -52,19 +55,46 @@ def _needs_mask(call: AttentionCall) -> bool:
     return not call.dense_positions or selects or blocks
 
 
+def _product(causal: bool, window: tuple[int, int] | None, query: Array, key: Array, value: Array, mask: Array | None):
+    options: Any = dict(scale=1.0, is_causal=causal, local_window_size=window, implementation=IMPLEMENTATION)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, **options)
+
+
+_attend = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+
+
+def _attend_fwd(causal: bool, window: tuple[int, int] | None, query: Array, key: Array, value: Array, mask: Any):
+    """Name what cuDNN keeps for its backward pass: JAX gives it no name, and remat would compute all of it again."""
+    out, pull = jax.vjp(lambda *qkv: _product(causal, window, *qkv, mask), query, key, value)
+    named = checkpoint_name(out, "context")
+    rows = (query.shape[0], query.shape[2], query.shape[1])  # of the log-sum-exp
+
+    def name(residual: Array) -> Array:
+        if residual is out:
+            return named
+        return checkpoint_name(residual, "context") if residual.shape == rows else residual
+
+    return named, jax.tree.map(name, pull)
+
+
+def _attend_bwd(causal: bool, window: tuple[int, int] | None, pull: Any, out_bar: Array):
+    return *pull(out_bar), None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
 def cudnn_attention(inputs: AttentionInputs, call: AttentionCall) -> Result:
-    """Attend as `attend` defines it; lse is NaN. Under remat it is computed again: its residuals have no name."""
+    """Attend as `attend` defines it; lse is NaN. Under remat, saving "context" saves the whole forward pass."""
     query, key, value, positions, selected, *_ = inputs
     # of the same tokens in order, none sees a later index, but for spans
     causal = call.aligned and not call.spans and not isinstance(call.mask, Bidirectional)
-    options: dict = dict(scale=1.0, is_causal=causal, implementation=IMPLEMENTATION)
     lse = jnp.full(query.shape[:3], jnp.nan, jnp.float32)
     if not _needs_mask(call):
         window = (call.mask.size - 1, 0) if isinstance(call.mask, SlidingWindow) else None
-        out = jax.nn.dot_product_attention(query, key, value, local_window_size=window, **options)
-        return checkpoint_name(out, "context"), lse
+        return _attend(causal, window, query, key, value, None), lse
     seen = visible(call.mask, *positions)[:, None]
     seen = seen if selected is None else seen & as_mask(selected, key.shape[1])
-    out = jax.nn.dot_product_attention(query, key, value, mask=seen, **options)
+    out = _attend(causal, None, query, key, value, seen)
     some = seen.any(3).swapaxes(1, 2)[..., None]  # of nothing cuDNN would make a mean of all values
-    return checkpoint_name(jnp.where(some, out, jnp.zeros((), out.dtype)), "context"), lse
+    return jnp.where(some, out, jnp.zeros((), out.dtype)), lse
