@@ -1,6 +1,6 @@
 """`Engine`: continuous batching of many requests. `Scheduler` plans each step, and `ModelRunner` computes it."""
 
-import dataclasses
+import collections
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ class Engine:
         self._last_submitted: Any = lambda: None  # weak reference
         self._ids = itertools.count()
         self._cancelled: list[RequestOutput] = []
-        self._stats = EngineStats()
+        self._totals: collections.Counter[str] = collections.Counter()
         self._is_compiled = False
 
     # --- public methods ---
@@ -247,12 +247,11 @@ class Engine:
         """Return the current statistics."""
         running = sum(not sequence.background for sequence in self._slot_manager.sequences.values())
         now = dict(running=running, waiting=len(self._scheduler.queue), cache_usage=self._slot_manager.usage)
-        return dataclasses.replace(self._stats, preemptions=self._scheduler.preemptions, **now)
+        return EngineStats(**now, **self._totals, preemptions=self._scheduler.preemptions)
 
     def _count(self, **increments: int) -> None:
-        """Add to the statistics."""
-        new = {name: getattr(self._stats, name) + number for name, number in increments.items()}
-        self._stats = dataclasses.replace(self._stats, **new)
+        """Add to the totals of the statistics."""
+        self._totals.update(increments)
 
     def _assigned(self, sequence: SequenceState) -> list[RequestOutput]:
         """Start, resume or restart a sequence that has got a slot."""

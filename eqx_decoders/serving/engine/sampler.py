@@ -311,8 +311,7 @@ def sample_rows(
 
 def token_scores(scores: Scores, rows: range, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
     """Convert scores to those of single tokens on the host, by their rows."""
-    converted = []
-    for row, token in zip(rows, tokens, strict=True):
-        best = zip(scores.top_ids[row, :num_top].tolist(), scores.top[row, :num_top].tolist(), strict=True)
-        converted.append(TokenScore(int(token), float(scores.chosen[row]), tuple(best)))
-    return converted
+    span = slice(rows.start, rows.stop)
+    chosen, ids, best = scores.chosen[span], scores.top_ids[span, :num_top], scores.top[span, :num_top]
+    lists = zip(tokens, chosen.tolist(), ids.tolist(), best.tolist(), strict=True)
+    return [TokenScore(int(token), score, tuple(zip(*top, strict=True))) for token, score, *top in lists]

@@ -65,7 +65,7 @@ _attend = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
 
 def _attend_fwd(causal: bool, window: tuple[int, int] | None, query: Array, key: Array, value: Array, mask: Any):
     """Name what cuDNN keeps for its backward pass: JAX gives it no name, and remat would compute all of it again."""
-    out, pull = jax.vjp(lambda *qkv: _product(causal, window, *qkv, mask), query, key, value)
+    out, pull = jax.vjp(lambda q, k, v: _product(causal, window, q, k, v, mask), query, key, value)
     named = checkpoint_name(out, "context")
     rows = (query.shape[0], query.shape[2], query.shape[1])  # of the log-sum-exp
 
