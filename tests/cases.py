@@ -401,7 +401,19 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
         per_layer_embedding=PerLayerEmbeddingConfig(features=8, vocab_size=VOCAB)
         if case["further"] == "per layer"
         else None,
-        mtp=MTPConfig(num_depths=depths, block=alone, norm=RMSNormConfig()) if depths else None,
+        mtp=_ahead(depths, alone) if depths else None,
+    )
+
+
+def _ahead(depths: int, block: ed.BlockConfig) -> MTPConfig:
+    """Two depths read all residual streams, or the only one normalized."""
+    streams = depths > 1 and isinstance(block.residual, HyperConnections)
+    return MTPConfig(
+        num_depths=depths,
+        block=block,
+        norm=RMSNormConfig(),
+        normed_depths=depths > 1 and not streams,
+        all_streams=streams,
     )
 
 

@@ -110,6 +110,11 @@ def decoder(**changes):
     return dataclasses.replace(DECODER, **changes)
 
 
+def ahead(config: MTPConfig):
+    """A decoder with these depths, and their residual connection."""
+    return dataclasses.replace(block(residual=config.block.residual), mtp=config)
+
+
 def of_blocks(*blocks):
     return decoder(blocks=blocks)
 
@@ -464,8 +469,9 @@ OPTIONS: dict[type, tuple] = {
     ),
     MTPConfig: (
         AHEAD,
-        lambda c: decoder(mtp=c),
-        dict(num_depths=2, block=SOFT, norm=RMSNormConfig(eps=0.5), normed_stream=True, loss_weight=0.5),
+        ahead,
+        dict(num_depths=2, block=SOFT, norm=RMSNormConfig(eps=0.5), normed_stream=True, loss_weight=0.5)
+        | dict(normed_depths=True, all_streams=True),
     ),
 }
 # Other fields that a field needs before it means anything, and their values on both sides.
@@ -481,6 +487,8 @@ NEEDS: dict[tuple[type, str], dict] = {
     (ExpertsConfig, "shortcut"): dict(shared=MLP),
     (PerLayerEmbeddingConfig, "unknown_token"): dict(vocab_size=2),
     (ed.DecoderConfig, "per_layer_embedding"): dict(per_layer_embedding=PER_LAYER, blocks=per_layer(PER_LAYER).blocks),
+    (MTPConfig, "normed_depths"): dict(num_depths=2),
+    (MTPConfig, "all_streams"): dict(block=dataclasses.replace(BLOCK, residual=HyperConnections()), loss_weight=20.0),
     (RouterConfig, "renormalize"): dict(order="score_first"),
     (RouterConfig, "selection_bias"): dict(order="score_first"),
     (RouterConfig, "hashed_tokens"): dict(order="score_first"),

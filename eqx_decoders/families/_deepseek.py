@@ -34,7 +34,7 @@ from eqx_decoders.families.settings_table import (
     Values,
     value_at,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, joined_kernels
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -310,7 +310,7 @@ V3_EXPERTS = (
 DEPTH = (
     Weight(_LAYER + "enorm.weight", "embed_norm.scale", "norm -> norm"),
     Weight(_LAYER + "hnorm.weight", "stream_norm.scale", "norm -> norm"),
-    Weight(_LAYER + "eh_proj.weight", "kernel", "embed joined -> joined embed"),
+    *joined_kernels(_LAYER + "eh_proj.weight"),
     Weight(_LAYER + "shared_head.norm.weight", "final_norm.scale", "norm -> norm"),
 )
 _INDEXER = _ATTENTION + "indexer."

@@ -8,7 +8,7 @@ from eqx_decoders.families import moe
 from eqx_decoders.families.common import PRE_NORMS, DecoderSizes, gated_mlp, hybrid_layers, self_attention
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import ABSENT, Check, Group, Integer, Only, Setting
-from eqx_decoders.families.weight_rows import Weight, mtp_rows, sharing
+from eqx_decoders.families.weight_rows import Weight, joined_kernels, mtp_rows, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -43,7 +43,7 @@ def qwen3_next(
         return shape.block(attention if has_attention else delta, mlp, norm)
 
     config = shape.decoder(map(block, full, mlps), norm)
-    return with_depth(config) if depths else config
+    return with_depths(config, depths) if depths else config
 
 
 def every_fourth(layers: int) -> tuple[bool, ...]:
@@ -63,11 +63,11 @@ def delta_net(shape: DecoderSizes, **sizes: Any) -> GatedDeltaNetConfig:
     return GatedDeltaNetConfig(norm=RMSNormConfig(eps=shape.eps), **{**published, **sizes})
 
 
-def with_depth(config: DecoderConfig) -> DecoderConfig:
+def with_depths(config: DecoderConfig, depths: int = 1) -> DecoderConfig:
     """Return the decoder with multi-token prediction, whose block is the last one with attention."""
     block = next(block for block in reversed(config.blocks) if isinstance(block.mixer, AttentionConfig))
     assert block.pre_mixer_norm is not None
-    mtp = MTPConfig(num_depths=1, block=block, norm=block.pre_mixer_norm, normed_stream=True)
+    mtp = MTPConfig(num_depths=depths, block=block, norm=block.pre_mixer_norm, normed_stream=True)
     return dataclasses.replace(config, mtp=mtp)
 
 
@@ -143,13 +143,13 @@ EXPERTS = (
 FUSED_EXPERTS = moe.fused_experts(_MLP)
 
 
-def with_depths(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+def depth_rows(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     """Return the rows with those of the layer of multi-token prediction."""
     return (*weights, *mtp_rows(weights, LAYER, "mtp.layers.{depth}."))
 
 
 DEPTH = (
-    Weight("mtp.fc.weight", "mtp.depth.kernel", "embed joined -> joined embed"),
+    *joined_kernels("mtp.fc.weight", "mtp.depth."),
     Weight("mtp.pre_fc_norm_embedding.weight", "mtp.depth.embed_norm.scale", "norm -> norm"),
     Weight("mtp.pre_fc_norm_hidden.weight", "mtp.depth.stream_norm.scale", "norm -> norm"),
     Weight("mtp.norm.weight", "mtp.depth.final_norm.scale", "norm -> norm"),

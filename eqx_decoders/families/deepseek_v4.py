@@ -5,6 +5,7 @@ from typing import Any
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.families import moe
+from eqx_decoders.families._deepseek import DEPTHS
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
@@ -21,7 +22,7 @@ from eqx_decoders.families.settings_table import (
     Word,
     write_all,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, mtp_rows
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -29,6 +30,7 @@ from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 
 
 SLIDING, CHOSEN, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -57,11 +59,12 @@ def _router(score: Any, scaling_factor: float) -> RouterConfig:
 def deepseek_v4(
     shape: DecoderSizes, *, mixer: CompressedAttentionConfig, kinds: tuple[str, ...], sizes: dict[str, int],
     ropes: dict[str, Rope], indexer: CompressedIndexerConfig, residual: HyperConnections, hashed: tuple[bool, ...],
-    router: RouterConfig, **experts: Any,
+    router: RouterConfig, depths: int = 0, **experts: Any,
 ) -> DecoderConfig:  # fmt: skip
     """Return a decoder whose layers compress as `kinds` say, windows of `sizes` tokens each.
 
-    In `hashed` layers token ids find the experts; `experts` are their numbers and `limit`.
+    In `hashed` layers token ids find the experts; `experts` are their numbers and `limit`. The `depths` of multi-token
+    prediction have windows alone, and read all residual streams.
     """
     chosen, heavy = (
         CompressionConfig(size=sizes[kind], overlaps=kind == CHOSEN, norm=shape.norm) for kind in (CHOSEN, HEAVY)
@@ -80,11 +83,18 @@ def deepseek_v4(
         shape.block(mixers[kind], by_token if first else best, residual=residual)
         for kind, first in zip(kinds, hashed, strict=True)
     )
-    return shape.decoder(blocks)
+    config = shape.decoder(blocks)
+    if depths == 0:
+        return config
+    block = shape.block(mixers[SLIDING], best, residual=residual)
+    mtp = MTPConfig(num_depths=depths, block=block, norm=shape.norm, all_streams=True)
+    return dataclasses.replace(config, mtp=mtp)
 
 
 def _read_kinds(fields: Fields, values: Values) -> tuple[str, ...]:
     layers, ratios = values["shape"].num_layers, fields.numbers("compress_ratios", ())
+    if any(ratios[layers:]):
+        raise fields.error("compress_ratios of layers of multi-token prediction must be 0: they see windows alone.")
     kinds = fields.words("layer_types", (SLIDING, CHOSEN, HEAVY), layers)
     if kinds is None and ratios:
         kinds = [{0: SLIDING, 4: CHOSEN}.get(ratio, HEAVY) for ratio in ratios[:layers]]
@@ -159,7 +169,8 @@ def _read_ropes(fields: Fields, values: Values) -> dict[str, Rope]:
 
 
 def _write_ropes(config: DecoderConfig) -> dict[str, Any]:
-    mixers: list[Any] = [block.mixer for block in config.blocks]
+    blocks = config.blocks if config.mtp is None else (*config.blocks, config.mtp.block)
+    mixers: list[Any] = [block.mixer for block in blocks]
     found = {"main" if mixer.compression is None else "compress": mixer.rope for mixer in mixers}
     ropes, fraction = {"main": Rope(), "compress": Rope(theta=1.6e5)} | found, mixers[0].rope_dim / mixers[0].head_dim
     written = write_named_ropes({name: dataclasses.replace(rope, fraction=fraction) for name, rope in ropes.items()})
@@ -186,6 +197,29 @@ def _connection(name: str, number: int) -> tuple[Weight, ...]:
         Weight(_LAYER + f"hc_{name}_fn", path + "kernel", "coefficients stream_embed -> stream_embed coefficients"),
         Weight(_LAYER + f"hc_{name}_base", path + "bias", "coefficients -> coefficients"),
         Weight(_LAYER + f"hc_{name}_scale", path + "scale", "coefficient_kinds -> coefficient_kinds"),
+    )
+
+
+def _stream_sum(prefix: str, path: str) -> tuple[Weight, ...]:
+    return (
+        Weight(prefix + "hc_head_fn", path + "streams.kernel", "streams stream_embed -> stream_embed streams"),
+        Weight(prefix + "hc_head_base", path + "streams.bias", "streams -> streams"),
+        Weight(prefix + "hc_head_scale", path + "streams.scale", "one -> one"),
+    )
+
+
+def _with_depths(*rows: Weight) -> tuple[Weight, ...]:
+    """Return the rows with those of layers of multi-token prediction."""
+    depth, path = "mtp.{depth}.", "mtp.depth."
+    return (
+        *rows,
+        *mtp_rows(rows, _LAYER, depth),
+        *_stream_sum(depth, path),
+        Weight(depth + "enorm.weight", path + "embed_norm.scale", "norm -> norm"),
+        Weight(depth + "hnorm.weight", path + "stream_norm.scale", "norm -> norm"),
+        Weight(depth + "e_proj.weight", path + "embed_kernel", "embed joined -> joined embed"),
+        Weight(depth + "h_proj.weight", path + "stream_kernel", "embed joined -> joined embed"),
+        Weight(depth + "norm.weight", path + "final_norm.scale", "norm -> norm"),
     )
 
 
@@ -232,16 +266,15 @@ FAMILY = Family(
                  known={"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid", "softmax": "softmax"}),
         )),
         Number("swiglu_limit", "experts.limit", 10.0),
+        DEPTHS,
         Unused("expert_dtype", "it says how tensors were stored"),
     ),
     build=deepseek_v4,
-    weights=(
+    weights=_with_depths(
         Weight("embed.weight", "embedding.table", "vocab embed -> vocab embed"),
         Weight("norm.weight", "final_norm.scale", "norm -> norm"),
         Weight("head.weight", "head.kernel", "vocab embed -> embed vocab"),
-        Weight("hc_head_fn", "streams.kernel", "streams stream_embed -> stream_embed streams"),
-        Weight("hc_head_base", "streams.bias", "streams -> streams"),
-        Weight("hc_head_scale", "streams.scale", "one -> one"),
+        *_stream_sum("", ""),
         *_connection("attn", 0),
         *_connection("ffn", 1),
         Weight(_LAYER + "attn_norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
@@ -269,11 +302,7 @@ FAMILY = Family(
     ),
     prefix="",
     integer_tensors=r".*\.tid2eid",
-    ignored_tensors=r"mtp\..*",
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {
-        "mlp_bias": "transformers' MLP of this model never has one",
-        "num_nextn_predict_layers": "layers of multi-token prediction are left out",
-    },
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"mlp_bias": "transformers' MLP of this model never has one"},
 )  # fmt: skip
 
 

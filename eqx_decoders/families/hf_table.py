@@ -60,8 +60,8 @@ class Family:
     - `fused`: rows that replace some of `weights` where all experts of a layer share a tensor.
     - `writes_fused`: whether an export has the tensors of `fused`: where transformers opens no others.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
-    - `with_depth`: the configuration with a layer of multi-token prediction, for checkpoints that store one and don't
-        say so in `config.json`.
+    - `with_depths`: the configuration with so many layers of multi-token prediction, for checkpoints that store some
+        and don't say so in `config.json`.
     - `renamed`: regular expressions of tensors' names, and their replacements when read.
     - `modules`: regular expressions of tensors' names, and transformers' names once they are loaded.
     - `decoder_of`: model_types of checkpoints whose encoders are not implemented, and whose decoder is one of this
@@ -93,7 +93,7 @@ class Family:
     fused: tuple[Weight, ...] = ()
     writes_fused: bool = False
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    with_depth: Callable[[DecoderConfig], DecoderConfig] | None = None
+    with_depths: Callable[[DecoderConfig, int], DecoderConfig] | None = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     decoder_of: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
@@ -127,7 +127,7 @@ class Family:
             settings=(*self.settings, number),
             weights=tuple(row if weight.path == row.path else weight for weight in self.weights),
             other_architectures=(),
-            with_depth=None,
+            with_depths=None,
             auto_class=SCORER_CLASS,
         )
 
@@ -262,6 +262,13 @@ class Family:
         """Return True for a tensor of such a model that holds nothing learned."""
         rule = self.ignored_tensors
         return re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
+
+    def stored_depths(self, names: Iterable[str]) -> int:
+        """Return how many layers of multi-token prediction the names of tensors count by themselves."""
+        prefixes = {weight.name.partition("{depth}")[0] for weight in self.weights if "{depth}" in weight.name}
+        pattern = f"(?:{'|'.join(map(re.escape, prefixes))})([0-9]+)[.].*"
+        matches = (re.fullmatch(pattern, name) for name in names if prefixes)
+        return max((int(match[1]) + 1 for match in matches if match), default=0)
 
     def copied(self, config: DecoderConfig) -> dict[str, str]:
         """Return the tensors that repeat others, each with the name of the original."""

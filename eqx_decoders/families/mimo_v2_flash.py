@@ -1,11 +1,13 @@
 """MiMo-V2-Flash (Xiaomi 2025): five windows to one full layer, narrow scaled values, DeepSeek-V3's experts."""
 
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, v3_router, v3_router_settings
+from eqx_decoders.families._deepseek import DEPTHS, MLP, V3_EXPERTS, v3_router, v3_router_settings
 from eqx_decoders.families.common import (
     GATED_MLP,
     LAYER,
@@ -14,17 +16,20 @@ from eqx_decoders.families.common import (
     decoder_sizes,
     llama_weights,
     read_masks,
+    renamed,
     write_masks,
 )  # fmt: skip
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import AUTO_MAP, Group, Integer, Number, Only, Renamed, Rule, Unused, Values
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 
 
 _ROPE, _LOCAL_ROPE = Rope(theta=5e6, fraction=0.334), Rope(theta=10_000.0, fraction=0.334)
@@ -32,14 +37,14 @@ _ROPE, _LOCAL_ROPE = Rope(theta=5e6, fraction=0.334), Rope(theta=10_000.0, fract
 
 def mimo_v2_flash(
     shape: DecoderSizes, *, masks: tuple[Mask, ...], dense_layers: Collection[int], router: RouterConfig,
-    num_experts: int, num_experts_per_token: int, expert_dim: int, values: Mapping[str, Any],
-    rope: Rope = _ROPE, local_rope: Rope = _LOCAL_ROPE,
+    expert_dim: int, values: Mapping[str, Any], rope: Rope = _ROPE, local_rope: Rope = _LOCAL_ROPE, depths: int = 0,
+    **counts: Any,
 ) -> DecoderConfig:  # fmt: skip
     """Return a decoder of MiMo-V2 blocks: layers with windows have twice as many key heads, sinks and a RoPE of theirs.
 
-    `shape`'s MLP is that of the `dense_layers`, counted from 0; `values` are options of attention's values.
+    `shape`'s MLP is that of the `dense_layers`, counted from 0; `values` are options of attention's values, and
+    `counts` the numbers of experts.
     """
-    counts: dict[str, Any] = dict(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     experts = shape.experts(mlp_dim=expert_dim, router=router, **counts)
     values = {**values, "out_bias": False}
 
@@ -49,11 +54,25 @@ def mimo_v2_flash(
             return shape.attention(mask=mask, rope=local_rope, **more, **values)
         return shape.attention(mask=mask, rope=rope, **values)
 
-    return moe.need_experts(
-        shape.decoder(
-            shape.block(mixer(mask), None if index in dense_layers else experts) for index, mask in enumerate(masks)
-        )
-    )
+    blocks = (shape.block(mixer(mask), None if index in dense_layers else experts) for index, mask in enumerate(masks))
+    config = moe.need_experts(shape.decoder(blocks))
+    return with_depths(config, depths) if depths else config
+
+
+def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
+    """Return the decoder with multi-token prediction: attention of a layer with a window, and the MLP of a dense one.
+
+    Each depth reads what the one before gives to the head, as SGLang and vLLM run these weights.
+    """
+    masked = zip(config.blocks, attentions(config), strict=True)
+    window = next((block for block, mixer in masked if isinstance(mixer.mask, SlidingWindow)), None)
+    dense = next((block for block in config.blocks if isinstance(block.mlp, MLPConfig)), None)
+    if window is None or dense is None or config.final_norm is None:
+        rule = "layers of multi-token prediction need a layer with a window, and one without experts"
+        raise ConversionError(f"{rule}, whose sizes theirs are.")
+    block = dataclasses.replace(window, mlp=dense.mlp)
+    mtp = MTPConfig(num_depths=depths, block=block, norm=config.final_norm, normed_stream=True, normed_depths=True)
+    return dataclasses.replace(config, mtp=mtp)
 
 
 def _num_kv_heads(config: DecoderConfig) -> int:
@@ -77,6 +96,14 @@ _IGNORED = {
     "how it was run": "attention_chunk_size",
 }
 _ATTENTION = LAYER + "self_attn."
+_WEIGHTS = (
+    *llama_weights(mlp=GATED_MLP + V3_EXPERTS),
+    Weight(_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads value_dim) embed -> embed kv_heads value_dim"),
+    Weight(_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads value_dim) -> kv_heads value_dim"),
+    Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
+    Weight(_ATTENTION + "attention_sink_bias", "mixer.sink", "heads -> heads"),
+)
+_DEPTH = "model.mtp.layers.{depth}."
 FAMILY = Family(
     model_type="mimo_v2_flash",
     architecture="MiMoV2FlashForCausalLM",
@@ -100,18 +127,17 @@ FAMILY = Family(
         *moe.expert_counts("n_routed_experts", num=256, chosen=8),
         Integer("moe_intermediate_size", "experts.mlp_dim", 2048, name="expert_dim"),
         moe.dense_layers(1, listed=True),
+        DEPTHS,
     ),
     build=mimo_v2_flash,
     weights=(
-        *llama_weights(mlp=GATED_MLP + V3_EXPERTS),
-        Weight(_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads value_dim) embed -> embed kv_heads value_dim"),
-        Weight(_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads value_dim) -> kv_heads value_dim"),
-        Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
-        Weight(_ATTENTION + "attention_sink_bias", "mixer.sink", "heads -> heads"),
+        *_WEIGHTS,
+        *renamed(mtp_rows(_WEIGHTS, LAYER, _DEPTH), {"post_attention_layernorm": "pre_mlp_layernorm"}),
+        *depth_rows(_DEPTH, embed_norm="enorm", stream_norm="hnorm", kernels="eh_proj", final_norm="final_layernorm"),
     ),
+    with_depths=with_depths,
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
-    ignored_tensors=r"model\.mtp\..*|.*rotary_emb\.inv_freq",  # layers of multi-token prediction: transformers' too
 )
 
 _309B = DecoderSizes(

@@ -183,7 +183,7 @@ class MultimodalFamily(Family):
             transposed=self._renamed_rows(text.transposed),
             copies={self._renamed(copy): self._renamed(name) for copy, name in text.copies.items()},
             renamed={**text.renamed, **self.renamed},
-            with_depth=text.with_depth,
+            with_depths=text.with_depths,
             text=_opened_as(text, base) if self.reads_as_text else text,
         )
 

@@ -8,8 +8,8 @@ from eqx_decoders.families._qwen_hybrid import (
     QWEN3_5_SETTINGS,
     QWEN3_5_WEIGHTS,
     delta_net,
+    depth_rows,
     qwen3_5,
-    with_depth,
     with_depths,
 )
 from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes
@@ -28,9 +28,9 @@ FAMILY = Family(
         *QWEN3_5_SETTINGS,
     ),
     build=qwen3_5,
-    weights=(*ENDS, *with_depths((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
+    weights=(*ENDS, *depth_rows((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
     ignored_keys=IGNORED_STATE_KEYS,
-    with_depth=with_depth,
+    with_depths=with_depths,
 )
 
 _shape = functools.partial(DecoderSizes, vocab_size=248_320, head_dim=256)

@@ -16,12 +16,12 @@ from eqx_decoders.families._qwen_hybrid import (
     LINEAR,
     SHARED_WEIGHTS,
     delta_net,
+    depth_rows,
     depth_settings,
     every_fourth,
     expert_settings,
     qwen3_next,
     qwen_experts,
-    with_depth,
     with_depths,
 )
 from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes
@@ -56,7 +56,7 @@ FAMILY = Family(
     build=_build,
     weights=(
         *ENDS,
-        *with_depths(
+        *depth_rows(
             (
                 *SHARED_WEIGHTS,
                 *GATED_MLP,
@@ -76,9 +76,9 @@ FAMILY = Family(
         ),
         *DEPTH,
     ),
-    fused=with_depths(FUSED_EXPERTS),
+    fused=depth_rows(FUSED_EXPERTS),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
-    with_depth=with_depth,
+    with_depths=with_depths,
 )
 
 

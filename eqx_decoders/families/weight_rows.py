@@ -99,6 +99,26 @@ def mtp_rows(weights: Iterable[Weight], layer: str, depth: str) -> tuple[Weight,
     )
 
 
+def joined_kernels(name: str, path: str = "", *, stream_first: bool = False) -> tuple[Weight, ...]:
+    """Return the rows of a depth's kernels where one tensor holds them side by side, the embedding's first."""
+    rows = [(f"{path}{kind}_kernel", "embed joined -> joined embed") for kind in ("embed", "stream")]
+    return sharing(name, *(reversed(rows) if stream_first else rows), axis=1)
+
+
+def depth_rows(
+    depth: str, *, embed_norm: str, stream_norm: str, kernels: str, final_norm: str, stream_first: bool = False
+) -> tuple[Weight, ...]:
+    """Return the rows of layers of multi-token prediction besides those of their blocks; `depth` is their prefix.
+
+    The others are names of modules, `kernels` that of both matrices, the embedding's first or the stream's.
+    """
+    norms = {"embed_norm": embed_norm, "stream_norm": stream_norm, "final_norm": final_norm}
+    return (
+        *joined_kernels(f"{depth}{kernels}.weight", _DEPTHS, stream_first=stream_first),
+        *(Weight(f"{depth}{name}.weight", f"{_DEPTHS}{path}.scale", "norm -> norm") for path, name in norms.items()),
+    )
+
+
 def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None = None) -> tuple[Weight, ...]:
     """Return the rows of weights that share the tensor `name`, in order, each with its path and its pattern."""
     return tuple(

@@ -39,7 +39,7 @@ class MTPDrafter(Drafter):
     def empty(self, model: Decoder, rows: int, length: int, cache_format: CacheFormat) -> DraftState:
         assert model.config.mtp is not None
         block, count = model.config.mtp.block, self.num_tokens
-        zeros = jnp.zeros((rows, 1, model.config.embed_dim), model.execution.precision.compute)
+        zeros = jnp.zeros((rows, 1, model.config.hidden_features), model.execution.precision.compute)
         caches = tuple(block_cache(block, 1, rows, length, cache_format) for _ in range(count))
         return DraftState(caches, (zeros,) * (count - 1), jnp.zeros((rows, count), jnp.int32))
 
@@ -58,7 +58,7 @@ class MTPDrafter(Drafter):
         for index, cache in enumerate(state.layer_caches):
             # it begins `index` tokens earlier, where the last call had to stop: stream and tokens are one longer
             if index > 0:
-                stream = jnp.concatenate([state.last[index - 1], stream], axis=1)
+                stream = depth_modules[index - 1].next_input(jnp.concatenate([state.last[index - 1], stream], axis=1))
                 following = _with_draft(following, known + index - 1, drafted[-1])
             offset = jnp.arange(length + index, dtype=jnp.int32)[None]
             positions = begin[:, None] - index + offset

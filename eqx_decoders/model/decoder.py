@@ -50,7 +50,7 @@ from eqx_decoders.model.forward_inputs import (
     layer_positions,
     prepare_inputs,
 )
-from eqx_decoders.model.mtp import MTP, MTPOutput, run_depths, shift_left
+from eqx_decoders.model.mtp import MTP, MTPOutput, add_streams, flat_streams, run_depths, shift_left
 from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.einsum import AbstractWeight
 from eqx_decoders.numerics.rounded_weight import round_weights
@@ -65,13 +65,13 @@ class Output(eqx.Module):
     **Arguments:**
 
     - `logits`: of the next token, in float32; scores of the text so far where the model gives these.
-    - `hidden`: the residual stream after the last block, before the final norm.
+    - `hidden`: the residual stream after the last block, before the final norm; all with `MTPConfig.all_streams`.
     - `cache`: the given cache with this call's tokens, or None.
     - `stats`: statistics of the layers, stacked in their order.
     """
 
     logits: Float32[Array, "batch length vocab"]
-    hidden: Float[Array, "batch length embed"]
+    hidden: Float[Array, "batch length stream_embed"]
     cache: Cache | None
     stats: BlockStats
 
@@ -202,7 +202,7 @@ class Decoder(eqx.Module):
         media: Media | None = None,
         encoded: Encoded | None = None,
         promises: Promises = Promises(),
-    ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
+    ) -> tuple[Float[Array, "batch length stream_embed"], Cache | None, BlockStats]:
         """Run everything but the head: return `Output`'s hidden, cache and stats.
 
         `encoded` is `encode(media)`, where that is known. `promises.accept_all` is always so here.
@@ -228,7 +228,7 @@ class Decoder(eqx.Module):
         media: Media | None = None,
         encoded: Encoded | None = None,
         promises: Promises = Promises(),
-    ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
+    ) -> tuple[Float[Array, "batch length stream_embed"], Proposal, BlockStats]:
         """Run without writing to the cache: `cache.commit` takes the proposal, less rejected tokens."""
         inputs = Inputs() if inputs is None else inputs
         if media is not None:
@@ -245,7 +245,9 @@ class Decoder(eqx.Module):
         segments = self._rounded("segments", key).segments
         shared = share(batch.ctx, self.shared, x), None if cache is None else cache.segments
         x, entries, stats = run_stack(segments, x, *shared, keys=layer_keys, by_layer=by_layer)
-        hidden = self.config.residual.reduce(x) if self.streams is None else self.streams.reduce(x, batch.ctx)
+        hidden = (
+            flat_streams(x) if self.config.hands_on_streams else add_streams(self.config.residual, self, x, batch.ctx)
+        )
         positions = self._after(x, batch.ctx.positions, cache)
         proposal = Proposal(entries=entries, positions=positions, rope_offset=batch.rope_offset)
         return hidden, proposal, join_layer_stats(stats)
@@ -296,7 +298,7 @@ class Decoder(eqx.Module):
     @typed
     def predict_mtp(
         self,
-        hidden: Float[Array, "batch length embed"],
+        hidden: Float[Array, "batch length stream_embed"],
         tokens: Integer[AnyArray, "batch length"],
         positions: Integer[AnyArray, "batch length"] | None = None,
         segment_ids: Integer[AnyArray, "batch length"] | None = None,
@@ -340,24 +342,23 @@ class Decoder(eqx.Module):
         return run_depths(mtp.unstacked(), self.mtp_input(hidden), embed, ctx, order=order, key=key)
 
     @typed
-    def mtp_input(self, hidden: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+    def mtp_input(self, hidden: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length *rest"]:
         """Return the input of the first depth of multi-token prediction."""
         assert self.mtp is not None
         return self.final_norm(hidden) if self.mtp.config.normed_stream and self.final_norm is not None else hidden
 
     @typed
     def head_input(
-        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
+        self, hidden: Float[Array, "batch length stream_embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length head_embed"]:
         """Return the head's input, of `hidden`, or with `depth` of `MTPOutput.hidden`: norm, transform and dropout.
 
         It is divided by `logit_divisor`, so that losses need not do it.
         """
-        norm = self.final_norm
-        if depth > 0:
-            assert self.mtp is not None
-            norm = self.mtp.unstacked()[depth - 1].final_norm
-        hidden = hidden if norm is None else norm(hidden)
+        owner = self if depth == 0 or self.mtp is None else self.mtp.unstacked()[depth - 1]
+        if self.config.hands_on_streams:
+            hidden = add_streams(self.config.residual, owner, hidden, self._head_context(hidden))
+        hidden = hidden if owner.final_norm is None else owner.final_norm(hidden)
         hidden = hidden if self.head_transform is None else self.head_transform(hidden, self._head_context(hidden))
         if self.config.logit_divisor != 1.0:
             hidden = hidden / self.config.logit_divisor
@@ -365,7 +366,7 @@ class Decoder(eqx.Module):
 
     @typed
     def logits(
-        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
+        self, hidden: Float[Array, "batch length stream_embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
         """Apply the head, of logits or of scores, to `Output.hidden`; with `depth` to `MTPOutput.hidden[depth - 1]`."""
         if isinstance(self.head, ScoreHead):

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer, takers
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
 from eqx_decoders.errors import CheckedFields, ConfigError, NonEmpty, PositiveFloat, PositiveInt, Rate, check
@@ -75,8 +76,8 @@ class DecoderConfig(CheckedFields):
         streams = {block.residual.streams for block in self.blocks}
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
-        rule = "DecoderConfig.mtp excludes HyperConnections.weighted_sum=True: its depths sum streams as they are"
-        check(self.mtp is None or not getattr(self.residual, "weighted_sum", False), f"{rule}.")
+        if self.mtp is not None:
+            _check_mtp_streams(self.mtp, self.residual)
         read, stored = self.head_features, self.table_features
         rule = f"a head of {read} features, and the embedding table has {stored}"
         remedy = "Set head_transform.features to embedding_rank"
@@ -110,6 +111,16 @@ class DecoderConfig(CheckedFields):
     def table_features(self) -> int:
         """Features of the embedding table."""
         return self.embedding_rank or self.embed_dim
+
+    @property
+    def hidden_features(self) -> int:
+        """Features of `Output.hidden`: of all residual streams where multi-token prediction reads them, else of one."""
+        return self.embed_dim * (self.residual.streams if self.hands_on_streams else 1)
+
+    @property
+    def hands_on_streams(self) -> bool:
+        """Whether `Output.hidden` has all residual streams, one behind the other."""
+        return self.mtp is not None and self.mtp.all_streams
 
     @property
     def head_features(self) -> int:
@@ -159,6 +170,15 @@ def with_scores(config: DecoderConfig, scores: int) -> DecoderConfig:
     """Return the configuration with a head of scores in place of that of logits."""
     none: dict[str, Any] = dict(head_bias=False, logit_soft_cap=None, logit_divisor=1.0, mtp=None)
     return dataclasses.replace(config, scores=scores, tied=False, **none)
+
+
+def _check_mtp_streams(mtp: MTPConfig, residual: ResidualConfig) -> None:
+    """Raise ConfigError where depths sum streams otherwise than the model, or read others than it has."""
+    rule = "DecoderConfig.mtp must have all_streams=True where HyperConnections.weighted_sum is: depths that read their"
+    check(mtp.all_streams or not getattr(residual, "weighted_sum", False), f"{rule} sum add them up as they are.")
+    mixed = isinstance(residual, HyperConnections) and mtp.block.residual == residual
+    rule = "needs HyperConnections, the same in MTPConfig.block as in the first layer"
+    check(mixed or not mtp.all_streams, f"DecoderConfig.mtp.all_streams=True {rule}.")
 
 
 def _check_mtp_block(block: BlockConfig | None) -> None:

@@ -5,7 +5,7 @@ At token t depth k reads the stream of depth k - 1 and the embedding of token t 
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from eqx_decoders.blocks.block import Block
 from eqx_decoders.blocks.block_run import LENT
 from eqx_decoders.blocks.checkpointing import checkpointed
+from eqx_decoders.blocks.residual.registry import ResidualConfig, StreamMapping
 from eqx_decoders.blocks.stack import at_layer
 from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import Context
@@ -25,30 +26,66 @@ from eqx_decoders.numerics.initializers import fan_in
 
 
 class MTPDepth(eqx.Module):
-    """One depth: an embedding and the stream, joined and projected, through a block."""
+    """One depth: an embedding and the stream, projected and added, through a block."""
 
     embed_norm: Norm
     stream_norm: Norm
-    kernel: Float[Array, "joined embed"]
+    embed_kernel: Float[Array, "joined embed"]
+    stream_kernel: Float[Array, "joined embed"]
     block: Block
+    streams: StreamMapping | None
     final_norm: Norm
+    config: MTPConfig = eqx.field(static=True)
 
     def __call__(
         self,
-        stream: Float[Array, "batch length embed"],
+        stream: Float[Array, "batch length stream_embed"],
         embedded: Float[Array, "batch length embed"],
         ctx: Context,
         past: dict[str, Any] | None = None,
         *,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any], BlockStats]:
+    ) -> tuple[Float[Array, "batch length stream_embed"], dict[str, Any], BlockStats]:
         """Return the stream of this depth, from the last one's stream and the embeddings of later tokens."""
-        joined = jnp.concatenate([self.embed_norm(embedded), self.stream_norm(stream)], axis=-1)
-        x = ctx.einsum("batch length joined, joined embed -> batch length embed", joined, self.kernel)
-        residual = self.block.config.residual
+        pattern = "batch length {0}joined, joined embed -> batch length {0}embed"
+        x = ctx.einsum(pattern.format(""), self.embed_norm(embedded), self.embed_kernel)
+        residual, wide = self.block.config.residual, self.config.all_streams
+        apart = _split_streams(stream, embedded.shape[-1]) if wide else stream
+        added = ctx.einsum(pattern.format("streams " if wide else ""), self.stream_norm(apart), self.stream_kernel)
+        x = added + x[:, :, None] if wide else residual.expand(added + x)
         run = checkpointed(Block.__call__, ctx, prevent_cse=True)
-        x, entries, stats = run(self.block, residual.expand(x), ctx, past, key)
-        return residual.reduce(x), {name: entry for name, entry in entries.items() if not name.endswith(LENT)}, stats
+        x, entries, stats = run(self.block, x, ctx, past, key)
+        x = flat_streams(x) if wide else residual.reduce(x)
+        return x, {name: entry for name, entry in entries.items() if not name.endswith(LENT)}, stats
+
+    def next_input(self, x: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length stream_embed"]:
+        """Return what the next depth reads, from the stream of this one."""
+        return self.final_norm(x) if self.config.normed_depths else x
+
+
+def flat_streams(x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length stream_embed"]:
+    """Return the residual streams one behind the other."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _split_streams(
+    x: Float[Array, "batch length stream_embed"], embed_dim: int
+) -> Float[Array, "batch length streams embed"]:
+    return x.reshape(*x.shape[:2], -1, embed_dim)
+
+
+@runtime_checkable
+class HasStreams(Protocol):
+    """A decoder, or a depth."""
+
+    @property
+    def streams(self) -> StreamMapping | None: ...
+
+
+def add_streams(residual: ResidualConfig, owner: HasStreams, x: Array, ctx: Context) -> Array:
+    """Return the sum of the residual streams, which may be one behind the other, with weights if `owner` has any."""
+    x = _split_streams(x, x.shape[2] // residual.streams) if residual.streams > 1 and x.ndim == 3 else x
+    return residual.reduce(x) if owner.streams is None else owner.streams.reduce(x, ctx)
 
 
 class MTP(eqx.Module):
@@ -62,12 +99,17 @@ class MTP(eqx.Module):
     def build(cls, config: MTPConfig, embed_dim: int, *, key: PRNGKeyArray) -> "MTP":
         def one(key):
             kernel_key, block_key = jax.random.split(key)
+            size, streams_key = (2 * embed_dim, embed_dim), jax.random.fold_in(key, 2)
+            kernel = fan_in(kernel_key, size, jnp.float32, 2 * embed_dim)
             return MTPDepth(
                 embed_norm=config.norm.build(embed_dim),
                 stream_norm=config.norm.build(embed_dim),
-                kernel=fan_in(kernel_key, (2 * embed_dim, embed_dim), jnp.float32, 2 * embed_dim),
+                embed_kernel=kernel[:embed_dim],
+                stream_kernel=kernel[embed_dim:],
                 block=config.block.build(embed_dim, key=block_key),
+                streams=config.block.residual.build_maps(embed_dim, key=streams_key) if config.all_streams else None,
                 final_norm=config.norm.build(embed_dim),
+                config=config,
             )
 
         return cls(depth=eqx.filter_vmap(one)(jax.random.split(key, config.num_depths)), config=config)
@@ -82,19 +124,19 @@ class MTPOutput(eqx.Module):
 
     **Arguments:**
 
-    - `hidden`: the stream of each depth, before its final norm.
+    - `hidden`: the stream of each depth, or its streams one behind the other, before its final norm.
     - `real`: whether the token `depth` positions later belongs to the same document.
     - `stats`: of their blocks, stacked.
     """
 
-    hidden: tuple[Float[Array, "batch length embed"], ...]
+    hidden: tuple[Float[Array, "batch length stream_embed"], ...]
     real: tuple[Bool[Array, "batch length"], ...]
     stats: BlockStats
 
 
 def run_depths(
     depths: Sequence[MTPDepth],
-    stream: Float[Array, "batch length embed"],
+    stream: Float[Array, "batch length stream_embed"],
     embed: Callable[[int, Context, PRNGKeyArray | None], Array],
     ctx: Context,
     *,
@@ -118,8 +160,9 @@ def run_depths(
         later = Context(positions=shift_left(ctx.positions, count, order), execution=ctx.execution)
         depth_ctx = dataclasses.replace(ctx, positions=jnp.where(real, ctx.positions, -1))
         embedded = embed(count, later, embed_key)
-        x, _, stat = depth(x, embedded, depth_ctx, key=block_key)
-        hiddens.append(x)
+        hidden, _, stat = depth(x, embedded, depth_ctx, key=block_key)
+        x = depth.next_input(hidden)
+        hiddens.append(hidden)
         reals.append(real)
         stats.append(stat)
     return MTPOutput(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))

@@ -17,7 +17,7 @@ def needs_model(block: BlockConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPConfig(CheckedFields):
-    """`h_k[t] = block(project([norm(embed(token[t + k])), norm(h_{k-1}[t])]))`, and the model's head on `norm(h_k)`.
+    """`h_k[t] = block(A norm(embed(token[t + k])) + B norm(h_{k-1}[t]))`, and the model's head on `norm(h_k)`.
 
     h_0 is the residual stream after the last layer. Embedding and head are the model's, all else is a depth's own.
 
@@ -27,6 +27,9 @@ class MTPConfig(CheckedFields):
     - `block`: the layer of each depth.
     - `norm`: of the embedding, of the stream, and before the head.
     - `normed_stream`: the first depth reads the stream after the final norm (DeepSeek's published weights expect it).
+    - `normed_depths`: later depths read h_{k-1} after the norm before the head (MiMo-V2).
+    - `all_streams`: depths read, and hand on, all residual streams: B and its norm are those of each one (DeepSeek-V4).
+        Before the head they are added up as the model's are, with weights of the depth's own where these have any.
     - `loss_weight`: of the depths' cross-entropy, the mean over all their targets, in the training loss.
     """
 
@@ -34,9 +37,14 @@ class MTPConfig(CheckedFields):
     block: BlockConfig
     norm: NormConfig
     normed_stream: bool = False
+    normed_depths: bool = False
+    all_streams: bool = False
     loss_weight: NonNegativeFloat = 0.1
 
     def __post_init__(self):
         super().__post_init__()
         alone = self.block.shortcut_from is None and getattr(self.block.mlp, "shortcut", None) is None
         check(alone, "MTPConfig.block must have no shortcut of experts: it stands alone.")
+        norms = [name for name in ("normed_stream", "normed_depths") if getattr(self, name)]
+        rule = "excludes normed_stream and normed_depths, whose norm is of the sum of the streams"
+        check(not (self.all_streams and norms), f"MTPConfig.all_streams=True {rule}.")

@@ -53,7 +53,7 @@ AXES: dict[str, str] = {
     "kv_rank": "features of the latent that keys and values are made from",
     "gate_rank": "features of the latent that gates and decays of a recurrence are made from",
     "latent": "features of a latent: of keys and values with the rotary key beside it, or inside of a chained block",
-    "joined": "features of an embedding and of the residual stream, one after the other",
+    "joined": "features of an embedding, or of the residual stream, that are added to one another once projected",
     "mlp": "hidden features of a feed-forward layer",
     "series": "series of features of a token that compressed keys are made of: one for each window that it is in",
     "out_groups": "groups of heads that are projected to the stream together",

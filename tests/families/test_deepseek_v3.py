@@ -55,7 +55,7 @@ def test_depths_are_read_and_change_no_logit(tmp_path):
         read = {
             "enorm.weight": own.embed_norm.scale,
             "hnorm.weight": own.stream_norm.scale,
-            "eh_proj.weight": own.kernel.T,
+            "eh_proj.weight": np.concatenate([own.embed_kernel.T, own.stream_kernel.T], axis=1),
             "shared_head.norm.weight": own.final_norm.scale,
             "input_layernorm.weight": own.block.pre_mixer_norm.scale,
             "mlp.experts.3.up_proj.weight": own.block.mlp.up[3].T,

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
 from eqx_decoders.families import FAMILIES, find_family, qwen3_omni
-from eqx_decoders.families._qwen_hybrid import delta_net, qwen3_5, with_depth
+from eqx_decoders.families._qwen_hybrid import delta_net, qwen3_5, with_depths
 from eqx_decoders.families._qwen_vision import qwen3_5_vision, qwen3_vl, qwen_vision
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.qwen3_moe import qwen3_moe
@@ -51,7 +51,7 @@ def tiny(model: str):
     delta = delta_net(shape, num_key_heads=1, num_heads=2, key_dim=4, value_dim=4)
     rope = dataclasses.replace(rope, fraction=0.5, sections=(1, 1, 0))
     text = qwen3_5(shape, delta=delta, mlp=shape.mlp(), rope=rope)
-    return qwen3_5_vision(with_depth(text), qwen_vision(sizes, side=3))
+    return qwen3_5_vision(with_depths(text), qwen_vision(sizes, side=3))
 
 
 def filled(config):

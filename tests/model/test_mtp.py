@@ -11,6 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.inference import generation
 from eqx_decoders.layers.attention.attention import AttentionConfig
@@ -37,12 +38,16 @@ BLOCK = BlockConfig(mixer=ATTENTION, mlp=MLPConfig(mlp_dim=16), pre_mixer_norm=N
 ROUTER = RouterConfig(
     score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.1, balance_loss=0.5
 )
+PLACES = LearnedPositions(max_positions=16)
+OWN = ("normed_stream", "normed_depths", "loss_weight")
+# depths of such a model read all of its streams
+STREAMS = dataclasses.replace(BLOCK, residual=HyperConnections(streams=2, iterations=2, weighted_sum=True))
 EXPERTS = ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTER)
 
 
 def small(depths: int, *, block=BLOCK, **changes):
     """A decoder with so many depths; `changes` are of the decoder's configuration, or of its `MTPConfig`."""
-    own = {name: changes.pop(name) for name in ("normed_stream", "loss_weight") if name in changes}
+    own = {name: changes.pop(name) for name in OWN if name in changes}
     config = ed.DecoderConfig(vocab_size=32, embed_dim=16, blocks=(block,), final_norm=NORM)
     config = with_mtp(dataclasses.replace(config, **changes), depths)
     return dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, **own))
@@ -66,41 +71,48 @@ def documents(segments):
 
 @eqx.filter_jit
 def run_ahead(model, tokens, segments):
-    return model.predict_mtp(model(tokens, segment_ids=segments).hidden, tokens, None, segments)
+    ahead = model.predict_mtp(model(tokens, segment_ids=segments).hidden, tokens, None, segments)
+    return ahead, [model.logits(x, depth=depth) for depth, x in enumerate(ahead.hidden, 1)]
 
 
 @eqx.filter_jit
-def formula(model, tokens, count, normed):
-    """The streams of all depths for one document of `count` tokens, alone in a row, by the formula."""
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+def formula(model, tokens, count):
+    """The streams and logits of all depths for one document of `count` tokens, alone in a row, by the formula."""
+    index, config = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], model.config.mtp
     stream = model(tokens, segment_ids=(index < count).astype(jnp.int32)).hidden
-    stream, found = model.final_norm(stream) if normed else stream, []
+    stream, found = model.final_norm(stream) if config.normed_stream else stream, []
     for depth, own in enumerate(model.mtp.unstacked(), 1):
         embedded = model.embed(jnp.roll(tokens, -depth, axis=1), ed.Context(positions=index + depth))
-        pair = jnp.concatenate([own.embed_norm(embedded), own.stream_norm(stream)], axis=-1)
-        here = ed.Context(positions=jnp.where(index < count - depth, index, -1))
-        stream, _, _ = own.block(pair @ own.kernel, here)
-        found.append(stream)
+        embedded, here = own.embed_norm(embedded), jnp.where(index < count - depth, index, -1)
+        streams = jnp.split(stream, stream.shape[-1] // 16, axis=-1)  # one, or all of them
+        x = [embedded @ own.embed_kernel + own.stream_norm(each) @ own.stream_kernel for each in streams]
+        out = own.block(jnp.stack(x, axis=2) if config.all_streams else x[0], ed.Context(positions=here))[0]
+        summed = own.streams.reduce(out, ed.Context(positions=here)) if config.all_streams else out
+        found.append((out.reshape(stream.shape), own.final_norm(summed) @ model.head.kernel))
+        stream = own.final_norm(out) if config.normed_depths else found[-1][0]
     return found
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_depths_are_the_formula_and_know_their_own_document_only(normed):
+NORMED: Any = dict(normed_stream=True, normed_depths=True)
+
+
+@pytest.mark.parametrize("changes", [{}, NORMED, dict(block=STREAMS)], ids=["as they are", "normed", "all streams"])
+def test_depths_are_the_formula_and_know_their_own_document_only(changes):
     """In a packed row as in the document alone: norms, projection and block of h_{k-1}[t] and token t + k."""
-    model, batch = filled(small(2, normed_stream=normed, positions=LearnedPositions(max_positions=16))), batch_of()
+    model, batch = filled(small(2, positions=PLACES, **changes)), batch_of()
     ahead = run_ahead(model, batch.tokens, batch.segment_ids)
     tokens, reals = np.asarray(batch.tokens), np.zeros((2, *batch.tokens.shape), bool)
     for row, begin, end in documents(batch.segment_ids):
         alone = np.zeros((1, tokens.shape[1]), np.int32)
         alone[0, : end - begin] = tokens[row, begin:end]
-        for depth, stream in enumerate(formula(model, alone, jnp.int32(end - begin), normed), 1):
+        for depth, wanted in enumerate(formula(model, alone, jnp.int32(end - begin)), 1):
             count = max(end - begin - depth, 0)
             reals[depth - 1, row, begin : begin + count] = True
-            got = ahead.hidden[depth - 1][row, begin : begin + count]
             if count == 0:
                 continue
-            np.testing.assert_allclose(got, stream[0, :count], rtol=2e-5, atol=2e-5)
-    np.testing.assert_array_equal(np.stack(ahead.real), reals)
+            for got, want in zip((ahead[0].hidden[depth - 1], ahead[1][depth - 1]), wanted, strict=True):
+                np.testing.assert_allclose(got[row, begin : begin + count], want[0, :count], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(np.stack(ahead[0].real), reals)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -156,6 +168,7 @@ def loss_of(model, batch):
     "changes",
     [
         pytest.param(dict(), id="own head", marks=pytest.mark.slow),
+        pytest.param(dict(block=STREAMS), id="all streams", marks=pytest.mark.slow),
         pytest.param(dict(tied=True, head_bias=True, logit_soft_cap=3.0, normed_stream=True), id="tied"),
     ],
 )
@@ -210,7 +223,7 @@ def test_experts_of_the_depths_are_counted_and_balanced(expert_states):
     """Their rows of the statistics come last, and without tokens whose later one is of another document."""
     model, ((state, metrics), _) = expert_states
     batch, routing = batch_of(), metrics.stats.routing
-    real = run_ahead(model, batch.tokens, batch.segment_ids).real
+    real = run_ahead(model, batch.tokens, batch.segment_ids)[0].real
     want = [int(jnp.sum(batch.segment_ids != 0)), *(int(jnp.sum(each)) for each in real)]
     assert np.asarray(routing.tokens).tolist() == want
     old, new = (m.mtp.depth.block.mlp.router.selection_bias for m in (model, state.model))
@@ -227,10 +240,16 @@ def test_microbatches_add_up_with_depths_and_experts(expert_states):
 
 
 @pytest.mark.parametrize(
-    "mesh", [dict(fsdp=2, tensor=2, data=2), pytest.param(dict(fsdp=4, context=2), marks=pytest.mark.slow)], ids=str
+    "mesh, block",
+    [
+        (dict(fsdp=2, tensor=2, data=2), BLOCK),
+        pytest.param(dict(fsdp=4, context=2), BLOCK, marks=pytest.mark.slow),
+        pytest.param(dict(fsdp=2, tensor=2, context=2), STREAMS, marks=pytest.mark.slow),
+    ],
+    ids=["fsdp and tensor", "context", "all streams"],
 )
-def test_loss_and_gradient_on_a_mesh_are_those_of_one_device(mesh):
-    model, batch = filled(small(2, block=BLOCK)), batch_of(tokens=jnp.tile(packed(4, 12)[0], (2, 1)), segment_ids=None)
+def test_loss_and_gradient_on_a_mesh_are_those_of_one_device(mesh, block):
+    model, batch = filled(small(2, block=block)), batch_of(tokens=jnp.tile(packed(4, 12)[0], (2, 1)), segment_ids=None)
     want, wanted = loss_and_gradient(model, batch)
     got, gradient = loss_and_gradient(model.place(ed.Layout.create(**mesh)), batch)
     assert float(got) == pytest.approx(float(want), rel=1e-5)
@@ -241,11 +260,11 @@ def test_loss_and_gradient_on_a_mesh_are_those_of_one_device(mesh):
 def test_evaluation_tells_how_many_guesses_the_head_confirms():
     model, batch = filled(small(2)), batch_of()
     result = evaluate(model, [jax.tree.map(np.asarray, batch)] * 2, 4)
-    ahead = run_ahead(model, batch.tokens, batch.segment_ids)
+    _, guesses = run_ahead(model, batch.tokens, batch.segment_ids)
     out = eqx.filter_jit(model)(batch.tokens, segment_ids=batch.segment_ids)
     said = np.asarray(jnp.argmax(out.logits, axis=-1))
-    for depth, x in enumerate(ahead.hidden, 1):
-        guess = np.asarray(jnp.argmax(model.logits(x, depth=depth), axis=-1))
+    for depth, x in enumerate(guesses, 1):
+        guess = np.asarray(jnp.argmax(x, axis=-1))
         weights = np.asarray(mtp_targets(batch, depth)[1])
         right = [guess[r, t] == said[r, t + depth] for r, t in np.argwhere(weights > 0)]
         assert result.acceptance[depth - 1] == pytest.approx(np.mean(right))
@@ -263,12 +282,14 @@ SPARSE = dataclasses.replace(BLOCK, mixer=LATENT, mlp=EXPERTS)
 SPECULATIVE = {
     "one depth": (small(1, vocab_size=5), 5),
     "two depths, tied": (small(2, vocab_size=4, tied=True), 3),
-    "three depths, normed stream": (small(3, vocab_size=3, normed_stream=True), 2),
-    "window": (small(2, vocab_size=3, block=WINDOW), 2),
-    "latent attention and experts": (small(2, vocab_size=3, block=SPARSE), 0),
-    "learned positions": (small(2, vocab_size=3, positions=LearnedPositions(max_positions=64)), 3),
-    "no mixer": (small(2, vocab_size=4, block=dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None)), 2),
+    "three depths, normed": (small(3, vocab_size=3, **NORMED), 1),
+    "all streams": (small(2, vocab_size=3, block=STREAMS), 1),
+    "window": (small(2, vocab_size=3, block=WINDOW), 12),
+    "latent attention and experts": (small(2, vocab_size=3, block=SPARSE), 1),
+    "learned positions": (small(2, vocab_size=3, positions=LearnedPositions(max_positions=64)), 2),
+    "no mixer": (small(2, vocab_size=4, block=dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None)), 3),
 }  # fmt: skip
+RARE = [pytest.param(name, marks=pytest.mark.slow) for name in ("window", "all streams")]
 NEW, LENGTHS = 14, [6, 1, 2, 4, 3]
 
 
@@ -303,7 +324,7 @@ def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
     assert 0 < np.sum(steps) < needed.sum()
 
 
-@pytest.mark.parametrize("name", ["three depths, normed stream", pytest.param("window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["three depths, normed", *RARE])
 def test_guesses_with_caches_are_those_of_the_whole_text(name):
     """Steps are counted as by a loop without any cache, which reads everything anew."""
     config, seed = SPECULATIVE[name]
@@ -401,7 +422,7 @@ def test_depths_are_added_to_a_model_and_leave_it_as_it_is():
     shapes = ed.add_mtp(ed.abstract(model.config, layout=layout), 2, key=jax.random.key(0)).mtp
     got, want = jax.tree.leaves(more.mtp), jax.tree.leaves(shapes)
     assert [(x.shape, x.dtype, x.sharding) for x in got] == [(x.shape, x.dtype, x.sharding) for x in want]
-    assert not np.allclose(more.mtp.depth.kernel[0], more.mtp.depth.kernel[1])
+    assert not np.allclose(more.mtp.depth.stream_kernel[0], more.mtp.depth.stream_kernel[1])
     with pytest.raises(ed.ConfigError, match="already"):
         ed.add_mtp(more, 1, key=jax.random.key(0))
 

@@ -201,13 +201,19 @@ def _with_stored_depths(
 
     transformers leaves them out, and the setting as it is; some files have them, and no setting.
     """
-    with_mtp = config if config.mtp is not None or family.with_depth is None else family.with_depth(config)
-    if with_mtp.mtp is None or not any(map(directory.has, ("model.safetensors", "model.safetensors.index.json"))):
+    add, files = family.with_depths, ("model.safetensors", "model.safetensors.index.json")
+    if (config.mtp is None and add is None) or not any(map(directory.has, files)):
         return config
-    tensors = _without_ignored(_stored(directory, text_only), family, with_mtp)
-    weights = family.stored_as(tensors).bind(abstract(with_mtp))
+    stored = _stored(directory, text_only)
+    if add is not None:
+        count = family.stored_depths(map(family.stored_name, stored))
+        config = add(config, count) if count else dataclasses.replace(config, mtp=None)
+    tensors = _without_ignored(stored, family, config)
+    if config.mtp is None:
+        return config
+    weights = family.stored_as(tensors).bind(abstract(config))
     names = {name for path, mapping in weights.items() if path.startswith("mtp.") for name in mapping.names}
-    return with_mtp if names & tensors.keys() else dataclasses.replace(config, mtp=None)
+    return config if names & tensors.keys() else dataclasses.replace(config, mtp=None)
 
 
 def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str]) -> dict[str, StoredTensor]:
