@@ -1,9 +1,8 @@
 """Answers of the model in training: its engine, the ends of answers, and their rewards."""
 
-import abc
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -13,53 +12,10 @@ from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.rl.rewards import Rewards
+from eqx_decoders.rl.sampler_engine import Drawer, Groups
 from eqx_decoders.serving.rollouts import Rollout, rollout
 from eqx_decoders.training.methods.rl_config import RLConfig
-
-
-Groups = list[list[JudgedAnswer]]
-
-
-@runtime_checkable
-class AnswerJudge(Protocol):
-    """What has something to say of answers that are drawn, beside their rewards so far."""
-
-    fingerprint: str  # of what its words follow from
-
-    def scored(self, groups: Groups) -> Groups:
-        """Return the answers with further rewards."""
-        ...
-
-
-class Drawer(abc.ABC):
-    """What draws answers by the weights of a run, which come and go.
-
-    **Arguments:**
-
-    - `engine`: a `SamplerEngine`, which has weights between its `load` and `release`.
-    - `judge`: what adds rewards to those of `answer`; None at first.
-    - `seconds`, `tokens`: time and tokens of the last answers.
-    """
-
-    def __init__(self, engine: Any):
-        self.engine = engine
-        self.judge: AnswerJudge | None = None
-        self.seconds, self.tokens = 0.0, 0
-
-    def judged(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str) -> Groups:
-        """Draw answers to each prompt, with all of their rewards; the groups are in the order of the prompts."""
-        groups = self.answer(prompts, samples=samples, temperature=temperature, seed=seed)
-        return groups if self.judge is None else self.judge.scored(groups)
-
-    @abc.abstractmethod
-    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str) -> Groups:
-        """Draw answers to each prompt, with the rewards of a program."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """End all processes."""
 
 
 class Answerer(Drawer):

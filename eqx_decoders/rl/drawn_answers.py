@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
@@ -149,19 +149,25 @@ class StepAnswers(NamedTuple):
 
     - `prompts`: number of prompts that were dealt out for them.
     - `constant`: groups that were left out, since all answers had the same reward.
+    - `seconds`, `tokens`: how long they were drawn, and how many tokens; 0 for those that were read.
+    - `waited`: seconds in which a step waited for those that were being drawn.
     """
 
     answers: Sequence[JudgedAnswer]
     prompts: int
     constant: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    waited: float = 0.0
 
 
 class AnswerFiles:
     """Files of the answers of each step, `step-000123.jsonl.zst`: a header, and an answer a line.
 
-    The header has a key of everything that the answers follow from: the weights, the settings, the prompts. A run that
-    was killed between two checkpoints comes again to the weights that it had, and finds its answers: nothing is drawn,
-    and no reward is computed, a second time.
+    The header has a key of everything that the answers follow from: the weights that learn from them, the settings, the
+    prompts. A run that was killed between two checkpoints comes again to the weights that it had, and finds its
+    answers: nothing is drawn, and no reward is computed, a second time. `drawn_by` is the same of the weights that drew
+    them.
     """
 
     def __init__(self, folder: Path):
@@ -171,20 +177,21 @@ class AnswerFiles:
         """Return the file of a step."""
         return self._folder / f"step-{step:06d}.jsonl.zst"
 
-    def write(self, step: int, key: str, found: StepAnswers) -> None:
+    def write(self, step: int, key: str, found: StepAnswers, *, drawn_by: str = "") -> None:
         """Write the answers of a step."""
-        header = {"step": step, "key": key, "prompts": found.prompts, "constant": found.constant}
+        header = {"step": step, "key": key, "drawn_by": drawn_by or key}
+        header |= {"prompts": found.prompts, "constant": found.constant}
         rows = [header, *(each.to_json() for each in found.answers)]
         self._folder.mkdir(parents=True, exist_ok=True)
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
         write_atomically(self.path(step), zstd_module().compress(content))
 
-    def read(self, step: int, key: str) -> StepAnswers | None:
+    def read(self, step: int, key: str, *, field: Literal["key", "drawn_by"] = "key") -> StepAnswers | None:
         """Read the answers of a step; None if there are none, or they follow from something else."""
         if not self.path(step).exists():
             return None
         content = zstd_module().decompress(self.path(step).read_bytes())
         header, *rows = (json.loads(line) for line in content.splitlines())
-        if header["key"] != key:
+        if header.get(field) != key:
             return None
         return StepAnswers([JudgedAnswer.from_json(row) for row in rows], header["prompts"], header["constant"])

@@ -12,10 +12,11 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.function_workers import CallResult
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.rl.answerer import Drawer, answer_text
+from eqx_decoders.rl.answerer import answer_text
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.rl.environments import Environments, checked_beginning, checked_turn
 from eqx_decoders.rl.open_episode import OpenEpisode
+from eqx_decoders.rl.sampler_engine import Drawer
 from eqx_decoders.rl.turn_writer import TurnWriter, Written
 from eqx_decoders.serving.engine.request import Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
-from eqx_decoders.rl.answerer import Drawer
 from eqx_decoders.rl.rl_run import RLRun
+from eqx_decoders.rl.sampler_engine import Drawer
 from eqx_decoders.training.methods.held_out_figures import held_out_figures
 from eqx_decoders.training.methods.method import MethodStart
 from eqx_decoders.training.methods.teacher import load_teacher
@@ -27,6 +27,7 @@ class OnPolicyRun(RLRun):
 
     def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:
         """Compute the loss and the divergence of answers drawn to held-out prompts."""
+        self._draws.wait()
         self._answerer.engine.load(state.averaged, version=int(state.step))
         drawn = [self._draw_held_out(prompts) for prompts in batches]
         self._answerer.engine.release()

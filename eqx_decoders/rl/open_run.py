@@ -1,5 +1,6 @@
 """The start of a run whose model draws answers: its prompts, its engine, and what it computes beside its steps."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from eqx_decoders.rl.episodes import EpisodeAnswerer
 from eqx_decoders.rl.on_policy import OnPolicyRun
 from eqx_decoders.rl.reward_model import RewardModel
 from eqx_decoders.rl.rl_run import RLRun, packer_of
-from eqx_decoders.rl.sampler_engine import SamplerEngine
+from eqx_decoders.rl.sampler_engine import SamplerEngine, drawing
 from eqx_decoders.rl.turn_writer import rewritten_turns
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
@@ -60,7 +61,8 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     limit = longest + rl.max_new_tokens if rl.environment is None else rl.episode_tokens or data.seq_len
     _check_room(config, limit)
     stop_ids = ends_of_answers(tokenizer, template, start.target.generation_config.stop_ids)
-    engine = SamplerEngine(Engine, _engine_config(rl, longest or limit, limit), _sampler_layout(start))
+    layout = _sampler_layout(start)
+    engine = SamplerEngine(Engine, _engine_config(rl, longest or limit, limit), layout)
     more: dict[str, Any] = {"stop_ids": stop_ids, "engine": engine}
     if rl.environment is None:
         answerer = Answerer(rl, tokenizer, **more)
@@ -68,7 +70,10 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
         _check_template(template)
         answerer = EpisodeAnswerer(rl, tokenizer, template, limit=limit, **more)
     if rl.reward_model is not None:
-        answerer.judge = RewardModel(rl, tokenizer, start.execution, packer_of(start))
+        where = start
+        if layout is not None and config.sampler.devices:  # nothing of a thread runs where a step is computed
+            where = dataclasses.replace(start, execution=drawing(start.execution, layout))
+        answerer.judge = RewardModel(rl, tokenizer, where.execution, packer_of(where))
     method = run(start, trained, answerer)
     start.stack.callback(method.close)
     return OpenedMethod(trained, sets, method)

@@ -18,8 +18,8 @@ from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.weights_fingerprint import weights_fingerprint
 from eqx_decoders.rl.answer_batch import AnswerPacker
-from eqx_decoders.rl.answerer import Groups
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
+from eqx_decoders.rl.sampler_engine import Groups
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.methods.teacher import check_same_tokens

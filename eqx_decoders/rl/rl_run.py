@@ -16,15 +16,13 @@ from jaxtyping import Array, Float32
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.prompt_batches import Prompt, PromptBatches
 from eqx_decoders.data.signals import Signals
-from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.coordination import from_first
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.model.weights_fingerprint import weights_fingerprint
 from eqx_decoders.rl.answer_batch import AnswerPacker, answer_numbers, row_choices
-from eqx_decoders.rl.answerer import Drawer
-from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
+from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer
 from eqx_decoders.rl.reward_plot import plot_rewards
 from eqx_decoders.rl.rewards import reward_figures
+from eqx_decoders.rl.sampler_engine import Drawer
+from eqx_decoders.rl.step_draws import StepDraws, draw_figures
 from eqx_decoders.training.lora import without_lora
 from eqx_decoders.training.methods.method import MethodStart
 from eqx_decoders.training.methods.teacher import load_teacher
@@ -43,7 +41,7 @@ class RLRun:
     """Answers of a run with rewards, and the batches that its steps learn from.
 
     The engine that draws answers has the arrays of the training state, which it drops before each step: every answer is
-    drawn by the weights that learn from it.
+    drawn by the weights that learn from it, or with `rl.max_staleness` 1 by those of one step before (see `StepDraws`).
     """
 
     waits = True
@@ -56,14 +54,14 @@ class RLRun:
             policy=config.rl.policy, temperature=config.rl.temperature, entropy=config.rl.entropy
         )
         self._config, self._rl, self._execution, self._run = config, config.rl, start.execution, start.run
-        self._prompts, self._answerer = prompts, answerer
-        self._files = AnswerFiles(start.run.path / FOLDER)
+        self._answerer = answerer
         self._packed = packer_of(start)
         known = dataclasses.asdict(config.rl) | {"eval_samples": 0, "slots": 0, "reward_workers": 0}
         known |= {name: _source_hash(getattr(config.rl, name)) for name in ("reward", "environment")}
         known |= {"reward_model": None if answerer.judge is None else answerer.judge.fingerprint}
         known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.dataset.batch_size}
-        self._key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
+        key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
+        self._draws = StepDraws(config, answerer, prompts, AnswerFiles(start.run.path / FOLDER), key)
         self._reference = self._load_reference()
         self._teacher = None
         if config.rl.teacher is not None:
@@ -74,60 +72,11 @@ class RLRun:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def prepare(self, rows: list[Prompt], state: TrainState) -> Batch:
-        """Draw answers to the prompts of a step, or find those of a run that was killed, and pack them with signals."""
-        step = int(state.step) + 1
-        key = f"{int(weights_fingerprint(state.model)):08x}{self._key}"
-        drawn = self._read(step, key, len(rows))
-        if drawn is None:
-            drawn = self._draw(rows, state, step)
-            if jax.process_index() == 0:
-                self._files.write(step, key, drawn)
+        """Draw answers to the prompts of a step, or find those that there are, and pack them with signals."""
+        drawn = self._draws.answers(rows, state)
         self._shown = drawn.answers
-        self._figures |= reward_figures(drawn.answers) | {"constant_left_out": float(drawn.constant)}
+        self._figures = reward_figures(drawn.answers) | draw_figures(drawn, int(state.step))
         return self._batch(drawn.answers, state)
-
-    def _read(self, step: int, key: str, dealt: int) -> StepAnswers | None:
-        """Read the answers of a step that was taken before, by these weights; the cursor goes on behind its prompts."""
-        drawn, self._figures = self._files.read(step, key), {}
-        if not from_first(f"answers {step}", drawn is not None):
-            return None
-        check(
-            drawn is not None,
-            f"{self._files.path(step)} is not that of the first process: share one run_dir.",
-            DataError,
-        )
-        assert drawn is not None
-        self._prompts.take(drawn.prompts - dealt)
-        return drawn
-
-    def _draw(self, prompts: list[Prompt], state: TrainState, step: int) -> StepAnswers:
-        """Draw groups of answers; with dynamic sampling, others in place of those of one reward."""
-        rl, chosen, constant, dealt = self._rl, list[list[JudgedAnswer]](), list[list[JudgedAnswer]](), 0
-        seconds = tokens = 0.0
-        self._answerer.engine.load(state.model, version=step - 1)
-        while prompts:
-            dealt += len(prompts)
-            seed = f"{self._config.dataset.seed}/{step}"
-            groups = self._answerer.judged(prompts, samples=rl.samples, temperature=rl.temperature, seed=seed)
-            groups = self._same_everywhere(groups, f"rewards {step} {dealt}")
-            seconds, tokens = seconds + self._answerer.seconds, tokens + self._answerer.tokens
-            for group in groups:
-                (constant if rl.dynamic_sampling and _is_constant(group) else chosen).append(group)
-            room = min(rl.prompts - len(chosen), rl.most_draws * rl.prompts - dealt)
-            prompts = self._prompts.take(room) if rl.dynamic_sampling and room > 0 else []
-        self._answerer.engine.release()
-        self._figures = {"rollout_seconds": seconds, "rollout_tokens_per_second": tokens / max(seconds, 1e-9)}
-        answers = [answer for group in chosen or constant for answer in group]
-        return StepAnswers(answers, dealt, len(constant) if chosen else 0)
-
-    def _same_everywhere(self, groups: list[list[JudgedAnswer]], name: str) -> list[list[JudgedAnswer]]:
-        """Return the groups with the rewards of the first process: those of others may differ, or have failed."""
-        if jax.process_count() == 1:
-            return groups
-        names = ("reward", "columns", "error", "seconds")
-        said = from_first(name, [[{each: getattr(answer, each) for each in names} for answer in g] for g in groups])
-        pairs = zip(groups, said, strict=True)
-        return [[answer._replace(**row) for answer, row in zip(*pair, strict=True)] for pair in pairs]
 
     # --- its batch ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +109,7 @@ class RLRun:
     def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:
         """Compute the mean rewards of held-out prompts, of the most likely answers and of drawn ones."""
         prompts, rl = [prompt for batch in batches for prompt in batch], self._rl
+        self._draws.wait()
         self._answerer.engine.load(state.averaged, version=int(state.step))
         figures = {}
         for name, samples, temperature in (("reward_greedy", 1, 0.0), ("reward", rl.eval_samples, rl.temperature)):
@@ -190,9 +140,13 @@ class RLRun:
         """Draw `rewards.png` in the run directory."""
         plot_rewards(self._run.metrics, self._run.path / "rewards.png")
 
+    def settle(self, state: TrainState) -> None:
+        """Wait for the answers that the next step of a state learns from, where they are under way, and keep them."""
+        self._draws.settle(state)
+
     def close(self) -> None:
-        """End the processes of rewards."""
-        self._answerer.close()
+        """End what is being drawn, and the processes of rewards."""
+        self._draws.close()
 
     def _load_reference(self) -> Decoder | None:
         adapted = self._config.lora_rank is not None
@@ -217,12 +171,6 @@ def packer_of(start: MethodStart) -> AnswerPacker:
     choices = row_choices(config.dataset.batch_size, parts)
     rows: dict[str, int] = dict(seq_len=config.dataset.seq_len, answers_per_row=config.rl.answers_per_row)
     return AnswerPacker(start.execution.layout, choices=choices, **rows)
-
-
-def _is_constant(group: Sequence[JudgedAnswer]) -> bool:
-    """Return whether all answers that were judged have the same reward."""
-    rewards = {answer.reward for answer in group if not np.isnan(answer.reward)}
-    return len(rewards) < 2
 
 
 def _described(answer: JudgedAnswer) -> str:

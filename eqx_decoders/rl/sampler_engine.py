@@ -1,17 +1,25 @@
-"""`SamplerEngine`: the engine of a run, whose weights come and go, maybe with another layout than the trainer's."""
+"""The engine of a run, whose weights come and go, maybe with another layout than the trainer's; who draws by it."""
 
+import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 
+from eqx_decoders.context import Execution
+from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import EqxDecodersError, check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.serving.engine.request import Request, RequestOutput
 from eqx_decoders.sharding.layout import Layout
+
+
+def drawing(execution: Execution, layout: Layout) -> Execution:
+    """Return the options of a training with which a model runs on the devices that draw."""
+    return dataclasses.replace(execution, layout=layout, pipeline=None, batch_split=1)
 
 
 class SamplerEngine:
@@ -19,13 +27,11 @@ class SamplerEngine:
 
     **Arguments:**
 
-    - `make`: makes the engine, as `Engine` does.
+    - `make`: makes the engine with its `config`, as `Engine` does with an `EngineConfig`.
     - `layout`: where it has the weights, copies of those that are loaded; None: they are the same arrays.
     """
 
-    def __init__(
-        self, make: Callable[[Decoder, EngineConfig], Any], config: EngineConfig, layout: Layout | None = None
-    ):
+    def __init__(self, make: Callable[[Decoder, Any], Any], config: Any, layout: Layout | None = None):
         self.config, self._make, self._layout = config, make, layout
         self._engine: Any = None
         self._shardings: Any = None
@@ -67,8 +73,51 @@ class SamplerEngine:
         """Return a model with copies of its weights where the layout has them."""
         if self._layout is None:
             return model
-        execution = dataclasses.replace(model.execution, layout=self._layout, pipeline=None, batch_split=1)
+        execution = drawing(model.execution, self._layout)
         arrays, static = eqx.partition(dataclasses.replace(model, execution=execution), eqx.is_array)
         if self._shardings is None:
             self._shardings = self._layout.shardings(arrays)
         return eqx.combine(jax.block_until_ready(jax.device_put(arrays, self._shardings)), static)
+
+
+Groups = list[list[JudgedAnswer]]
+
+
+@runtime_checkable
+class AnswerJudge(Protocol):
+    """What has something to say of answers that are drawn, beside their rewards so far."""
+
+    fingerprint: str  # of what its words follow from
+
+    def scored(self, groups: Groups) -> Groups:
+        """Return the answers with further rewards."""
+        ...
+
+
+class Drawer(abc.ABC):
+    """What draws answers by the weights of a run, which come and go.
+
+    **Arguments:**
+
+    - `engine`: a `SamplerEngine`, which has weights between its `load` and `release`.
+    - `judge`: what adds rewards to those of `answer`; None at first.
+    - `seconds`, `tokens`: time and tokens of the last answers.
+    """
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.judge: AnswerJudge | None = None
+        self.seconds, self.tokens = 0.0, 0
+
+    def judged(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str) -> Groups:
+        """Draw answers to each prompt, with all of their rewards; the groups are in the order of the prompts."""
+        groups = self.answer(prompts, samples=samples, temperature=temperature, seed=seed)
+        return groups if self.judge is None else self.judge.scored(groups)
+
+    @abc.abstractmethod
+    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: str) -> Groups:
+        """Draw answers to each prompt, with the rewards of a program."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all processes."""

@@ -43,7 +43,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, name, *more, code=0, devices=1, reward="length", **changes):
+def words_of(folder, name, *more, reward="length", **changes):
+    """A command line of a short run."""
     wanted = {
         "run-dir": folder / name,
         "method": "rl",
@@ -64,10 +65,12 @@ def train(folder, name, *more, code=0, devices=1, reward="length", **changes):
         "optimizer.warmup-steps": 0,
     }
     changes = {name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()}
-    words = [
-        str(word) for key, value in (wanted | changes).items() if value is not None for word in (f"--{key}", value)
-    ]
-    return call("train", *words, *more, code=code, devices=devices)
+    pairs = {key: value for key, value in (wanted | changes).items() if value is not None}
+    return [*(str(word) for key, value in pairs.items() for word in (f"--{key}", value)), *map(str, more)]
+
+
+def train(folder, name, *more, code=0, devices=1, **changes):
+    return call("train", *words_of(folder, name, *more, **changes), code=code, devices=devices)
 
 
 def answers_of(folder, name, step):
@@ -190,6 +193,7 @@ def test_settings_change_what_is_learned(whole, flags):
         ({"rl__reward": "none.py:f"}, 2, "--rl.reward='.*none.py:f' cannot be imported: .*there is no file"),
         ({"rl__prompts": 100}, 2, "--rl.prompts=100 x --rl.samples=4 answers .* need --batch-size=67, not 4"),
         ({"rl__max_new_tokens": 96}, 2, "--rl.max-new-tokens=96 leaves no room for a prompt"),
+        ({"rl__max_staleness": 1}, 2, "--rl.max-staleness=1 needs --sampler.devices: answers are drawn on devices of"),
         ({"method": "sft"}, 2, "--rl.reward=.* is not read with --method='sft'"),
     ],
 )

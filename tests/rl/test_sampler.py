@@ -1,6 +1,13 @@
 """Samplers with another layout, or other devices, than those that train: the same answers, and runs that go on."""
 
 import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 import weakref
 from typing import Any
 
@@ -9,18 +16,22 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.data.sources.data_files import zstd_module
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.model.init import add_score_head
+from eqx_decoders.rl.drawn_answers import AnswerFiles
 from eqx_decoders.rl.sampler_engine import SamplerEngine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.sharding.axes import axes, named_leaves
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods.distill_config import DistillConfig
-from eqx_decoders.training.sampler_config import SamplerConfig
-from tests.commands import steps_of
+from eqx_decoders.training.run.run_loading import load_run
+from eqx_decoders.training.sampler_config import SamplerConfig, split_devices
+from tests.commands import ENVIRONMENT, ROOT, steps_of
 from tests.programs import compilations
-from tests.rl.test_rl_run import BASE, answers_of, folder, train  # noqa: F401
+from tests.rl.test_rl_run import BASE, answers_of, folder, train, words_of  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +105,89 @@ def test_answers_of_another_layout_are_the_same(folder, base):  # noqa: F811
     assert losses[0] == losses[1]
 
 
-def test_bad_devices_are_refused(folder):  # noqa: F811
+DEVICES = "--xla_force_host_platform_device_count=4"
+AHEAD = ("--sampler.devices", 2, "--sampler.tensor", 2, "--mesh.fsdp", 2, "--rl.max-staleness", 1)
+
+
+def start_ahead(folder, name, base, **changes):  # noqa: F811
+    """A run of its own process: two of four devices train by fsdp, two draw by tensor, one step ahead."""
+    environment = ENVIRONMENT | {"XLA_FLAGS": f"{ENVIRONMENT.get('XLA_FLAGS', '')} {DEVICES}"}
+    more: Any = dict(
+        steps=9, checkpoint_every=3, rl__max_new_tokens=24, held_out=folder / "prompts.jsonl", eval_every=4
+    )
+    more |= dict(held_out=folder / "prompts.jsonl")
+    command = [sys.executable, str(ROOT / "scripts" / "train.py")]
+    words = words_of(folder, name, *AHEAD, init_from=base, **(more | changes))
+    return subprocess.Popen([*command, *words], env=environment, cwd=ROOT, text=True, stderr=subprocess.PIPE)
+
+
+def rows_of(path):
+    return steps_of(path) if (path / "metrics.jsonl").exists() else []
+
+
+NAMES = ("step", "loss", "reward", "log_prob_gap", "importance", "staleness", "staleness_max", "grad_norm")
+
+
+def end_of(path):
+    """What a run has come to: figures of each step, answers, weights."""
+    figures = {row["step"]: [row[name] for name in NAMES] for row in rows_of(path)}
+    files = AnswerFiles(path / "rollouts")
+    lines = [zstd_module().decompress(files.path(step).read_bytes()).splitlines() for step in sorted(figures)]
+    answers = [[{**json.loads(line), "seconds": 0} for line in each] for each in lines]
+    return figures, answers, {name: np.asarray(leaf) for name, leaf in named_leaves(load_run(path)).items()}
+
+
+@pytest.mark.slow
+def test_a_run_ahead_is_the_same_however_often_it_is_killed(folder, base):  # noqa: F811
+    """kill -9 at random moments, and once Ctrl-C: figures, tokens, rewards and weights are those of one that ran on."""
+    process = start_ahead(folder, "ahead", base)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-2000:]
+    figures, answers, weights = end_of(folder / "ahead")
+    assert [row[5] for row in figures.values()] == [row[6] for row in figures.values()] == [0.0, *[1.0] * 8]
+    assert figures[1][3] <= 1e-5 < figures[2][3] and any(row[4] != 1.0 for row in figures.values())
+    generator, path = random.Random(int(os.environ.get("FRESH_SEED", 0))), folder / "often"
+    for number, last in ((signal.SIGKILL, 2), (signal.SIGKILL, 4), (signal.SIGINT, 5), (signal.SIGKILL, 8)):
+        process = start_ahead(folder, "often", base)
+        while process.poll() is None and (not rows_of(path) or rows_of(path)[-1]["step"] < last):
+            time.sleep(0.01)
+        time.sleep(generator.random() * 0.3)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode in (0, -number, 128 + number), err[-2000:]
+    process = start_ahead(folder, "often", base)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-2000:]
+    again, their_answers, their_weights = end_of(path)
+    assert again == figures and their_answers == answers
+    assert all(np.array_equal(leaf, their_weights[name]) for name, leaf in weights.items())
+
+
+@pytest.mark.slow
+def test_devices_apart_draw_on_policy_without_staleness(folder, base):  # noqa: F811
+    """The sampler waits: tokens are those of a run whose devices do both; a reward that fails ends either run."""
+    both: Any = dict(devices=2, steps=2, init_from=base)
+    train(folder, "do-both", "--mesh.fsdp", 2, **both)
+    train(folder, "apart", "--mesh.fsdp", 2, "--sampler.devices", 6, "--sampler.tensor", 2, **both)
+    for step in (1, 2):
+        one, other = (answers_of(folder, name, step).answers for name in ("do-both", "apart"))
+        assert [each.rollout.tokens.tolist() for each in one] == [each.rollout.tokens.tolist() for each in other]
+    assert all(row["staleness_max"] == 0 and row["log_prob_gap"] <= 1e-5 for row in steps_of(folder / "apart"))
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_where_answers_are_drawn(folder, base):  # noqa: F811
+    judge = folder / "judge"
+    ed.save_hf(add_score_head(ed.load_hf(base), key=jax.random.key(1)), judge, tokenizer=BASE)
+    more: Any = dict(steps=4, init_from=base, rl__reward_model=judge)
+    train(folder, "judged", "--mesh.fsdp", 2, devices=2, **more)
+    train(folder, "judged-ahead", "--mesh.fsdp", 2, "--sampler.devices", 4, "--rl.max-staleness", 1, **more)
+    one, other = (steps_of(folder / name) for name in ("judged", "judged-ahead"))
+    assert one[0]["reward/reward_model"] == pytest.approx(other[0]["reward/reward_model"], abs=1e-5)
+    assert [row["staleness"] for row in other] == [0, 1, 1, 1]
+
+
+def test_bad_devices_are_refused(folder, monkeypatch):  # noqa: F811
     with pytest.raises(ConfigError, match=r"kv_heads=1 must be a multiple of sampler\.tensor=2"):
         SamplerConfig(tensor=2).layout(jax.devices()[:2], ed.load_hf(BASE))
     with pytest.raises(ConfigError, match=r"sampler\.tensor=3 needs 3 devices"):
@@ -103,6 +196,10 @@ def test_bad_devices_are_refused(folder):  # noqa: F811
         SamplerConfig(devices=-1)
     _, err = train(folder, "refused", "--sampler.devices", 99, code=2)
     assert "--sampler.devices=99 of 8 devices leave none to train: give fewer." in err
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(ConfigError, match=r"sampler\.devices=2: a run whose devices are divided has one process"):
+            split_devices(2)
     with pytest.raises(ConfigError, match=r"sampler\.fsdp=2 is not read with method='sft'"):
         TrainConfig(sampler=SamplerConfig(fsdp=2))
     with pytest.raises(ConfigError, match=r"sampler\.devices and other settings of draws are read with distill.on_pol"):

@@ -58,6 +58,10 @@ class Method(Protocol):
         """Compute the figures of held-out data."""
         ...
 
+    def settle(self, state: TrainState) -> None:
+        """Keep what the next step of a state needs, and a run that goes on from its checkpoint could not make again."""
+        ...
+
     def note(self, row: MetricsRow) -> str | None:
         """Return what there is to say of a step's row beside its numbers."""
         ...
@@ -92,6 +96,9 @@ class BatchMethod:
     def evaluate(self, state: TrainState, batches: Iterable[Batch]) -> dict[str, float]:
         """Compute the loss and the figures of held-out batches, with the means of the weights where there are any."""
         return held_out_figures(self.loss, state.averaged, batches, lambda batch: self.prepare(batch, state))
+
+    def settle(self, state: TrainState) -> None:
+        """Do nothing: a batch follows from the data and the state."""
 
     def note(self, row: MetricsRow) -> str | None:
         """Say nothing."""

@@ -1,12 +1,20 @@
 """Settings of training with rewards, and the names that people know for some of them."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from eqx_decoders.errors import CheckedFields, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import (
+    CheckedFields,
+    InRange,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check,
+)
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.objectives.advantages import Baseline, Scale
-from eqx_decoders.training.objectives.policy_loss import PolicyLoss
+from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
 from eqx_decoders.training.objectives.token_weights import Aggregation
 
 
@@ -132,6 +140,9 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     """Most answers in one sequence of a batch."""
     slots: PositiveInt = 32
     """Answers that are drawn at once."""
+    max_staleness: Annotated[int, InRange(least=0, most=1)] = 0
+    """Steps that the weights may be old which draw a step's answers. 0: they are those that learn from them; 1, with
+    sampler.devices: answers are drawn while the step before is trained, and policy.correction is tis if not set."""
     eval_samples: PositiveInt = 1
     """Answers drawn to each held-out prompt, beside the most likely one."""
 
@@ -139,6 +150,9 @@ class RLConfig(RewardSettings, EnvironmentSettings):
         for name, value in PRESETS.get(self.preset or "", {}).items():
             if getattr(self, name) == type(self).__dataclass_fields__[name].default:
                 object.__setattr__(self, name, value)
+        if self.max_staleness and self.policy.correction == Correction():
+            corrected = dataclasses.replace(self.policy, correction=Correction(kind="tis"))
+            object.__setattr__(self, "policy", corrected)
         super().__post_init__()
         expand_paths(self, "reward", "reward_model", "environment", "teacher")
         self.weights()
@@ -175,5 +189,7 @@ def check_rl(config: Any) -> None:
         f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in dataset.seq_len={config.dataset.seq_len}"
     )
     check(rl.max_new_tokens < config.dataset.seq_len, f"{rule}.")
+    rule = f"rl.max_staleness={rl.max_staleness} needs sampler.devices: answers are drawn on devices of their own"
+    check(rl.max_staleness == 0 or config.sampler.devices > 0, f"{rule}, while the others train.")
     rule = f"rl.reference={rl.reference!r} needs lora_rank: without pairs there is no base beside the model."
     check(rl.reference != "base" or adapted, rule)

@@ -40,6 +40,8 @@ class CheckpointHook(Hook):
             if run.writes:
                 run.directory.backup.check_owner()
             run.back_up_metrics()
+            if run.method is not None:
+                run.method.settle(state)
             config, finite = settings_json(run.config), self.metrics.skipped_in_a_row == 0
             run.checkpoints.save(step, state, data_state=run.data_state, config=config, drop=finite)
 

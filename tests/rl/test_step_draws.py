@@ -1,0 +1,186 @@
+"""Answers that a thread draws one step ahead: by which weights, to which prompts, after a kill, and its errors."""
+
+import collections
+import copy
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.config import DataConfig
+from eqx_decoders.data.prompt_batches import Prompt, PromptBatches, Prompts
+from eqx_decoders.errors import ConfigError, EqxDecodersError
+from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer
+from eqx_decoders.rl.sampler_engine import Drawer, SamplerEngine
+from eqx_decoders.rl.step_draws import StepDraws, draw_figures
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.rollouts import Rollout
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
+from eqx_decoders.training.sampler_config import SamplerConfig
+from eqx_decoders.training.step.train_state import TrainState
+
+
+STEPS = 6
+RUN: Any = dict(method="rl", init_from="a", dataset=DataConfig(path="prompts.jsonl", seq_len=999))
+Drawn = collections.namedtuple("Drawn", "step version prompts")
+
+
+class Engine:
+    """Engine without a model: it knows the version of its weights, and steps as long as it may."""
+
+    def __init__(self, model, config):
+        self.version: int | None = 0
+
+    def warm_up(self): ...
+
+    def load(self, model, *, version):
+        self.version = version
+
+    def release(self):
+        self.version = None
+
+    def step(self):
+        time.sleep(0.001)
+        return []
+
+
+class Writer(Drawer):
+    """Draws the number of the weights; the rewards of every third prompt are the same, and teach nothing."""
+
+    def __init__(self, fails: str | None = None, hangs: bool = False):
+        super().__init__(SamplerEngine(Engine, EngineConfig()))
+        self.drawn, self.threads, self._fails, self._hangs = [], set(), fails, hangs
+
+    def answer(self, prompts, *, samples, temperature, seed):
+        engine: Any = self.engine._engine
+        self.threads.add(threading.current_thread().name)
+        self.drawn.append(Drawn(seed, engine.version, tuple(prompt.number for prompt in prompts)))
+        if self._fails == seed:
+            raise ValueError("the sampler has lost its devices")
+        while self._hangs and threading.current_thread() is not threading.main_thread():
+            self.engine.step()
+        self.seconds, self.tokens = 1.0, 2
+        versions = np.full(2, engine.version, np.int32)
+        return [[self._judged(prompt, each, versions) for each in range(samples)] for prompt in prompts]
+
+    def _judged(self, prompt, sample, versions):
+        rollout = Rollout(versions + prompt.number, np.zeros(2, np.float32), versions, "stop")
+        return JudgedAnswer(prompt, rollout, "", 1.0 if prompt.number % 3 == 0 else float(sample))
+
+    def close(self): ...
+
+
+MODEL = ed.abstract(ed.get_config("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def of_numbers(monkeypatch):
+    """The weights are those of the step whose number is their hash."""
+    monkeypatch.setattr(StepDraws, "_key", lambda self, state: f"{int(state.step)} {self._known}")
+
+
+class Trained:
+    """A run of steps: what they learn from, and what a checkpoint has."""
+
+    def __init__(self, folder, staleness, *, drawer=None, start=0, prompt=0, dynamic=False):
+        more: Any = dict(dynamic_sampling=dynamic, max_staleness=staleness)
+        rl = RLConfig(reward="r.py:f", prompts=2, samples=2, max_new_tokens=8, **more)
+        config = TrainConfig(steps=STEPS, rl=rl, sampler=SamplerConfig(devices=1), **RUN)
+        self.prompts = PromptBatches(Prompts([Prompt(0, (1,), {}) for _ in range(4)], 9, 0), count=2, seed=0)
+        self.prompts.take(prompt)
+        self.drawer, self.step, self.learned = drawer or Writer(), start, []
+        self.draws = StepDraws(config, self.drawer, self.prompts, AnswerFiles(folder), "k")
+
+    @property
+    def state(self):
+        counts: Any = dict(step=np.asarray(self.step, np.int32), skipped=np.asarray(0, np.int32))
+        return TrainState(model=MODEL, optimizer=None, key=jax.random.key(0), **counts)
+
+    def run(self, steps=STEPS):
+        while self.step < steps:
+            drawn = self.draws.answers(next(self.prompts), self.state)
+            answers = [(a.prompt.number, *a.rollout.tokens, *a.rollout.versions, a.reward) for a in drawn.answers]
+            self.learned.append((answers, self.prompts.get_state()["prompt"], draw_figures(drawn, self.step)))
+            self.step += 1
+        return self
+
+    def versions(self):
+        return [int(drawn.version) for drawn in self.drawer.drawn]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_step_ahead_is_drawn_by_the_weights_before_the_last_ones(tmp_path, dynamic):
+    strict, ahead = (Trained(tmp_path / str(one), one, dynamic=dynamic).run() for one in (0, 1))
+    by_step = {drawn.step: drawn.version for drawn in strict.drawer.drawn}
+    assert [*by_step.values()] == [0, 1, 2, 3, 4, 5]
+    assert {drawn.step: drawn.version for drawn in ahead.drawer.drawn} == dict(
+        zip(by_step, [0, 0, 1, 2, 3, 4], strict=True)
+    )
+    # in the order of prompts, the same as without a thread, which takes some from the cursor
+    assert [drawn.prompts for drawn in ahead.drawer.drawn] == [drawn.prompts for drawn in strict.drawer.drawn]
+    assert [cursor for _, cursor, _ in ahead.learned] == [cursor for _, cursor, _ in strict.learned]
+    assert ahead.learned[-1][1] > 2 * STEPS if dynamic else ahead.learned[-1][1] == 2 * STEPS
+    for (_, _, figures), age in zip(ahead.learned, [0, 1, 1, 1, 1, 1], strict=True):
+        assert figures["staleness"] == figures["staleness_max"] == age and figures["rollout_tokens_per_second"] > 0
+    assert all(figures["staleness_max"] == 0 for _, _, figures in strict.learned)
+    assert len(strict.drawer.threads) == 1 and len(ahead.drawer.threads) == STEPS
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("killed", [2, 3, 5])
+def test_a_run_goes_on_with_what_the_same_weights_drew(tmp_path, killed, dynamic):
+    """From the checkpoint of step 2, killed behind it, or while later answers are drawn."""
+    whole = Trained(tmp_path / "whole", 1, dynamic=dynamic).run()
+    first = Trained(tmp_path / "run", 1, dynamic=dynamic).run(2)
+    first.draws.settle(first.state)
+    checkpoint: Any = dict(start=2, prompt=first.prompts.get_state()["prompt"])
+    first.run(killed)
+    first.draws.wait()  # what it had not yet written is lost
+    again = Trained(tmp_path / "run", 1, dynamic=dynamic, **checkpoint).run()
+    assert [row[:2] for row in again.learned] == [row[:2] for row in whole.learned[2:]]
+    seeds = [drawn.step for drawn in again.drawer.drawn]
+    assert seeds == [drawn.step for drawn in whole.drawer.drawn if int(drawn.step[2:]) > max(3, killed)]
+    moved = Trained(tmp_path / "run", 1, dynamic=dynamic, start=2, prompt=checkpoint["prompt"] + 1).run(3)
+    moved.draws.wait()
+    assert next(drawn.step for drawn in moved.drawer.drawn) == "0/4"  # to other prompts
+    alone = Trained(tmp_path / "other", 1, **checkpoint).run(3)  # without the files: by the weights that there are
+    assert alone.versions()[0] == 2
+
+
+def test_errors_of_the_thread_come_out(tmp_path):
+    for name in ("answers", "settle", "wait"):
+        trained = Trained(tmp_path / name, 1, drawer=Writer(fails="0/3"))
+        trained.run(2)
+        with pytest.raises(ValueError, match="the sampler has lost its devices"):
+            trained.run(3) if name == "answers" else trained.draws.wait() if name == "wait" else trained.draws.settle(
+                trained.state
+            )
+        trained.draws.close()
+
+
+def test_a_thread_that_is_not_needed_any_more_ends(tmp_path):
+    trained = Trained(tmp_path, 1, drawer=Writer(hangs=True)).run(1)
+    thread, ahead = trained.draws._thread, trained.draws._ahead
+    assert thread is not None and ahead is not None and thread.is_alive()
+    trained.draws.close()
+    assert not thread.is_alive()
+    with pytest.raises(EqxDecodersError, match="not needed any more"):
+        ahead.answers.result()
+
+
+def test_bad_staleness_is_refused_and_corrected_for():
+    with pytest.raises(ConfigError, match=r"rl\.max_staleness=1 needs sampler\.devices"):
+        TrainConfig(**RUN, rl=RLConfig(reward="r.py:f", max_staleness=1))
+    with pytest.raises(ConfigError, match=r"rl\.max_staleness=2 must be"):
+        RLConfig(max_staleness=2)
+    found = TrainConfig(**RUN, rl=RLConfig(reward="r.py:f", max_staleness=1), sampler=SamplerConfig(devices=1)).rl
+    assert found.policy.correction == Correction(kind="tis", cap=2.0) and RLConfig().policy.correction == Correction()
+    bypass = PolicyLoss(correction=Correction(kind="bypass"))
+    assert RLConfig(max_staleness=1, policy=bypass).policy == bypass
+    assert copy.copy(found) == found
