@@ -34,6 +34,7 @@ class RunOptions(TypedDict, total=False):
     scan: bool
     layer_stats: bool
     attention_maxima: bool
+    layer_streams: bool
     lookup: LookupName
     head_bytes: int | None
     exchange_bytes: int
@@ -130,6 +131,7 @@ class Execution(ExecutionConfig):
     - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
     - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
         QK-clip needs. They cost the products of the scores once more.
+    - `layer_streams`: whether `Output.stats` has the residual stream behind each layer: its hidden states.
     - `pipeline`: pipeline of layers over the mesh axis `stage`, without a cache; before and after it `stage` splits the
         batch. None: `stage` splits the weights of layers, and each device gathers them all. Each microbatch has its own
         dropout.
@@ -140,6 +142,7 @@ class Execution(ExecutionConfig):
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: RematName | Remat | None = None
     attention_maxima: bool = False
+    layer_streams: bool = False
     pipeline: Pipeline | None = None
     low_precision: LowPrecision | None = None
 

@@ -98,6 +98,8 @@ class BlockRun:
         x = self.ctx.constrain(x if self.shortcut is None else x + self.ctx.shared[self.shortcut], _words(x))
         if self.ctx.execution.layer_stats:
             self.stats["activations"] = ActivationStats.of(x)
+        if self.ctx.execution.layer_streams:
+            self.stats["streams"] = x
         entries = {name: entry for name, entry in self.entries.items() if entry is not None}
         return x, entries, BlockStats(**self.stats)
 

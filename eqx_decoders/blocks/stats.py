@@ -7,10 +7,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 from eqx_decoders.layers.attention.indexer import IndexerStats
 from eqx_decoders.layers.moe.router import RoutingStats
+from eqx_decoders.sharding.pipeline import join_rows
 
 
 class ActivationStats(eqx.Module):
@@ -31,13 +32,14 @@ class ActivationStats(eqx.Module):
 class BlockStats(eqx.Module):
     """Statistics of one block's forward pass; None if they are off, or if there is no such layer.
 
-    `max_scores` are the largest scores of the heads of latent attention, over rows and tokens.
+    `max_scores` are the largest scores of the heads of latent attention, over rows and tokens. `streams` are outputs.
     """
 
     activations: ActivationStats | None = None
     routing: RoutingStats | None = None
     indexer: IndexerStats | None = None
     max_scores: Float32[Array, "*layers heads"] | None = None
+    streams: Float[Array, "..."] | None = None
 
 
 def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | None:
@@ -52,7 +54,10 @@ def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | 
 
 def join_parts(stats: BlockStats) -> BlockStats:
     """Join the statistics of equal parts of a batch, on the second axis of each array."""
-    joined = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), dataclasses.replace(stats, activations=None))
+    sums = dataclasses.replace(stats, activations=None, streams=None)
+    joined = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
+    if stats.streams is not None:
+        joined = dataclasses.replace(joined, streams=jax.vmap(join_rows)(stats.streams))
     if stats.max_scores is not None:
         joined = dataclasses.replace(joined, max_scores=jnp.max(stats.max_scores, axis=1))
     if stats.activations is None:

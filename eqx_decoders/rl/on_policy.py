@@ -23,6 +23,7 @@ class OnPolicyRun(RLRun):
             divergence=settings.divergence_of(),
             temperature=settings.temperature,
             alpha=settings.alpha,
+            hidden=settings.hidden,
         )
 
     def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:

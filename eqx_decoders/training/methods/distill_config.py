@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.head.divergence import Divergence
+from eqx_decoders.training.objectives.hidden_states import HiddenStates
 
 
 DivergenceName = Literal["forward", "reverse", "jsd", "jsd_scaled"]
@@ -35,6 +36,8 @@ class DistillConfig(CheckedFields):
     alpha: Annotated[float, InRange(least=0, most=1)] = 1.0
     """Weight of the divergence, times the temperature's square; the rest is that of the next tokens' cross-entropy."""
 
+    hidden: HiddenStates = dataclasses.field(default_factory=HiddenStates)
+    """Hidden states that are compared, too, of a teacher of the same width."""
     on_policy: bool = False
     """Compare with the teacher on answers that the student draws, as in runs with rewards: the data are prompts, and
     `rl.prompts`, `rl.samples`, `rl.max_new_tokens` and `rl.temperature` are read. Take the reverse divergence."""
@@ -46,6 +49,8 @@ class DistillConfig(CheckedFields):
         check(live, f"distill.top={self.top} is of texts that are there before: leave it out with on_policy.")
         kept = self.saved is None or self.top is not None
         check(kept, f"distill.saved={self.saved!r} needs distill.top: only a teacher's likeliest tokens are kept.")
+        rule = f"distill.hidden.weight={self.hidden.weight} needs all of a teacher's layers, computed in each step"
+        check(self.top is None or self.hidden.weight == 0, f"{rule}: leave distill.top={self.top} out.")
         plain = self.beta == 0.5 or self.divergence in BETAS
         check(plain, f"distill.beta={self.beta} is read with divergence={' or '.join(map(repr, BETAS))}: leave it out.")
 

@@ -34,6 +34,7 @@ class DistillRun(BatchMethod):
             divergence=settings.divergence_of(),
             temperature=settings.temperature,
             alpha=settings.alpha,
+            hidden=settings.hidden,
         )
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
+from eqx_decoders.blocks.stats import BlockStats
 from eqx_decoders.context import Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
 from eqx_decoders.data.batch import Batch
@@ -18,6 +19,7 @@ from eqx_decoders.training.head.divergence import Divergence, linear_divergence,
 from eqx_decoders.training.head.head_tiles import HeadForm, cut, joined, tile_length
 from eqx_decoders.training.head.log_probs import linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadWeights
+from eqx_decoders.training.objectives.hidden_states import HiddenStates
 from eqx_decoders.training.objectives.token_log_probs import at_tokens, needed
 from eqx_decoders.training.step.loss import Forward, head_options, head_weights, next_tokens, token_loss_sum
 from eqx_decoders.training.step.loss_metrics import LossMetrics
@@ -38,42 +40,58 @@ class DistillObjective(eqx.Module):
     - `divergence`: of the student from the teacher.
     - `temperature`: softens both distributions.
     - `alpha`: weight of the divergence.
+    - `hidden`: distance of hidden states from those of `teacher`, which is added by its weight.
     """
 
     teacher: Decoder | None = None
     divergence: Divergence = eqx.field(static=True, default=Divergence())
     temperature: float = eqx.field(static=True, default=1.0)
     alpha: float = eqx.field(static=True, default=1.0)
+    hidden: HiddenStates = eqx.field(static=True, default=HiddenStates())
     per_token: ClassVar[bool] = True
 
     def __check_init__(self):
         self.divergence.checked()
         check_number("DistillObjective.temperature", self.temperature, above=0.0)
         check_number("DistillObjective.alpha", self.alpha, least=0.0, most=1.0)
+        rule = "compares with all of a teacher's layers: give DistillObjective.teacher, too"
+        check(self.teacher is not None or self.hidden.weight == 0, f"HiddenStates.weight={self.hidden.weight} {rule}.")
 
     def __call__(
         self, model: Decoder, batch: Batch, *, key: PRNGKeyArray | None, full_batch: Batch
     ) -> tuple[Float32[Array, ""], LossMetrics]:
         """Compute the sum over the targets."""
-        more = functools.partial(self._divergence, model, key)
+        model = model.replace(layer_streams=self.hidden.weight > 0)
+        more = functools.partial(self._terms, model, key)
         return token_loss_sum(model, batch, key=key, full_batch=full_batch, nll_weight=1.0 - self.alpha, more=more)
 
     def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
-        """Return the mean divergence."""
-        return {"divergence": sums["divergence"] / jnp.maximum(sums["tokens"], 1.0)}
+        """Return the means over the targets: of the divergence, and of the distance of hidden states."""
+        tokens = jnp.maximum(sums["tokens"], 1.0)
+        return {name: total / tokens for name, total in sums.items() if name != "tokens"}
 
-    def _divergence(
+    def _terms(
         self, model: Decoder, key: PRNGKeyArray | None, forward: Forward
     ) -> tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]:
-        hidden = model.head_input(forward.hidden, key=key)
-        of = self._of_top if self.teacher is None else functools.partial(self._of_teacher, self.teacher)
-        divergences = jnp.where(forward.weights != 0, of(model, hidden, forward), 0.0)
-        total = jnp.sum(forward.weights * divergences)
-        sums = {"divergence": jax.lax.stop_gradient(total), "tokens": jnp.sum(forward.weights)}
-        return self.alpha * self.temperature**2 * total, sums
+        hidden, weights = model.head_input(forward.hidden, key=key), forward.weights
 
-    def _of_teacher(self, teacher: Decoder, model: Decoder, hidden: Array, forward: Forward) -> Array:
-        theirs = hidden_of(teacher, forward.batch)
+        def total(each: Array) -> Float32[Array, ""]:
+            return jnp.sum(weights * jnp.where(weights != 0, each, 0.0))
+
+        if self.teacher is None:
+            sums = {"divergence": total(self._of_top(model, hidden, forward))}
+        else:
+            teacher = self.teacher.replace(layer_streams=self.hidden.weight > 0)
+            theirs, streams = read_by(teacher, forward.batch)
+            sums = {"divergence": total(self._of_teacher(teacher, model, hidden, theirs))}
+            if streams is not None and forward.streams is not None:
+                mine, other = (jnp.asarray(each) for each in zip(*self.hidden.pairs(model, teacher), strict=True))
+                sums["hidden_distance"] = total(self.hidden.distances(forward.streams[mine], streams[other]))
+        loss = self.alpha * self.temperature**2 * sums["divergence"]
+        loss = loss + self.hidden.weight * sums.get("hidden_distance", 0.0)
+        return loss, jax.lax.stop_gradient(sums | {"tokens": jnp.sum(weights)})
+
+    def _of_teacher(self, teacher: Decoder, model: Decoder, hidden: Array, theirs: Array) -> Array:
         heads = common_ids(model, teacher)
         forms = [HeadForm(**_form(each, self.temperature)) for each in (model, teacher)]
         form, teacher_form = forms
@@ -87,17 +105,19 @@ class DistillObjective(eqx.Module):
         return top_divergence(students.log_probs, log_probs, self.divergence)
 
 
-def hidden_of(teacher: Decoder, batch: Batch) -> Array:
-    """Compute the input of a teacher's head; the batch is in the order in which the student reads it."""
+def read_by(teacher: Decoder, batch: Batch) -> tuple[Array, Array | None]:
+    """Run a teacher on a batch, as the student reads it: its head's input, and the streams behind its layers."""
     in_context_order(teacher.config, teacher.execution, batch)  # refuses layers that go by the order of tokens
-    return teacher.head_input(_stream_of(teacher, batch))
+    hidden, stats = _stream_of(teacher, batch)
+    return teacher.head_input(hidden), stats.streams
 
 
-def _stream_of(model: Decoder, batch: Batch) -> Array:
+def _stream_of(model: Decoder, batch: Batch) -> tuple[Array, BlockStats]:
     """Run a model without dropout on a batch of text, in the order in which it is read."""
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     promises = Promises(contiguous=batch.contiguous)
-    return model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs, promises=promises)[0]
+    hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs, promises=promises)
+    return hidden, stats
 
 
 def common_ids(model: Decoder, teacher: Decoder) -> tuple[HeadWeights, HeadWeights]:
@@ -145,7 +165,7 @@ def _top_tokens(teacher: Decoder, batch: Batch, top: int, temperature: float) ->
     _, weights = next_tokens(batch)
     length, layout = batch.tokens.shape[1], teacher.execution.layout
     batch, real = in_context_order(teacher.config, teacher.execution, batch, weights != 0)
-    hidden = _stream_of(teacher, batch)
+    hidden, _ = _stream_of(teacher, batch)
 
     def of_tile(hidden: Array) -> tuple[Array, Array]:
         log_probs, ids = jax.lax.top_k(jax.nn.log_softmax(teacher.logits(hidden) / temperature), top)

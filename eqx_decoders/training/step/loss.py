@@ -87,12 +87,14 @@ class Forward(NamedTuple):
     - `batch`: tokens, in the order in which the model has read them.
     - `weights`: of the target of each token.
     - `signals`: what is about the target, at the place of the token before it.
+    - `streams`: the stream behind each layer, of a model with `layer_streams`.
     """
 
     hidden: Float[Array, "batch length embed"]
     batch: Batch
     weights: Float32[Array, "batch length"]
     signals: Signals
+    streams: Float[Array, "layers batch length *streams embed"] | None = None
 
 
 MoreLoss = Callable[[Forward], tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]]
@@ -128,7 +130,7 @@ def token_loss_sum(
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **inputs, promises=promises)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if more is not None:
-        added, sums = more(Forward(hidden, batch, weights, signals))
+        added, sums = more(Forward(hidden, batch, weights, signals, stats.streams))
         loss = nll_weight * loss + added
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
         inputs |= dict(order=order, contiguous=batch.contiguous)
@@ -140,6 +142,7 @@ def token_loss_sum(
         loss = loss + _routing_loss_sum(model, stats.routing, full_batch)
     if stats.indexer is not None:
         loss = loss + _indexer_loss_sum(model, stats.indexer, full_batch)
+    stats = dataclasses.replace(stats, streams=None)  # no statistic of a step: they are as large as its activations
     stats = stats if jax.tree.leaves(stats) else None
     metrics = LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=stats, mtp=mtp, sums=sums)
     return loss, metrics

@@ -14,6 +14,7 @@ from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.head.divergence import Divergence
 from eqx_decoders.training.objectives.distillation import DistillObjective, top_tokens
+from eqx_decoders.training.objectives.hidden_states import HiddenStates
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
@@ -31,6 +32,11 @@ JSD = Divergence("jsd", beta=0.3)
 @pytest.fixture(scope="module")
 def models():
     return filled(CONFIG), filled(WIDER, 1)
+
+
+@pytest.fixture(scope="module")
+def deeper():
+    return filled(rich_decoder(2)), filled(rich_decoder(3), 1)
 
 
 def batch_of():
@@ -83,10 +89,75 @@ def test_a_step_is_that_of_the_formula(models):
     assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, teacher)), strict=True))
 
 
+@pytest.mark.parametrize("distance", ["cosine", "mse"])
+def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
+    """What a step adds to the loss is the formula on the streams behind the named layers of both."""
+    student, teacher = deeper
+    batch, hidden = batch_of(), HiddenStates(weight=0.5, distance=distance, layers=("0:1", "1:2", "1:0"))
+    plain, found = (
+        after_a_step(DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA, hidden=each), student, batch)[1]
+        for each in (HiddenStates(), hidden)
+    )
+    one, other = (
+        np.float64(each.replace(layer_streams=True)(batch.tokens, batch.positions, batch.segment_ids).stats.streams)
+        for each in deeper
+    )
+    one, other, weights = one[[0, 1, 1], :, :-1], other[[1, 2, 0], :, :-1], targets_of(batch)
+    products = [np.sum(x * y, -1) for x, y in ((one, other), (one, one), (other, other))]
+    each = 1 - products[0] / np.sqrt(products[1] * products[2])
+    each = np.mean((one - other) ** 2, -1) if distance == "mse" else each
+    want = np.sum(weights * each.mean(0)) / weights.sum()
+    assert_close(found.objective["hidden_distance"], want)
+    assert_close(found.loss, plain.loss + 0.5 * want)
+    assert "hidden_distance" not in plain.objective and abs(found.grad_norm - plain.grad_norm) > 1e-3
+
+
+def test_a_teacher_of_the_same_weights_is_at_no_distance(models):
+    for distance in ("cosine", "mse"):
+        hidden = HiddenStates(weight=1.0, distance=distance)
+        _, metrics = after_a_step(DistillObjective(models[0], temperature=T, hidden=hidden), models[0], batch_of())
+        assert abs(metrics.objective["hidden_distance"]) < 1e-6 and metrics.grad_norm < 1e-4
+
+
+def test_layers_that_are_compared(models):
+    """All of the student's, spread over the teacher's, unless they are named; and what is refused."""
+    few, many = (ed.abstract(rich_decoder(count)) for count in (1, 3))
+    counts = [len(each.config.blocks) for each in (few, many)]
+    hidden = HiddenStates(weight=1.0)
+    assert hidden.pairs(few, few) == tuple((layer, layer) for layer in range(counts[0]))
+    pairs = hidden.pairs(few, many)
+    assert pairs[-1] == (counts[0] - 1, counts[1] - 1) and len(pairs) == counts[0]
+    assert hidden.pairs(many, few) == ((0, 0), (1, 0), (2, 0))
+    with pytest.raises(ConfigError, match=f"0:{counts[0]}: the student has {counts[0]} layers"):
+        HiddenStates(weight=1.0, layers=(f"0:{counts[0]}",)).pairs(few, few)
+    with pytest.raises(ConfigError, match="of the student's width"):
+        hidden.pairs(few, ed.abstract(dataclasses.replace(rich_decoder(1), embed_dim=32)))
+    with pytest.raises(ConfigError, match="must be two numbers of layers"):
+        HiddenStates(weight=1.0, layers=("3",))
+    with pytest.raises(ConfigError, match="are read with distill"):
+        HiddenStates(distance="mse")
+    with pytest.raises(ConfigError, match="compares with all"):
+        DistillObjective(hidden=hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"scan": False}, {"remat": "full"}, {"batch_split": 2}])
+def test_streams_are_those_behind_each_layer(deeper, options):
+    """The last one is the head's input before its norm; in any form of the stack."""
+    model, batch = deeper[1], batch_of()
+    read = model.replace(layer_streams=True, **options)
+    hidden, _, stats = read.run(batch.tokens, batch.positions, batch.segment_ids)
+    assert_close(stats.streams[-1], hidden)
+    blocks = [block for segment in model.segments for block in segment.unstacked()]
+    assert len(stats.streams) == len(blocks)
+    want = model.replace(layer_streams=True).run(batch.tokens, batch.positions, batch.segment_ids)[2].streams
+    assert_close(stats.streams, want)
+
+
 @pytest.mark.slow
 def test_microbatches_change_nothing(models):
     student, teacher = models
-    objective = DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA)
+    objective = DistillObjective(teacher, JSD, temperature=T, alpha=ALPHA, hidden=HiddenStates(weight=0.5))
     want = after_a_step(objective, student, batch_of())
     parts = after_a_step(objective, student, batch_of(), gradient_accumulation_steps=2)
     assert_close([*jax.tree.leaves(parts[0]), parts[1].loss], [*jax.tree.leaves(want[0]), want[1].loss])
@@ -96,11 +167,12 @@ def test_microbatches_change_nothing(models):
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "order": "zigzag"}])
 def test_on_a_mesh(models, axes):
     student, teacher = models
-    want = after_a_step(DistillObjective(teacher, temperature=T), student, batch_of())[1]
+    hidden = HiddenStates(weight=0.5)
+    want = after_a_step(DistillObjective(teacher, temperature=T, hidden=hidden), student, batch_of())[1]
     options = {"context_order": axes.pop("order", "plain")}
     layout = ed.Layout.create(**axes, devices=jax.devices()[:4])
     models = [model.place(layout).replace(**options) for model in (student, teacher)]
-    found = after_a_step(DistillObjective(models[1], temperature=T), models[0], batch_of())[1]
+    found = after_a_step(DistillObjective(models[1], temperature=T, hidden=hidden), models[0], batch_of())[1]
     assert_close((found.loss, found.grad_norm), (want.loss, want.grad_norm))
 
 

@@ -99,6 +99,17 @@ def test_the_teacher_itself_teaches_nothing(folder):
 
 
 @pytest.mark.slow
+def test_hidden_states_come_nearer(folder):
+    train(folder, "hidden", distill__alpha=0.5, distill__hidden__weight=2, distill__hidden__distance="mse")
+    rows = [(row["hidden_distance"], row["divergence"]) for row in steps_of(folder / "hidden")]
+    assert rows[-1][0] < rows[0][0] and rows[-1][1] > 0
+    _, err = train(folder, "far", code=2, distill__hidden__weight=1, distill__hidden__layers="0:9")
+    assert "distill.hidden.layers=0:9: the student has" in " ".join(err.split())
+    _, err = train(folder, "top", code=2, distill__hidden__weight=1, distill__top=4)
+    assert "leave --distill.top=4 out" in " ".join(err.split())
+
+
+@pytest.mark.slow
 def test_likeliest_tokens_are_kept_and_read(folder):
     """Of a whole vocabulary but one they are the teacher, to half precision; another run needs no teacher then."""
     size = ed.load_hf(STUDENT).config.vocab_size
