@@ -35,6 +35,7 @@ class RunOptions(TypedDict, total=False):
     layer_stats: bool
     attention_maxima: bool
     layer_streams: bool
+    expert_choices: bool
     lookup: LookupName
     head_bytes: int | None
     exchange_bytes: int
@@ -132,6 +133,7 @@ class Execution(ExecutionConfig):
     - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
         QK-clip needs. They cost the products of the scores once more.
     - `layer_streams`: whether `Output.stats` has the residual stream behind each layer: its hidden states.
+    - `expert_choices`: whether `Output.stats` has the experts that each token was sent to.
     - `pipeline`: pipeline of layers over the mesh axis `stage`, without a cache; before and after it `stage` splits the
         batch. None: `stage` splits the weights of layers, and each device gathers them all. Each microbatch has its own
         dropout.
@@ -143,6 +145,7 @@ class Execution(ExecutionConfig):
     remat: RematName | Remat | None = None
     attention_maxima: bool = False
     layer_streams: bool = False
+    expert_choices: bool = False
     pipeline: Pipeline | None = None
     low_precision: LowPrecision | None = None
 

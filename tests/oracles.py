@@ -146,8 +146,8 @@ def best(values, count, among=None):
     return sorted(range(len(values)) if among is None else among, key=lambda i: (-values[i], i))[:count]
 
 
-def route_by_hand(router, x):
-    """The experts of one token and their weights; and all its logits and scores."""
+def route_by_hand(router, x, replayed=None):
+    """The experts of one token, or those that are given, and their weights; and all its logits and scores."""
     c, count = router.config, router.num_experts_per_token
     if router.input_norm is not None:
         x = norm_by_hand(router.input_norm, x) / math.sqrt(len(x))
@@ -162,7 +162,7 @@ def route_by_hand(router, x):
         sum(sorted((choice[e] for e in group), reverse=True)[: 1 if c.group_score == "max" else 2]) for group in members
     ]
     among = [e for g in best(worth, c.groups_per_token) for e in members[g]]
-    chosen = best(choice, count, among)
+    chosen = best(choice, count, among) if replayed is None else replayed
     weights = [scores[e] for e in chosen]
     if c.order == "select_first":
         weights = scored_by_hand([logits[e] for e in chosen], c.score)

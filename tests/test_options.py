@@ -642,6 +642,7 @@ EXECUTION = dict(
     layer_stats=lambda: True,
     attention_maxima=lambda: True,
     layer_streams=lambda: True,
+    expert_choices=lambda: True,
     lookup=lambda: "one_hot",
     experts=lambda: "dense",
     expert_exchange=lambda: "all_to_all",

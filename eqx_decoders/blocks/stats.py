@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int32
 
 from eqx_decoders.layers.attention.indexer import IndexerStats
 from eqx_decoders.layers.moe.router import RoutingStats
@@ -33,6 +33,7 @@ class BlockStats(eqx.Module):
     """Statistics of one block's forward pass; None if they are off, or if there is no such layer.
 
     `max_scores` are the largest scores of the heads of latent attention, over rows and tokens. `streams` are outputs.
+    `choices` are the experts of each token, with `Execution.expert_choices`; padding has the number after the last one.
     """
 
     activations: ActivationStats | None = None
@@ -40,6 +41,7 @@ class BlockStats(eqx.Module):
     indexer: IndexerStats | None = None
     max_scores: Float32[Array, "*layers heads"] | None = None
     streams: Float[Array, "..."] | None = None
+    choices: Int32[Array, "*layers batch length slots"] | None = None
 
 
 def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | None:
@@ -54,10 +56,11 @@ def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | 
 
 def join_parts(stats: BlockStats) -> BlockStats:
     """Join the statistics of equal parts of a batch, on the second axis of each array."""
-    sums = dataclasses.replace(stats, activations=None, streams=None)
+    sums = dataclasses.replace(stats, activations=None, streams=None, choices=None)
     joined = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
-    if stats.streams is not None:
-        joined = dataclasses.replace(joined, streams=jax.vmap(join_rows)(stats.streams))
+    of_tokens = {"streams": stats.streams, "choices": stats.choices}
+    of_tokens = {name: jax.vmap(join_rows)(parts) for name, parts in of_tokens.items() if parts is not None}
+    joined = dataclasses.replace(joined, **of_tokens)
     if stats.max_scores is not None:
         joined = dataclasses.replace(joined, max_scores=jnp.max(stats.max_scores, axis=1))
     if stats.activations is None:

@@ -29,6 +29,8 @@ class Signals(eqx.Module):
     - `answers`: number of the answer within its row, 1, 2, …, of which the token is one; 0 for tokens of prompts, of
         tools and for padding. Numbers 2k - 1 and 2k are the chosen and the rejected answer of a pair.
     - `top_ids`, `top_log_probs`: a teacher's likeliest tokens and their log-probs.
+    - `experts`: the experts that the token is sent to in each layer that has any, in place of the best ones of its
+        router (routing replay); -1 for tokens whose router chooses. Only log-probs of targets read it.
     - `most_answers`: the largest number that an answer may have.
     """
 
@@ -44,6 +46,7 @@ class Signals(eqx.Module):
     answers: Integer[AnyArray, "batch length"] | None = None
     top_ids: Integer[AnyArray, "batch length top"] | None = None
     top_log_probs: Float[AnyArray, "batch length top"] | None = None
+    experts: Integer[AnyArray, "batch length layers choices"] | None = None
     most_answers: int = eqx.field(static=True, default=1)
 
     def __post_init__(self):

@@ -60,7 +60,7 @@ def decode_step(
     """
     columns = tokens.shape[1]
     read, promises = cache if rows is None else cache.at_rows(rows), Promises(accept_all=columns == 1)
-    hidden, proposal, _ = model.forward_uncommitted(tokens, positions, cache=read, promises=promises)
+    hidden, proposal, stats = model.forward_uncommitted(tokens, positions, cache=read, promises=promises)
     following, report = choose(model.logits(hidden))
     same = (following[:, :-1] == tokens[:, 1:]) & (positions[:, 1:] >= 0)
     num_right = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -71,4 +71,4 @@ def decode_step(
     whole = rows is None or len(rows) == len(cache.length)
     cache = cache.commit(*new) if whole else cache.commit_rows(rows, *new)
     first = jnp.maximum(positions[:, 0], 0)
-    return cache, VerifiedStep(tokens, accepted, hidden, following, first, num_accepted), report
+    return cache, VerifiedStep(tokens, accepted, hidden, following, first, num_accepted, stats.choices), report

@@ -39,6 +39,7 @@ class VerifiedStep(NamedTuple):
     - `hidden`: the model's hidden state at each.
     - `following`: the token that the model has chosen after each.
     - `begin`, `num_accepted`: position of the first token, and the number of accepted ones.
+    - `experts`: the experts that each token was sent to, with `Execution.expert_choices`.
     """
 
     tokens: Int[Array, "rows columns"]
@@ -47,3 +48,4 @@ class VerifiedStep(NamedTuple):
     following: Int[Array, "rows columns"]
     begin: Int[Array, "rows"]
     num_accepted: Int[Array, "rows"]
+    experts: Int[Array, "layers rows columns slots"] | None = None

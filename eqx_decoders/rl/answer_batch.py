@@ -11,7 +11,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import hand_over, host_rows
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.rl.drawn_answers import JudgedAnswer
+from eqx_decoders.rl.drawn_answers import AnswerPart, JudgedAnswer
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.advantages import group_advantages, whiten
@@ -128,6 +128,7 @@ def pack_answers(
     check(places is not None, f"{rule}: raise dataset.batch_size, or draw fewer (rl.prompts, rl.samples).", DataError)
     ints = {name: np.zeros((rows, seq_len), np.int32) for name in ("tokens", "segment_ids", "positions", "answers")}
     floats = {name: np.zeros((rows, seq_len), np.float32) for name in ("policy", "advantages", "sampler")}
+    experts = _no_experts(parts, rows, seq_len)
     drawn = list[tuple[np.ndarray, np.ndarray]]()
     for each, place, advantage, weight in zip(parts, places or (), *numbers, strict=True):
         start, columns = place.start, [np.zeros(0, np.int64)]
@@ -135,6 +136,8 @@ def pack_answers(
             span, start = (place.row, slice(start, start + part.size)), start + part.size
             ints["tokens"][span] = np.concatenate([part.context, part.rollout.tokens])
             ints["positions"][span], ints["segment_ids"][span] = np.arange(part.size), number
+            if experts is not None and part.rollout.experts is not None:
+                experts[span] = part.rollout.experts
             columns.append(start - len(part.drawn) + np.flatnonzero(part.drawn))
             ints["answers"][place.row, columns[-1]] = place.number  # of all parts: they are one answer
             floats["sampler"][place.row, columns[-1]] = part.rollout.log_probs[part.drawn]
@@ -143,10 +146,17 @@ def pack_answers(
         floats["policy"][drawn[-1]], floats["advantages"][drawn[-1]] = weight, advantage
     marks = ints.pop("answers")
     more = {"divergence": divergence * floats["policy"]} if divergence else {}
-    signals = Signals(**floats, **more, answers=marks, most_answers=answers_per_row)
+    signals = Signals(**floats, **more, answers=marks, experts=experts, most_answers=answers_per_row)
     arrays: dict[str, Any] = ints
     batch = Batch(**arrays, loss_mask=marks > 0, signals=signals, contiguous=True)
     return PackedAnswers(batch, drawn, [place.number for place in places or ()])
+
+
+def _no_experts(parts: Sequence[Sequence[AnswerPart]], rows: int, length: int) -> np.ndarray | None:
+    """Return an array for the experts of all tokens, -1 so far; None if those of no answer are known."""
+    known = (part.rollout.experts for each in parts for part in each if part.rollout.experts is not None)
+    first = next(known, None)
+    return None if first is None else np.full((rows, length, *first.shape[1:]), -1, np.int16)
 
 
 class AnswerPacker:

@@ -1,12 +1,13 @@
 """Answers of a step with their rewards, and their files, which people read and a run that was killed goes on with."""
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int16
 
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.data.sources.data_files import zstd_module
@@ -79,12 +80,27 @@ class Episode(NamedTuple):
 
 def _rollout_json(rollout: Rollout) -> dict[str, Any]:
     lists = {name: getattr(rollout, name).tolist() for name in ("tokens", "log_probs", "versions")}
-    return lists | {"finish_reason": rollout.finish_reason}
+    experts = {} if rollout.experts is None else {"experts": _packed(rollout.experts)}
+    return lists | {"finish_reason": rollout.finish_reason} | experts
 
 
 def _rollout_of(row: Mapping[str, Any]) -> Rollout:
     tokens, versions = (np.asarray(row[name], np.int32) for name in ("tokens", "versions"))
-    return Rollout(tokens, np.asarray(row["log_probs"], np.float32), versions, row["finish_reason"])
+    experts = _unpacked(row["experts"]) if "experts" in row else None
+    return Rollout(tokens, np.asarray(row["log_probs"], np.float32), versions, row["finish_reason"], experts)
+
+
+def _packed(experts: Int16[np.ndarray, "tokens layers choices"]) -> dict[str, Any]:
+    """Return numbers of experts as JSON: one byte each, or two where there are more than 128, in base64."""
+    dtype = "int8" if experts.max(initial=0) < 128 else "int16"
+    data = base64.b64encode(experts.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
+    return {"shape": experts.shape, "dtype": dtype, "data": data}
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Int16[np.ndarray, "tokens layers choices"]:
+    """Read what `_packed` returned."""
+    flat = np.frombuffer(base64.b64decode(packed["data"]), np.dtype(packed["dtype"]).newbyteorder("<"))
+    return flat.reshape(packed["shape"]).astype(np.int16)
 
 
 class JudgedAnswer(NamedTuple):

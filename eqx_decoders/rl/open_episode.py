@@ -89,10 +89,27 @@ class OpenEpisode:
 
     def _part(self) -> AnswerPart:
         pieces = [(_not_drawn(()), False), *self._pieces]
-        tokens, log_probs, versions = (np.concatenate([piece[field] for piece, _ in pieces]) for field in range(3))
+        rollouts: list[Any] = [piece for piece, _ in pieces]
+        tokens, log_probs, versions = (np.concatenate([piece[field] for piece in rollouts]) for field in range(3))
         drawn = np.concatenate([np.full(len(piece.tokens), by_model) for piece, by_model in pieces])
         reason = "length" if self.end == "tokens" else "stop"
-        return AnswerPart(self._context, Rollout(tokens, log_probs, versions, reason), drawn)
+        rollout = Rollout(tokens, log_probs, versions, reason, self._experts())
+        return AnswerPart(self._context, rollout, drawn)
+
+    def _experts(self) -> np.ndarray | None:
+        """Return the experts of all tokens of the part: as of each turn, when it was drawn, and of what was before it.
+
+        The last token of a turn, which it did not read itself, has those of the next.
+        """
+        experts = None
+        for piece, _ in self._pieces:
+            if piece.experts is not None:
+                before = piece.experts[:0] if experts is None else experts[:-1]
+                experts = np.concatenate([before, piece.experts[len(before) :]])
+        if experts is None:
+            return None
+        unread = len(self.tokens) - len(experts)
+        return np.pad(experts, ((0, unread), (0, 0), (0, 0)), constant_values=-1)
 
     def judged(self, weights: Mapping[str, float]) -> JudgedAnswer:
         """Return the episode that has ended; an episode that failed, or that can't be judged, has no reward."""

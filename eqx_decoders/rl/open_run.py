@@ -10,6 +10,7 @@ from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts, read_t
 from eqx_decoders.errors import check
 from eqx_decoders.io.coordination import check_same
 from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.model.expert_choices import check_choices
 from eqx_decoders.rl.answerer import Answerer, ends_of_answers
 from eqx_decoders.rl.episodes import EpisodeAnswerer
 from eqx_decoders.rl.on_policy import OnPolicyRun
@@ -61,6 +62,8 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     limit = longest + rl.max_new_tokens if rl.environment is None else rl.episode_tokens or data.seq_len
     _check_room(config, limit)
     stop_ids = ends_of_answers(tokenizer, template, start.target.generation_config.stop_ids)
+    if rl.routing_replay:
+        check_choices(start.target.config, "rl.routing_replay=True")
     layout = _sampler_layout(start)
     engine = SamplerEngine(Engine, _engine_config(rl, longest or limit, limit), layout)
     more: dict[str, Any] = {"stop_ids": stop_ids, "engine": engine}
@@ -95,6 +98,7 @@ def _engine_config(rl: RLConfig, longest: int, length: int) -> EngineConfig:
     slots = min(rl.slots, rl.prompts * rl.samples)
     budget = slots + 4 * chunk
     sizes: dict[str, Any] = dict(max_length=length, prefill_chunk=chunk, token_budget=budget)
+    sizes |= dict(expert_choices=rl.routing_replay)
     return EngineConfig(max_batch_size=slots, max_logprobs=0, max_logit_bias=0, **sizes)
 
 

@@ -180,16 +180,21 @@ def _described(answer: JudgedAnswer) -> str:
     return f"  {str(text)[-200:]!r} -> {answer.text[:400]!r}: {reward}"
 
 
+def _by_routers(batch: Batch) -> Batch:
+    """Return a batch whose tokens are sent where routers send them: another model replays no choice of the policy."""
+    return dataclasses.replace(batch, signals=dataclasses.replace(batch.signals or Signals(), experts=None))
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _with_reference(reference: Decoder, batch: Batch, temperature: float) -> Batch:
-    log_probs = token_log_probs(reference, batch, temperature=temperature)
+    log_probs = token_log_probs(reference, _by_routers(batch), temperature=temperature)
     return dataclasses.replace(batch, signals=dataclasses.replace(batch.signals or Signals(), reference=log_probs))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _taught(teacher: Decoder, batch: Batch, weight: float, temperature: float) -> Batch:
     """Add to the advantage of each token `weight * (log teacher - log p of the draw)`."""
-    log_probs = token_log_probs(teacher, batch, temperature=temperature)
+    log_probs = token_log_probs(teacher, _by_routers(batch), temperature=temperature)
     signals = batch.signals or Signals()
     advantages = jnp.asarray(signals.advantages) + weight * (log_probs - jnp.asarray(signals.sampler))
     return dataclasses.replace(batch, signals=dataclasses.replace(signals, advantages=advantages))
@@ -197,4 +202,4 @@ def _taught(teacher: Decoder, batch: Batch, weight: float, temperature: float) -
 
 @functools.partial(jax.jit, static_argnums=2)
 def _replicated_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float32[Array, "batch length"]:
-    return model.execution.layout.replicate(token_log_probs(model, batch, temperature=temperature))
+    return model.execution.layout.replicate(token_log_probs(model, _by_routers(batch), temperature=temperature))

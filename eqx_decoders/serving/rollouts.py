@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int16, Int32
 
 from eqx_decoders.errors import EqxDecodersError, check, check_integer
 from eqx_decoders.serving.engine.request import FinishReason, QueueFull, Request, RequestOutput
@@ -22,12 +22,15 @@ class Rollout(NamedTuple):
     - `log_probs`: log-probability of each, of the distribution that it was drawn from.
     - `versions`: number of the weights that drew each (see `Engine.load`).
     - `finish_reason`: `"stop"` for a token that ends answers, `"length"` for an answer that was cut.
+    - `experts`: the experts that each token of the prompt and of the answer was sent to, with
+        `EngineConfig.expert_choices`; -1 for tokens of which they are not known, such as the last one.
     """
 
     tokens: Int32[np.ndarray, "length"]
     log_probs: Float32[np.ndarray, "length"]
     versions: Int32[np.ndarray, "length"]
     finish_reason: FinishReason
+    experts: Int16[np.ndarray, "all_length layers choices"] | None = None
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> "Rollout":
@@ -37,7 +40,8 @@ class Rollout(NamedTuple):
         versions = [output.version for output in outputs for _ in output.tokens]
         reason = outputs[-1].finish_reason or "length"
         check(reason != "error", f"an answer has failed: {outputs[-1].error}", EqxDecodersError)
-        return cls(np.asarray(tokens, np.int32), np.asarray(scores, np.float32), np.asarray(versions, np.int32), reason)
+        lists = np.asarray(tokens, np.int32), np.asarray(scores, np.float32), np.asarray(versions, np.int32)
+        return cls(*lists, reason, outputs[-1].experts)
 
 
 class RolloutGroup(NamedTuple):

@@ -60,6 +60,7 @@ FLAGS = """
 --rl.policy.tau-positive --rl.policy.threshold --rl.preset --rl.prompts --rl.reference --rl.reward --rl.reward-seconds
 --rl.reward-model
 --rl.reward-weights --rl.reward-workers --rl.samples --rl.scale --rl.slots --rl.temperature --rl.truncated --rl.whiten
+--rl.routing-replay --rl.no-routing-replay
 --rl.max-staleness --sampler.devices --sampler.data --sampler.fsdp --sampler.tensor --sampler.expert
 --rl.environment --rl.episode-tokens --rl.max-turns --rl.strict-prefix --rl.no-strict-prefix
 --config --model-config --set --special-tokens-in-content --no-special-tokens-in-content

@@ -202,6 +202,11 @@ def test_bad_settings_are_refused(folder, changes, code, says):
     assert re.search(says, " ".join(err.split())), err
 
 
+def test_a_model_without_experts_is_refused(folder):
+    _, err = train(folder, "refused", "--rl.routing-replay", code=2)
+    assert "--rl.routing-replay=True needs a model with experts: this one has none. Leave it out." in err
+
+
 def test_the_fingerprint_is_of_every_bit():
     model = ed.load_hf(BASE)
     first = int(weights_fingerprint(model))

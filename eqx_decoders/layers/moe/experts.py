@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -34,6 +34,7 @@ from eqx_decoders.remat import save
 # So few tokens (a decoding step's) go through all experts on a TPU: reading the weights takes longer than multiplying,
 # and the grouped product would first copy the weights of all experts of a layer out of the stack.
 FEW_TOKENS = 128
+CHOICES = "experts"  # the input of a layer with experts that chooses them in place of its router (see `Router`)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class ExpertsConfig(CheckedFields):
         earliest ones; the others are dropped. None for no limit.
     """
 
+    takes: ClassVar[tuple[str, ...]] = (CHOICES,)
     num_experts: PositiveInt
     num_experts_per_token: PositiveInt
     mlp_dim: PositiveInt
@@ -178,7 +180,8 @@ class Experts(eqx.Module):
     def begin(self, inputs: BranchInputs) -> "tuple[Tokens, RoutingStats]":
         """Route the tokens of a part of the batch."""
         x, ctx, _, key = inputs
-        indices, weights, stats = self.router(x, ctx, key=None if key is None else jax.random.split(key)[0])
+        key = None if key is None else jax.random.split(key)[0]
+        indices, weights, stats = self.router(x, ctx, key=key, replayed=ctx.layer_inputs.get(CHOICES))
         return (self._into_experts(x, ctx), indices, weights), stats
 
     def finish(
@@ -189,7 +192,7 @@ class Experts(eqx.Module):
         (rows, _, _), *_ = tokens
         outputs = self._implementation(parts[0].ctx, rows.shape[0] * rows.shape[1])(tokens, parts[0].ctx)
         results = []
-        for (x, ctx, _, key), (out, dropped), (routed, stats) in zip(parts, outputs, prepared, strict=True):
+        for (x, ctx, _, key), (out, dropped), (routed, routing) in zip(parts, outputs, prepared, strict=True):
             out = add_bias(self._out_of_experts(self._plus_unchanged(out, *routed), ctx), self.out_bias)
             if norms is not None:
                 out, x = norms.post_routed(out), norms.pre_shared(x)
@@ -198,7 +201,9 @@ class Experts(eqx.Module):
                 shared = self._shared(self.shared, x, ctx, None if key is None else jax.random.split(key)[1])
                 shared = shared if norms is None else norms.post_shared(shared)
                 out, lent = (out + shared, None) if self.config.shortcut is None else (shared, out)
-            stats = {"routing": dataclasses.replace(stats, dropped=dropped)}
+            stats: dict[str, Any] = {"routing": dataclasses.replace(routing, dropped=dropped)}
+            if ctx.execution.expert_choices:
+                stats["choices"] = routed[1]
             results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats=stats, lent=lent))
         return results
 

@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check, check_word
@@ -197,15 +197,27 @@ class Router(eqx.Module):
     config: RouterConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
+        self,
+        x: Float[Array, "batch length embed"],
+        ctx: Context,
+        *,
+        key: PRNGKeyArray | None = None,
+        replayed: Integer[Array, "batch length choices"] | None = None,
     ) -> tuple[Int32[Array, "batch length slots"], Float[Array, "batch length slots"], RoutingStats]:
         """Return the k experts of each token, best first, their weights, and statistics.
 
         Padding (tokens at position -1) goes nowhere: to the expert after the last one, with weight 0.
+
+        **Arguments:**
+
+        - `replayed`: experts that another program has chosen for these tokens, in place of the best ones; -1 for tokens
+            of which it is not known. Weights are of this router's own scores of them, and so are gradients.
         """
         logits = self._logits(x, ctx)
         scores = _score(logits, self.config.score)
         indices, allowed = self._choose(logits, scores, key) if self.table is None else self._look_up(scores, ctx)
+        if replayed is not None:
+            indices, allowed = self._replay(replayed, indices, allowed)
         weights = self._combine_weights(logits, jnp.where(allowed, scores, 0.0), indices)
         real = ctx.positions >= 0
         stats = self._stats(logits.astype(jnp.float32), scores.astype(jnp.float32), indices, real)
@@ -244,6 +256,15 @@ class Router(eqx.Module):
         check(ctx.tokens is not None and self.table is not None, f"{rule}.")
         assert ctx.tokens is not None and self.table is not None
         return jnp.take(self.table, ctx.tokens, axis=0, mode="clip"), jnp.ones(scores.shape, bool)
+
+    def _replay(
+        self, replayed: Array, indices: Array, allowed: Array
+    ) -> tuple[Int32[Array, "batch length slots"], Bool[Array, "batch length experts"]]:
+        """Return the replayed experts where there are any; those of other groups than the own ones are allowed, too."""
+        chosen = replayed[..., : self.num_experts_per_token].astype(jnp.int32)
+        chosen = jnp.where(chosen[..., :1] >= 0, chosen, indices)
+        others = jnp.any(chosen != indices, axis=-1, keepdims=True)
+        return chosen, allowed | others
 
     def _best_groups(self, choice: Array) -> Bool[Array, "batch length experts"]:
         """Return which experts are in the groups that a token may use."""

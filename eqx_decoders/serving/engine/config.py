@@ -14,6 +14,7 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.expert_choices import check_choices
 from eqx_decoders.serving.engine.request import Request
 
 
@@ -70,6 +71,9 @@ class EngineConfig(EngineLimits):
     - `batch_invariant`: a step computes all slots, so that an answer's last bits do not depend on the number of others.
         False: on a CPU a step computes 1, 2, 4, 8 ... rows, the fewest that hold all answers, up to three times as
         fast; other rounding can then choose another token where two are almost equally likely.
+    - `expert_choices`: the last output of a request has the experts that its tokens were sent to, for a training that
+        replays them (`RequestOutput.experts`). Slots, the prefix cache and preempted slots keep them beside keys and
+        values, 2 bytes a choice.
     """
 
     max_logprobs: NonNegativeInt = 20
@@ -78,6 +82,7 @@ class EngineConfig(EngineLimits):
     pages: PageConfig | None = None
     drafts: Drafter | None = None
     batch_invariant: bool = True
+    expert_choices: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -110,6 +115,8 @@ class EngineConfig(EngineLimits):
         fixed = model.config.fixed_length
         rule = f"EngineConfig.max_length={self.max_length} must be at most {fixed}: keys of longer texts turn by others"
         check(fixed is None or self.max_length <= fixed, f"{rule}.")
+        if self.expert_choices:
+            check_choices(model.config, "EngineConfig.expert_choices=True")
         if self.drafts is not None:
             self.drafts.check_model(model)
         run = model.execution
@@ -133,6 +140,8 @@ class EngineConfig(EngineLimits):
             check(count <= self.max_logprobs, f"{field}={count} must be at most {self.max_logprobs}.")
         most, biases = self.max_logit_bias, len(biased)
         check(biases <= most, f"logit_bias has {biases} tokens, of at most {most}.")
+        text_only = request.media is None or not self.expert_choices
+        check(text_only, "expert_choices=True: experts are reported of texts alone, without images, videos or audio.")
         text_only = request.media is None or request.adapter is None
         check(text_only, f"adapter={request.adapter!r}: adapters answer texts alone, without images, videos or audio.")
         text_only = request.media is None or request.prompt_logprobs is None

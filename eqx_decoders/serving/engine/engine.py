@@ -435,6 +435,14 @@ class Engine:
             output["scores"] = tuple(token_scores(scores, rows, tokens, request.logprobs))
         self._count(generated_tokens=len(tokens))
         if reason is not None:
+            if self.config.expert_choices:
+                output["experts"] = self._experts(sequence)
             self._scheduler.release(sequence)
             self._scheduler.prefix_warmup.add(sequence)
         return [RequestOutput(request_id=sequence.request_id, **output, **once)]
+
+    def _experts(self, sequence: SequenceState) -> np.ndarray:
+        """Return the experts that the tokens of a sequence were sent to; -1 for the last one, which is not read."""
+        experts = self._runner.experts(sequence.slot, len(sequence.request.prompt) + len(sequence.answer)).copy()
+        experts[-1] = -1
+        return experts

@@ -25,6 +25,7 @@ from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.expert_choices import choices_of
 from eqx_decoders.serving.engine import slot_state
 from eqx_decoders.serving.engine.adapters import EngineAdapters, of_rows
 from eqx_decoders.serving.engine.block_manager import windows_of
@@ -66,6 +67,7 @@ class RunnerConfig:
     - `max_logprobs`: most likely tokens that are reported for each token.
     - `cache_format`: dtype or quantization of keys and values.
     - `pages`: layout of a paged cache; None: each slot has its own contiguous rows.
+    - `expert_choices`: whether the state has the experts that tokens were sent to.
     - `max_adapters`, `max_adapter_rank`, `adapter_targets`: see `EngineAdapters`.
     """
 
@@ -78,6 +80,7 @@ class RunnerConfig:
     max_logprobs: int
     cache_format: CacheFormat
     pages: PageConfig | None = None
+    expert_choices: bool = False
     max_adapters: int = 0
     max_adapter_rank: int = 1
     adapter_targets: tuple[str, ...] = ("*",)
@@ -87,6 +90,7 @@ class ModelRunner:
     """The state of all slots on the device, and the compiled programs that change it."""
 
     def __init__(self, model: Decoder, config: RunnerConfig, drafter: Drafter | None = None):
+        model = model.replace(expert_choices=config.expert_choices)
         models = Models(placed(model), None if drafter is None else with_models(placed, drafter))
         model, self.weights = models.model, EngineWeights(models)
         layout, slots, length = model.execution.layout, config.num_slots, config.length
@@ -98,7 +102,11 @@ class ModelRunner:
         drafts = None
         if models.drafter is not None:
             drafts = models.drafter.empty(model, slots, length, config.cache_format)
-        state = EngineState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
+        experts = None
+        if config.expert_choices:
+            experts = jnp.zeros((slots, length, *choices_of(model.config)), jnp.int16)
+        tokens, experts = jax.device_put((tokens, experts), layout.replicated())
+        state = EngineState(cache=cache, tokens=tokens, drafts=drafts, experts=experts)
         self._state = slot_state.without_aliases(state)
         self.model = self.weights.model
         sizes = config.max_adapters, config.max_adapter_rank, config.adapter_targets
@@ -158,6 +166,8 @@ class ModelRunner:
             row = jax.eval_shape(lambda: inference_cache(self.model, 1, self.length, self.config.cache_format))
             self._compile("insert cache", slot_state.insert_cache, slot, row, np.zeros((1, self.length), np.int32))
         self._compile("save state", slot_state.save_state, slot, donates=False)
+        if self.config.expert_choices:
+            self._compile("experts", lambda state, slot: state.experts[slot], slot, donates=False)
         saved = jax.eval_shape(slot_state.save_state, self._state, slot)
         self._compile("restore state", slot_state.restore_state, slot, begin, saved)
 
@@ -202,6 +212,10 @@ class ModelRunner:
     def save(self, slot: int, begin: int, *, pages: bool = True) -> CacheSnapshot:
         """Copy the cache entries of a block of tokens of a slot; without `pages`, skip paged layers."""
         return self._run("save" if pages or not self.windows else "save unpaged", np.int32(slot), np.int32(begin))
+
+    def experts(self, slot: int, count: int) -> np.ndarray:
+        """Return the experts of the first `count` tokens of a slot, `[count, layers, choices]`."""
+        return np.asarray(self._run("experts", np.int32(slot)))[:count]
 
     def save_state(self, slot: int) -> Any:
         """Copy the recurrent and convolution states of a slot."""
@@ -356,7 +370,8 @@ def decode(
         drafts = models.drafter.step(model, drafts, verified)
     result = SampledTokens(tokens=verified.following, num_accepted=verified.num_accepted, scores=scores)
     result = jax.tree.map(model.execution.layout.replicate, result)
-    return EngineState(cache=cache, tokens=ids, drafts=drafts), result
+    state = dataclasses.replace(state, cache=cache, tokens=ids, drafts=drafts)
+    return state.with_experts(slots, targets, verified.experts), result
 
 
 @typed
@@ -377,7 +392,7 @@ def prefill(
     `following` has the next token of each; positions are -1 after the last token.
     """
     model = of_rows(models.model, batch.adapter)
-    hidden, proposal, _ = model.forward_uncommitted(
+    hidden, proposal, stats = model.forward_uncommitted(
         tokens, positions, cache=state.cache.at_rows(slot[None]), promises=Promises(accept_all=True)
     )
     targets = jnp.where(positions[0] < 0, state.tokens.shape[1], positions[0])
@@ -408,7 +423,8 @@ def prefill(
         read = VerifiedStep(tokens, proposal.positions, hidden, next_tokens, positions[:, 0], count)
         drafts = models.drafter.prefill(model, drafts, slot, read)
     result = jax.tree.map(model.execution.layout.replicate, ChunkResult(logits, prompt_scores))
-    return EngineState(cache=cache, tokens=ids, drafts=drafts), result
+    state = dataclasses.replace(state, cache=cache, tokens=ids, drafts=drafts)
+    return state.with_experts(slot[None], targets[None], stats.choices), result
 
 
 def first_token(

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Annotated, Literal
 
 import numpy as np
+from jaxtyping import Int16
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.encoders.media import Media
@@ -84,6 +85,8 @@ class RequestOutput:
     - `cached_tokens`: prompt tokens taken from the prefix cache.
     - `queue_seconds`: time that the request waited for a slot. This, `cached_tokens` and `prompt_scores` come with the
         first token.
+    - `experts`: with the last output, the experts that each token of prompt and answer was sent to, where
+        `EngineConfig.expert_choices` asks for them; -1 for the last token, which was sent nowhere.
     - `version`: number of the weights that computed these tokens (see `Engine.load`).
     - `finish_reason`: reason why the answer is complete: `"stop"`, one of `stop_ids`; `"length"`, `max_new_tokens` or
         the engine's `max_length`; `"cancelled"`; `"error"`. None: it goes on.
@@ -97,6 +100,7 @@ class RequestOutput:
     text_scores: tuple[float, ...] = ()
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    experts: Int16[np.ndarray, "tokens layers choices"] | None = None
     version: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None

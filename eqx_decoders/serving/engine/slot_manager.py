@@ -54,6 +54,7 @@ class SlotManager:
             max_logprobs=config.max_logprobs,
             cache_format=default_cache_format(model.execution) if dtype is None else CacheFormat.of(dtype),
             pages=config.pages,
+            expert_choices=config.expert_choices,
             max_adapters=config.max_adapters,
             max_adapter_rank=config.max_adapter_rank,
             adapter_targets=config.adapter_targets,

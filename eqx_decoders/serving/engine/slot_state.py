@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int16
 
 from eqx_decoders.inference.draft_state import DraftState
 from eqx_decoders.layers.cache.base import is_layer_cache
@@ -25,11 +25,13 @@ class EngineState(eqx.Module):
     - `cache`: the model's cache, a row for each slot.
     - `tokens`: token ids by slot and position.
     - `drafts`: state of a drafter that runs on the device, if there is one.
+    - `experts`: the experts that each of these tokens was sent to, if they are asked for.
     """
 
     cache: Cache
     tokens: Int[Array, "slots length"]
     drafts: DraftState | None = None
+    experts: Int16[Array, "slots length layers choices"] | None = None
 
     @property
     def layer_caches(self) -> Any:
@@ -40,7 +42,14 @@ class EngineState(eqx.Module):
         """Return the state with other layer caches."""
         segments, drafting = layer_caches
         drafts = None if self.drafts is None else dataclasses.replace(self.drafts, layer_caches=drafting)
-        return EngineState(dataclasses.replace(self.cache, segments=segments), self.tokens, drafts)
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, segments=segments), drafts=drafts)
+
+    def with_experts(self, slots: Array, positions: Array, chosen: Array | None) -> "EngineState":
+        """Write the experts of tokens of some slots, `[layers, slots, tokens, choices]`, at their positions."""
+        if self.experts is None or chosen is None:
+            return self
+        new = jnp.transpose(chosen, (1, 2, 0, 3)).astype(self.experts.dtype)
+        return dataclasses.replace(self, experts=self.experts.at[slots[:, None], positions].set(new, mode="drop"))
 
 
 class CacheSnapshot(eqx.Module):
@@ -50,10 +59,12 @@ class CacheSnapshot(eqx.Module):
 
     - `entries`: per layer cache its entries and their positions; None for layers without an entry per token.
     - `tokens`: the token ids.
+    - `experts`: the experts that they were sent to, if the engine's state has them.
     """
 
     entries: Any
     tokens: Int[AnyArray, "1 length"]
+    experts: Int16[AnyArray, "1 length layers choices"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +90,11 @@ def save(
         return layer_cache.row_tokens(slot, positions) if pages or not layer_cache.page_pools else None
 
     entries = jax.tree.map(copy_tokens, state.layer_caches, is_leaf=is_layer_cache)
-    ids = state.tokens.at[slot, jnp.maximum(positions, 0)].get(mode="clip")
-    return CacheSnapshot(entries=entries, tokens=ids)
+    ids, experts = (
+        None if array is None else array.at[slot, jnp.maximum(positions, 0)].get(mode="clip")
+        for array in (state.tokens, state.experts)
+    )
+    return CacheSnapshot(entries=entries, tokens=ids, experts=experts)
 
 
 def save_state(state: EngineState, slot: Int[Array, ""]) -> Any:
@@ -105,7 +119,10 @@ def restore(state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], sna
     state = state.with_layer_caches(caches)
     positions = begin + jnp.arange(snapshot.tokens.shape[1])
     ids = state.tokens.at[slot, positions].set(snapshot.tokens[0], mode="drop")
-    return dataclasses.replace(state, tokens=ids)
+    experts = state.experts
+    if experts is not None and snapshot.experts is not None:
+        experts = experts.at[slot, positions].set(snapshot.experts[0], mode="drop")
+    return dataclasses.replace(state, tokens=ids, experts=experts)
 
 
 def restore_state(state: EngineState, slot: Int[Array, ""], length: Int[Array, ""], saved: Any) -> EngineState:

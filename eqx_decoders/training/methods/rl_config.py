@@ -140,6 +140,9 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     """Most answers in one sequence of a batch."""
     slots: PositiveInt = 32
     """Answers that are drawn at once."""
+    routing_replay: bool = False
+    """Send tokens to the experts that they were sent to when they were drawn (R3): routers of trainer and sampler can
+    choose others where scores are almost equal. Weights and gradients are those of the trainer's own scores."""
     max_staleness: Annotated[int, InRange(least=0, most=1)] = 0
     """Steps that the weights may be old which draw a step's answers. 0: they are those that learn from them; 1, with
     sampler.devices: answers are drawn while the step before is trained, and policy.correction is tis if not set."""

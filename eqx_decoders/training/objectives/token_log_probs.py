@@ -1,5 +1,6 @@
 """Log-probs of a batch's tokens under a model, and the signals that belong to its targets."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.expert_choices import with_choices
 from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
 from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens, of_next
@@ -38,13 +40,18 @@ def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) 
     """Compute the log-probs of all targets of a batch, in float32, at the temperature at which they were drawn.
 
     There is no dropout: of a policy, the weights that drew an answer and a reference all say what they would again.
+    Tokens are sent to the experts of `Signals.experts`, where there are any.
     """
     targets, weights = next_tokens(batch)
-    signals = jax.tree.map(of_next, Signals() if batch.signals is None else batch.signals)
-    ordered = in_context_order(model.config, model.execution, batch, targets, weights != 0, signals)
-    batch, targets, real, signals = ordered
+    signals = Signals() if batch.signals is None else batch.signals
+    experts, signals = signals.experts, jax.tree.map(of_next, dataclasses.replace(signals, experts=None))
+    experts = None if experts is None else jnp.asarray(experts)  # of the tokens that are read, not of targets
+    ordered = in_context_order(model.config, model.execution, batch, targets, weights != 0, signals, experts)
+    batch, targets, real, signals, experts = ordered
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     inputs, promises = model_inputs(model, batch), Promises(contiguous=batch.contiguous)
+    if experts is not None:
+        inputs["inputs"] = with_choices(inputs["inputs"], experts)
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)
     found = linear_log_probs(
         model.head_input(hidden),

@@ -37,6 +37,7 @@ VARIANTS = {
     "of everything": dict(bias=True, per_expert_scale=True, **DEEPSEEK, **GROUPS),
 }
 POSITIONS = np.array([[0, 1, 2, 3, 4], [0, 1, -1, -1, 2], [-1] * 5])
+FACTORS = np.sin(1.0 + np.arange(POSITIONS.size * CHOSEN)).reshape(*POSITIONS.shape, CHOSEN)
 
 
 def router_of(seed: int = 0, **options) -> Router:
@@ -53,6 +54,14 @@ def tokens_of(seed: int = 1) -> np.ndarray:
 @eqx.filter_jit
 def run(router, x, positions, key):
     return router(x, ed.Context(positions=positions), key=key)
+
+
+@eqx.filter_jit
+@eqx.filter_value_and_grad(has_aux=True)
+def replay(router, x, replayed):
+    """A sum of weights, each with a factor of its own, and its gradient."""
+    found = router(x, ed.Context(positions=jnp.asarray(POSITIONS)), replayed=replayed)
+    return jnp.sum(found[1] * jnp.asarray(FACTORS, jnp.float32)), found
 
 
 def route(router, x, positions=POSITIONS, key=None):
@@ -125,6 +134,46 @@ def test_routing_is_that_of_a_loop(name):
     for form, value in losses.items():
         assert float(load_balance_loss(stats, form)) == pytest.approx(value / 2, rel=1e-5)
     assert float(router_z_loss(stats)) == pytest.approx(want["z"] / 8, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["of everything", "deepseek_v2", "phi3.5"])
+def test_replayed_experts_have_the_weights_of_the_own_scores(name):
+    """The own choice changes nothing, to the last bit; another one has the plain formula's weights and gradients."""
+    router, x = router_of(**VARIANTS[name]), tokens_of()
+    wanted = replay(router, x, jnp.full((*POSITIONS.shape, CHOSEN), -1, jnp.int16))
+    own = wanted[0][1][0].astype(jnp.int16)
+    same = replay(router, x, own)
+    plain = route(router, x)
+    for one, other in ((same, wanted), (wanted[0][1], plain)):
+        assert all(np.array_equal(*each) for each in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    first = np.asarray(own)[..., :1] + 2
+    others = np.where(np.arange(5)[:, None] < 3, (first + np.arange(CHOSEN)) % EXPERTS, -1).astype(np.int16)
+    (value, (indices, weights, stats)), gradient = replay(router, x, jnp.asarray(others))
+    counts, entry = np.zeros(EXPERTS), (2, 3)
+
+    def by_hand(router):
+        total = 0.0
+        for row, place in zip(*np.nonzero(POSITIONS >= 0), strict=True):
+            given = [*map(int, others[row, place])] if others[row, place, 0] >= 0 else None
+            chosen, scaled, _, _ = route_by_hand(router, x[row, place].astype(np.float64), given)
+            total += float(np.dot(scaled, FACTORS[row, place]))
+            yield row, place, chosen, scaled
+        yield total
+
+    *rows, total = by_hand(router)
+    for row, place, chosen, scaled in rows:
+        assert indices[row, place].tolist() == chosen
+        np.testing.assert_allclose(weights[row, place], scaled, rtol=2e-5)
+        counts[chosen] += 1
+    np.testing.assert_array_equal(stats.counts, counts)
+    assert float(value) == pytest.approx(total, rel=1e-5) and total != pytest.approx(float(wanted[0][0]), rel=1e-3)
+    kernel, step = np.asarray(router.kernel, np.float64), 1e-5
+    moved = [kernel.copy() for _ in range(2)]
+    moved[0][entry] += step
+    moved[1][entry] -= step
+    *_, up = by_hand(eqx.tree_at(lambda router: router.kernel, router, moved[0]))
+    *_, down = by_hand(eqx.tree_at(lambda router: router.kernel, router, moved[1]))
+    assert float(gradient.kernel[entry]) == pytest.approx((up - down) / (2 * step), rel=1e-3, abs=1e-6)
 
 
 def test_ties_go_to_the_lower_index():

@@ -641,3 +641,45 @@ def test_adapters_need_whole_batches():
     ):
         config.check_model(halves)
     EngineConfig().check_model(halves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fixture", "changes"),
+    [
+        ("qwen3_moe_mixed", {}),
+        ("mixtral_window", dict(pages=PageConfig(page_size=4))),
+        ("olmoe_clip", dict(drafts=PromptLookup(num_tokens=2))),
+        ("deepseek3_groups", dict(prefix_cache_bytes=0, preempted_bytes=0)),
+    ],
+)
+def test_the_experts_of_every_token_are_those_of_a_whole_forward_pass(fixture, changes):
+    """Of prompts that begin alike, of several answers to one, with drafts, preempted and started again."""
+    engine = engine_for(fixture, expert_choices=True, **changes)
+    pool = request_pool(engine.model.config.vocab_size, 10, seed=5)
+    pool += [dataclasses.replace(pool[1], sampling=SamplingParams(temperature=1.0, seed=seed)) for seed in range(3)]
+    requests, answers, experts = {}, collections.defaultdict(tuple), {}
+    waiting = collections.deque(sorted(pool, key=lambda each: each.priority))
+    while waiting or engine.has_work:
+        if waiting:
+            request = waiting.popleft()
+            requests[engine.submit(request)] = request
+        for output in engine.step():
+            answers[output.request_id] += output.tokens
+            assert (output.experts is None) == (output.finish_reason is None)
+            experts[output.request_id] = output.experts
+    stats = engine.counts()
+    assert stats.preemptions > 0 or "drafts" in changes
+    assert stats.prefix_hits > 0 or "prefix_cache_bytes" in changes
+    model = engine.model.replace(expert_choices=True)
+    for number, request in requests.items():
+        tokens = (*request.prompt, *answers[number])
+        (wanted,) = np.moveaxis(np.asarray(model(np.asarray([tokens], np.int32)).stats.choices), 0, 2)
+        assert experts[number].dtype == np.int16 and experts[number].shape == wanted.shape
+        np.testing.assert_array_equal(experts[number][:-1], wanted[:-1])
+        assert (experts[number][-1] == -1).all()
+
+
+def test_experts_that_can_not_be_reported_are_refused():
+    with pytest.raises(ed.ConfigError, match="expert_choices=True needs a model with experts"):
+        engine_for("llama_rope", expert_choices=True)

@@ -1,0 +1,133 @@
+"""Experts of drawn tokens: in files, in rows, over the turns of an episode, and in runs."""
+
+import json
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.data.sources.data_files import zstd_module
+from eqx_decoders.io.huggingface.load import read_config
+from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.rl.answer_batch import AnswerNumbers, pack_answers
+from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
+from eqx_decoders.rl.open_episode import OpenEpisode
+from eqx_decoders.serving.rollouts import Rollout
+from tests.commands import ROOT, steps_of
+from tests.rl.test_rl_run import BASE, answers_of, figures, folder, train  # noqa: F401
+
+
+LAYERS, CHOICES = 2, 3
+
+
+def experts_of(tokens, first=0):
+    """Other ones for each token, -1 of the last."""
+    experts = (first + np.arange(tokens * LAYERS * CHOICES, dtype=np.int16)).reshape(tokens, LAYERS, CHOICES)
+    experts[-1] = -1
+    return experts
+
+
+def answer_of(prompt, tokens, first=0):
+    ids, zeros = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32)
+    rollout = Rollout(ids, zeros, ids * 0, "stop", experts_of(prompt + tokens, first))
+    return JudgedAnswer(Prompt(first, (7,) * prompt, {"prompt": ""}), rollout, "", 1.0)
+
+
+@pytest.mark.parametrize("first", [0, 300])
+def test_experts_lie_with_their_tokens(tmp_path, first):
+    """In a file every bit, in rows at the tokens of prompts and answers; -1 where there is nothing."""
+    plain = answer_of(2, 2)
+    plain = plain._replace(rollout=plain.rollout._replace(experts=None))
+    answers = [answer_of(3, 2, first), answer_of(1, 4), plain]
+    files = AnswerFiles(tmp_path)
+    files.write(1, "key", StepAnswers(answers, prompts=3))
+    found = files.read(1, "key")
+    assert found is not None and found.answers[2].rollout.experts is None
+    for one, other in zip(answers[:2], found.answers[:2], strict=True):
+        experts: Any = other.rollout.experts
+        assert experts.dtype == np.int16 and np.array_equal(one.rollout.experts, experts)
+    options: Any = dict(choices=[1], seq_len=20, answers_per_row=4)
+    signals: Any = pack_answers(found.answers, AnswerNumbers(*np.ones((2, 3))), **options).batch.signals
+    wanted = np.full((20, LAYERS, CHOICES), -1)
+    wanted[:5], wanted[5:10] = experts_of(5, first), experts_of(5)
+    np.testing.assert_array_equal(signals.experts, wanted[None])
+    assert signals.experts.dtype == np.int16
+    nothing: Any = pack_answers(answers[2:], AnswerNumbers(*np.ones((2, 1))), **options).batch.signals
+    assert nothing.experts is None
+
+
+def test_a_turn_keeps_the_experts_that_it_was_drawn_by():
+    """The next turn reads all tokens again: of these it adds those that were not read when they were drawn."""
+    episode = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
+    episode.begin((1, 2, 3))
+    first, second = answer_of(3, 2).rollout, answer_of(7, 3, 100).rollout
+    episode.say(first, "", 9)
+    episode.hear([4, 5])
+    episode.say(second, "", 9)
+    episode.hear([6])
+    (part,) = episode.judged({}).parts
+    experts: Any = part.rollout.experts
+    assert part.size == len(experts) == 11
+    np.testing.assert_array_equal(experts[:4], experts_of(5)[:4])
+    np.testing.assert_array_equal(experts[4:9], experts_of(10, 100)[4:9])
+    assert (experts[9:] == -1).all()
+    silent = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
+    silent.begin((1,))
+    silent.say(Rollout(*first[:4]), "", 9)
+    assert silent.judged({}).parts[0].rollout.experts is None
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """A checkpoint with experts, whose router decides by little."""
+    config, _ = read_config(ROOT / "tests" / "fixtures" / "mixtral_window")
+    model = ed.init(with_fields(config, ["vocab_size=320", "num_experts=6"]), key=jax.random.key(1))
+    path = tmp_path_factory.mktemp("sparse") / "model"
+    ed.save_hf(model, path, family="mixtral", tokenizer=BASE)
+    return path
+
+
+def _lines(path, step):
+    return zstd_module().decompress(AnswerFiles(path).path(step).read_bytes()).splitlines()
+
+
+def _elsewhere(rollout):
+    return rollout._replace(experts=np.where(rollout.experts < 0, -1, (rollout.experts + 1) % 6).astype(np.int16))
+
+
+@pytest.mark.slow
+def test_runs_replay_what_was_drawn(folder, sparse):  # noqa: F811
+    """On one device, on meshes and one step ahead; a run that is killed finds the experts with its answers."""
+    more: Any = dict(init_from=sparse, steps=3, batch_size=8)
+    train(folder, "plain-routing", **more)
+    train(folder, "replayed", "--rl.routing-replay", **more)
+    found: Any = answers_of(folder, "replayed", 3).answers
+    assert all(each.rollout.experts.shape == (len(each.prompt.tokens) + each.length, 2, 2) for each in found)
+    assert all(0 <= each.rollout.experts[:-1].min() <= each.rollout.experts.max() < 6 for each in found)
+    assert all(row["log_prob_gap"] <= 1e-5 for row in steps_of(folder / "replayed"))
+    np.testing.assert_allclose(figures(folder, "replayed"), figures(folder, "plain-routing"), atol=1e-4)
+    shutil.rmtree(folder / "replayed" / "checkpoints")
+    (folder / "rewards.py.closed").write_text("")
+    train(folder, "replayed", "--rl.routing-replay", **more)
+    (folder / "rewards.py.closed").unlink()
+    shutil.rmtree(folder / "replayed" / "checkpoints")  # other experts in the file: the trainer takes them
+    files, (key, *_) = AnswerFiles(folder / "replayed" / "rollouts"), _lines(folder / "replayed" / "rollouts", 1)
+    changed: Any = files.read(1, json.loads(key)["key"])
+    moved = [each._replace(rollout=_elsewhere(each.rollout)) for each in changed.answers]
+    files.write(1, json.loads(key)["key"], changed._replace(answers=moved))
+    train(folder, "replayed", "--rl.routing-replay", **more)
+    assert steps_of(folder / "replayed")[0]["log_prob_gap"] > 1e-3
+    split = ("--rl.routing-replay", "--mesh.fsdp", 2, "--mesh.expert", 2)
+    train(folder, "split", *split, "--sampler.tensor", 2, devices=4, **more)
+    np.testing.assert_allclose(figures(folder, "split"), figures(folder, "plain-routing"), atol=1e-4)
+    train(folder, "ahead-replayed", *split, "--sampler.devices", 4, "--rl.max-staleness", 1, **more)
+    train(folder, "ahead-plain", *split[1:], "--sampler.devices", 4, "--rl.max-staleness", 1, **more)
+    one, other = (steps_of(folder / name)[1]["log_prob_gap"] for name in ("ahead-replayed", "ahead-plain"))
+    assert one > 1e-4 and other > 1e-4
+    with_reference: Any = dict(rl__kl=0.1, rl__kl_in="reward")
+    train(folder, "k1", "--rl.routing-replay", **more, **with_reference)
+    assert abs(steps_of(folder / "k1")[0]["k1"]) < 1e-6

@@ -1,0 +1,97 @@
+"""Routing replay: log-probs and gradients of a policy whose tokens go where they were sent when they were drawn."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.signals import Signals
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.expert_choices import check_choices, choices_of
+from eqx_decoders.training.objectives.token_log_probs import target_log_probs
+from tests.models import filled
+
+
+ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+NORM = RMSNormConfig()
+PLAIN = BlockConfig(mixer=ATTENTION, mlp=MLPConfig(mlp_dim=8), pre_mlp_norm=NORM)
+TWO, THREE = (
+    dataclasses.replace(PLAIN, mlp=ExpertsConfig(num_experts=6, num_experts_per_token=count, mlp_dim=6))
+    for count in (2, 3)
+)
+CONFIG = DecoderConfig(vocab_size=32, embed_dim=16, blocks=(TWO, TWO, THREE), final_norm=NORM)
+ROWS, LENGTH = 2, 7
+MASK = np.arange(LENGTH)[None] > np.asarray([[1], [3]])
+
+
+def batch_of(experts):
+    tokens = np.random.default_rng(3).integers(0, 32, (ROWS, LENGTH)).astype(np.int32)
+    return Batch(tokens=tokens, loss_mask=MASK, signals=Signals(experts=experts))
+
+
+@eqx.filter_jit
+@eqx.filter_value_and_grad(has_aux=True)
+def loss(model, batch):
+    found = target_log_probs(model, batch)
+    return -jnp.sum(jnp.where(found.real, found.found.log_probs, 0.0)), found.found.log_probs
+
+
+@pytest.fixture(scope="module", params=["alone", pytest.param("between others", marks=pytest.mark.slow)])
+def model(request):
+    blocks = CONFIG.blocks if request.param == "alone" else (TWO, PLAIN, TWO, PLAIN, THREE)
+    return filled(dataclasses.replace(CONFIG, blocks=blocks))
+
+
+@pytest.fixture(scope="module")
+def own(model):
+    """Its own choice, `[rows, length, layers, choices]`."""
+    choices = model.replace(expert_choices=True)(batch_of(None).tokens).stats.choices
+    assert choices.shape == (3, ROWS, LENGTH, 3) and choices_of(CONFIG) == (3, 3)
+    return np.moveaxis(np.asarray(choices), 0, 2).astype(np.int16)
+
+
+def test_the_own_choice_changes_nothing(model, own):
+    """Values and gradients, to the last bit; where it is not known, the router chooses."""
+    wanted = loss(model, batch_of(own))
+    half = np.where(np.arange(LENGTH)[None, :, None, None] % 2, own, -1).astype(np.int16)
+    for experts in (np.full_like(own, -1), half):
+        found = loss(model, batch_of(experts))
+        assert all(np.array_equal(*e) for e in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+
+
+def test_another_choice_is_of_the_token_that_is_read(model, own):
+    """One token of one layer goes elsewhere: what comes before it is the same, it and what follows are not."""
+    place, layer = 4, 1
+    others = own.copy()
+    others[0, place, layer, :2] = (own[0, place, layer, :2] + 2) % 6
+    (_, changed), gradient = loss(model, batch_of(others))
+    (_, wanted), before = loss(model, batch_of(np.full_like(own, -1)))
+    differs = np.asarray(changed != wanted)
+    assert not differs[0, :place].any() and differs[0, place:-1].all() and not differs[1].any()
+    kernel = lambda model: model.segments[0].unit[0].mlp.router.kernel  # noqa: E731
+    assert not np.array_equal(kernel(gradient)[1], kernel(before)[1])
+
+
+@pytest.mark.slow
+def test_a_program_that_replays_computes_the_same(model, own):
+    plain, replayed = loss(model, batch_of(None)), loss(model, batch_of(own))
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(replayed), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_models_without_a_choice_are_refused(model):
+    with pytest.raises(ConfigError, match="replay needs a model with experts: this one has none"):
+        check_choices(dataclasses.replace(CONFIG, blocks=(PLAIN,)), "replay")
+    with pytest.raises(ConfigError, match="must have an array for each layer that takes it"):
+        few = np.zeros((ROWS, LENGTH, 2, 3), np.int16)
+        loss(model, batch_of(few))
