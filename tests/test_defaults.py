@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import pkgutil
 
 import equinox as eqx
@@ -61,7 +62,8 @@ DEFAULTS = {
     "NamedMixer": dict(input_scale=1.0, output_scale=1.0),
     "GatedConvolutionConfig": dict(taps=3),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),
-    "LocalAttentionConfig": dict(chunk=12, left=13, soft_cap=50.0),
+    "LocalAttentionConfig": dict(chunk=12, left=13, soft_cap=50.0, distances="shifted")
+    | dict(key_scale=math.log2(1 + math.e)),
     "LightConvolutionConfig": dict(taps=5, activation="silu", norm=RMSNormConfig()),
     "BlockSelection": dict(size=1024, top_k=8, local_blocks=1),
     "BlockIndexerConfig": dict(

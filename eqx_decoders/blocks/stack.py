@@ -1,15 +1,12 @@
 """The stack: a list of blocks as segments of repeated units, whose weights are stacked and run by one scan."""
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
 from eqx_decoders.blocks.batch_overlap import cut_batch, join_batch, run_staggered
@@ -18,7 +15,7 @@ from eqx_decoders.blocks.checkpointing import checkpointed
 from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import Context
 from eqx_decoders.layers.cache.base import pasts, slices, stacked
-from eqx_decoders.sharding.explicit import in_auto_mode, mesh_of, spec_of
+from eqx_decoders.sharding.explicit import at_layer
 
 
 class Segment(eqx.Module):
@@ -161,16 +158,3 @@ def _slice_late(stacked: Any, index: Array, x: Array) -> Any:
     """
     index, _ = jax.lax.optimization_barrier((index, x))
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked)
-
-
-def at_layer(tree: Any, index: int) -> Any:
-    """Return layer `index` of a stacked tree."""
-
-    def of_device_array(leaf: Any) -> Any:
-        take = in_auto_mode(mesh_of(leaf), operator.getitem, lambda _: PartitionSpec(*spec_of(leaf)[1:]))
-        return take(leaf, index)
-
-    def of_leaf(leaf: Any) -> Any:
-        return leaf[index] if isinstance(leaf, np.ndarray) else of_device_array(leaf) if eqx.is_array(leaf) else leaf
-
-    return jax.tree.map(of_leaf, tree)

@@ -17,6 +17,7 @@ from eqx_decoders.data.sources.data_files import is_remote
 from eqx_decoders.data.sources.documents import FILES, parse_reference, reference
 from eqx_decoders.data.synthetic_images import SIZE, drawn_pixels
 from eqx_decoders.encoders.protocols import HasMedia
+from eqx_decoders.encoders.stem import WholeImageStem
 from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.io.processors.base import ProcessedFile, merge_arrays
 from eqx_decoders.io.processors.images import open_image
@@ -38,10 +39,14 @@ class SyntheticReader:
         stem = None if media is None else media.patch_stem
         if media is None or media.image_token is None or stem is None:
             raise ConfigError("drawn images need a model that sees: give one with an encoder of images.")
-        side = stem.size * stem.merge
-        fits = stem.frames == 1 and stem.channels == 3 and SIZE % side == 0
+        if isinstance(stem, WholeImageStem):
+            side, rows, frames = stem.multiple, stem.side, 1
+        else:
+            side, frames = stem.size * stem.merge, stem.frames
+            rows = SIZE // side
+        fits = frames == 1 and stem.channels == 3 and SIZE % side == 0
         check(fits, f"drawn images have {SIZE} x {SIZE} pixels: patches that become a token must divide them.")
-        return cls(token=media.image_token, tokens=(SIZE // side) ** 2)
+        return cls(token=media.image_token, tokens=rows**2)
 
     reads_files = False
 

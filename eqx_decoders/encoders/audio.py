@@ -1,7 +1,7 @@
 """Audio clips for an encoder: their chunks or frames, packed into rows of several clips each."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,12 @@ from eqx_decoders.encoders.packing import Packing
 from eqx_decoders.errors import DataError, check
 
 
-Audio = tuple[np.ndarray, int]  # chunks or frames, and how many tokens they make
+class Audio(NamedTuple):
+    """Audio clip: its chunks or frames, the tokens that they make, and its rows of features."""
+
+    frames: np.ndarray
+    tokens: int
+    rows: int
 
 
 def from_spectra(
@@ -64,7 +69,8 @@ def _in_chunks(stem: AudioStemConfig, features: np.ndarray, real: np.ndarray, *,
         count = full + (rest > 0)
         padded = np.pad(spectrum, ((0, 0), (0, max(0, count * size - spectrum.shape[1]))))
         chunks = padded.reshape(spectrum.shape[0], count, size).swapaxes(0, 1)
-        clips.append((chunks, full * stem.chunk_tokens + (stem.output_size(rest) if rest else 0)))
+        tokens = full * stem.chunk_tokens + (stem.output_size(rest) if rest else 0)
+        clips.append(Audio(chunks, tokens, tokens))
     return clips
 
 
@@ -73,18 +79,28 @@ def _in_frames(stem: FrameStemConfig, features: np.ndarray, real: np.ndarray, na
     counts = real.sum(axis=1)
     first = np.array_equal(real, np.arange(features.shape[1]) < counts[:, None])
     check(first, f"Media.create: {name} must be 1 for the first frames of an audio clip, and 0 behind them.", DataError)
-    return [(spectrum[:count], stem.output_size(int(count))) for spectrum, count in zip(features, counts, strict=True)]
+    clips = []
+    for spectrum, count in zip(features, counts.tolist(), strict=True):
+        tokens = stem.output_size(count)
+        rows, most = -(-tokens // stem.group), stem.rows_per_clip
+        rule = f"more than FrameStemConfig.rows_per_clip={most}: give a shorter clip"
+        message = f"Media.create: an audio clip of {count} frames makes {rows} rows of features"
+        check(most is None or rows <= most, f"{message}, {rule}.", DataError)
+        # the last tokens look at frames behind the clip, too
+        end = stem.stride * (tokens + 1) if stem.frames == "behind" else count
+        clips.append(Audio(spectrum[:end], tokens, most or rows))
+    return clips
 
 
 def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[ChunkRows, list[np.ndarray]]:
     audio = [audio for group in groups for audio in group]
-    chunk_tokens = stem.output_size(audio[0][0].shape[-1])
-    packing = Packing.of([[len(chunks) for chunks, _ in group] for group in groups])
-    chunks = np.zeros((packing.rows, packing.length, *audio[0][0].shape[1:]), np.float32)
+    chunk_tokens = stem.output_size(audio[0].frames.shape[-1])
+    packing = Packing.of([[len(clip.frames) for clip in group] for group in groups])
+    chunks = np.zeros((packing.rows, packing.length, *audio[0].frames.shape[1:]), np.float32)
     shape = packing.rows, packing.length * chunk_tokens
     positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     rows_of, number = [], np.zeros(packing.rows, np.int64)
-    for (clip, count), (row, begin) in zip(audio, packing.starts, strict=True):
+    for (clip, count, _), (row, begin) in zip(audio, packing.starts, strict=True):
         first, number[row] = begin * chunk_tokens, number[row] + 1
         chunks[row, begin : begin + len(clip)] = clip
         positions[row, first : first + count] = np.arange(count)
@@ -94,20 +110,28 @@ def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Audio]]) -> tu
 
 
 def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[FrameRows, list[np.ndarray]]:
-    """Put a token of silence, a document of its own, between two clips of a row: convolutions reach over borders."""
-    audio = [audio for group in groups for audio in group]
-    packing = Packing.of([[count + 1 for _, count in group] for group in groups])
-    length = packing.length - 1  # none is needed behind the last one
+    """Put tokens between two clips of a row, since convolutions reach over borders.
+
+    They are one of silence, a document of its own, or the frames behind a clip that its last tokens look at.
+    """
+    audio, unit = [audio for group in groups for audio in group], stem.group
+    behind = stem.frames == "behind"
+    packing = Packing.of([[-(-clip.tokens // unit) * unit + unit for clip in group] for group in groups], unit)
+    # the last tokens of a row are those of no clip: they are filled up from there, or none are needed
+    length = packing.length if behind or stem.rows_per_clip is not None else packing.length - unit
     frames = np.zeros((packing.rows, length * stem.stride, stem.mel_bands), np.float32)
     real = np.zeros(frames.shape[:2], bool)
     positions, segments = np.full((packing.rows, length), -1, np.int32), np.zeros((packing.rows, length), np.int32)
     rows_of = []
-    for (clip, count), (row, begin) in zip(audio, packing.starts, strict=True):
-        if begin > 0:
-            positions[row, begin - 1], segments[row, begin - 1] = 0, segments[row, begin - 2] + 1
-        number = segments[row, begin - 1] + 1 if begin > 0 else 1
+    for (clip, count, rows), (row, begin) in zip(audio, packing.starts, strict=True):
+        number = int(segments[row].max(initial=0)) + 1
+        if begin > 0 and not behind:
+            positions[row, begin - unit], segments[row, begin - unit] = 0, number
+            number += 1
         tokens, first = np.s_[row, begin : begin + count], begin * stem.stride
         frames[row, first : first + len(clip)], real[row, first : first + len(clip)] = clip, True
         positions[tokens], segments[tokens] = np.arange(count), number
-        rows_of.append(row * length + begin + np.arange(count))
-    return FrameRows(frames=frames, real=real, positions=positions, segment_ids=segments), rows_of
+        index = (row * length + begin) // unit + np.arange(rows)
+        index[-(-count // unit) :] = (row + 1) * length // unit - 1
+        rows_of.append(index)
+    return FrameRows(frames=frames, real=real, positions=positions, segment_ids=segments, group=unit), rows_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.context import Context, Execution
@@ -14,8 +14,9 @@ from eqx_decoders.encoders.audio_stem import AudioStem
 from eqx_decoders.encoders.frame_stem import FrameStem
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.encoders.mobilenet.mobilenet import MobileNet
 from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
-from eqx_decoders.encoders.projector import Projection, Projector
+from eqx_decoders.encoders.projector import EncoderTokens, Projection, Projector
 from eqx_decoders.encoders.stem import PatchStem
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.norm import Norm
@@ -40,13 +41,14 @@ class EncodedRows(NamedTuple):
 class Encoder(eqx.Module):
     """Encoder of images or audio: `projector(post_norm(block_n(... block_1(pre_norm(stem(rows))))))`."""
 
-    stem: PatchStem | AudioStem | FrameStem
+    stem: PatchStem | MobileNet | AudioStem | FrameStem
     segments: tuple[Segment, ...]
     pre_norm: Norm | None
     post_norm: Norm | None
     projector: Projector
     deepstack: tuple[Projector, ...]
     into: Projection | None
+    tokens: EncoderTokens | None
     config: EncoderConfig = eqx.field(static=True)
 
     @classmethod
@@ -58,7 +60,8 @@ class Encoder(eqx.Module):
             stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count]))
             begin += count
         deepstack, into = config.deepstack_projector, config.into
-        into_key = jax.random.fold_in(projector_key, 0)
+        inner = config.projector.combined_dim(config.embed_dim)
+        into_key, token_key = (jax.random.fold_in(projector_key, index) for index in range(2))
         return cls(
             stem=config.stem.build(config.embed_dim, key=stem_key),
             segments=with_clipping(tuple(stack)) if config.clipped else tuple(stack),
@@ -70,6 +73,7 @@ class Encoder(eqx.Module):
                 for index in range(len(config.deepstack))
             ),
             into=None if into is None else into.build(config.projector.out_dim, key=into_key),
+            tokens=None if config.tokens is None else config.tokens.build(inner, key=token_key),
             config=config,
         )  # fmt: skip
 
@@ -86,8 +90,28 @@ class Encoder(eqx.Module):
             if layer - 1 in self.config.deepstack:
                 deepstack.append(self.deepstack[len(deepstack)](x, ctx))
         x = x if self.post_norm is None else self.post_norm(x)
-        features = self.projector(x, ctx)
+        features = self._filled(self.projector(x, ctx), ctx)
         return EncodedRows(features, features if self.into is None else self.into(features, ctx), tuple(deepstack))
+
+    def with_own_tokens(
+        self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: Context
+    ) -> Float[Array, "batch length embed"]:
+        """Replace the embeddings of the tokens that are the encoder's own."""
+        if self.tokens is None:
+            return embeds
+        config = self.tokens.config
+        is_own = (tokens >= config.first) & (tokens < config.first + config.count)
+        embedded = self.tokens(tokens, self.projector, ctx)
+        embedded = embedded if self.into is None else self.into(embedded, ctx)
+        return jnp.where(is_own[:, :, None], embedded.astype(embeds.dtype), embeds)
+
+    def _filled(self, x: Float[Array, "batch rows features"], ctx: Context) -> Float[Array, "batch rows features"]:
+        """Replace rows of padding by the embedding that fills up audio clips."""
+        if self.tokens is None or self.tokens.config.fill is None:
+            return x
+        fill = self.tokens(jnp.full((1, 1), self.tokens.config.fill), self.projector, ctx)
+        padding = ctx.positions[:, :: self.config.stem.group] < 0
+        return jnp.where(padding[:, :, None], fill.astype(x.dtype), x)
 
     def _context(self, rows: PatchRows | AudioRows, execution: Execution) -> Context:
         # pipelines and batch overlap are the decoder's; the order of tokens is that of the image

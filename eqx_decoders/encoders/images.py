@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
+from eqx_decoders.encoders.stem import ImageStem, LearnedAxes, LearnedGrid, PatchStemConfig, WholeImageStem
 from eqx_decoders.errors import DataError, check
 
 
@@ -36,7 +36,12 @@ class Image:
 
 
 def from_pixels(
-    stem: PatchStemConfig, pixels: Any, name: str = "pixel_values", *, sizes: Any = None, mask: Any = None
+    stem: PatchStemConfig | WholeImageStem,
+    pixels: Any,
+    name: str = "pixel_values",
+    *,
+    sizes: Any = None,
+    mask: Any = None,
 ) -> list[Image]:
     """Cut images that are padded to one size, `[images, channels, height, width]`.
 
@@ -48,12 +53,12 @@ def from_pixels(
     - `sizes`: height and width of each image, `[images, 2]`.
     - `mask`: 0 where a pixel is padding: the shape of the pixels without their channels. A patch needs one real pixel.
     """
-    pixels, size = np.asarray(pixels), stem.size
+    pixels = np.asarray(pixels)
     shape = pixels.shape
     rule = f"must be [images, {stem.channels}, height, width], or [batch, images, {stem.channels}, height, width]"
     good = pixels.ndim in (4, 5) and shape[-3] == stem.channels
     check(good, f"Media.create: {name} of shape {shape} {rule}.", DataError)
-    pixels = pixels.reshape(-1, *shape[-3:])
+    pixels, size = pixels.reshape(-1, *shape[-3:]), _patch_size(stem, shape[-2:], name)
     grids = np.tile([side // size for side in shape[-2:]], (len(pixels), 1))
     if sizes is not None:
         grids = _sizes_of(sizes, pixels, name) // size
@@ -64,7 +69,18 @@ def from_pixels(
         check(real.shape == expected, f"Media.create: pixel_attention_mask of shape {real.shape} {rule}.", DataError)
         for index in present:
             grids[index] = _real_grid(real.reshape(-1, *shape[-2:])[index], size)
-    return [_cut(stem, pixels[index], grids[index].tolist(), name) for index in present]
+    return [_cut(stem, pixels[index], size, grids[index].tolist(), name) for index in present]
+
+
+def _patch_size(stem: PatchStemConfig | WholeImageStem, shape: Sequence[int], name: str) -> int:
+    """Return the rows and columns of pixels of a patch; raise DataError for an image that a network cannot divide."""
+    if not isinstance(stem, WholeImageStem):
+        return stem.size
+    height, width = shape
+    rule = f"must be square, and a multiple of {stem.multiple}, of which {stem.side} x {stem.side} tokens are made"
+    good = height == width and height % stem.multiple == 0
+    check(good, f"Media.create: {name}: {height} x {width} pixels {rule}.", DataError)
+    return height // stem.side
 
 
 def _sizes_of(sizes: Any, pixels: np.ndarray, name: str) -> np.ndarray:
@@ -89,9 +105,9 @@ def _real_grid(mask: np.ndarray, size: int) -> tuple[int, int]:
     return height, width
 
 
-def _cut(stem: PatchStemConfig, pixels: np.ndarray, grid: Sequence[int], name: str) -> Image:
+def _cut(stem: ImageStem, pixels: np.ndarray, size: int, grid: Sequence[int], name: str) -> Image:
     """Cut an image, `[channels, height, width]`, into the rows and columns of patches of `grid`."""
-    (rows, columns), size, merge = grid, stem.size, stem.merge
+    (rows, columns), merge = grid, stem.merge
     rule = f"must be multiples of {merge}, as many as become one token"
     good = rows > 0 and columns > 0 and rows % merge == columns % merge == 0
     message = f"Media.create: {name}: {rows} rows and {columns} columns of patches of {size} x {size} pixels"
@@ -203,7 +219,7 @@ def separate_frames(videos: Sequence[Image]) -> list[Image]:
     return images
 
 
-def learned_positions(stem: PatchStemConfig, image: Image) -> Taps | None:
+def learned_positions(stem: ImageStem, image: Image) -> Taps | None:
     """Return the rows of the position table for each patch, and their weights."""
     positions, (_, height, width) = stem.positions, image.grid
     if positions is None:
@@ -287,7 +303,7 @@ def _at_fraction(side: int, index: np.ndarray, count: int) -> np.ndarray:
     return np.searchsorted(bounds, fraction, side="right")
 
 
-def window_order(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray]:
+def window_order(stem: ImageStem, image: Image) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of an image's patches by windows, and their positions: each window has a block of its own.
 
     Without windows the order does not change, and positions are 0, 1, 2, … in each frame.
@@ -304,7 +320,7 @@ def window_order(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.nd
     return order, window * room + index - np.maximum.accumulate(np.where(new, index, 0))
 
 
-def coordinates(stem: PatchStemConfig, image: Image) -> np.ndarray:
+def coordinates(stem: ImageStem, image: Image) -> np.ndarray:
     """Return the coordinates of each patch for rotary embeddings: `[patches, 2]`."""
     axes: Sequence[np.ndarray] = (image.rows, image.columns)
     axes = axes if stem.coordinates == "row_column" else axes[::-1]

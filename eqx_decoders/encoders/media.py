@@ -198,10 +198,10 @@ def _pack(
         vision_rows = images.positions.size // stem.group // len(kinds)
     if any(audio_groups) and (audio_stem := media.audio_stem) is not None:
         audio, rows[1] = pack_audio(audio_stem, audio_groups)
-    audio_rows = 0 if audio is None else audio.positions.size // len(kinds)
+    audio_rows = 0 if audio is None else audio.positions.size // audio.group // len(kinds)
     most, room = int((kinds != TEXT).sum(axis=1).max(initial=0)), vision_rows + audio_rows
-    # the size of the rows, unless that is far more: so programs depend on one size less
-    order = np.zeros((len(kinds), room if room <= 2 * most else padded_length(most)), np.int32)
+    # the size of the rows, unless that is far more, or less, since clips are filled up: few programs depend on it
+    order = np.zeros((len(kinds), room if most <= room <= 2 * most else padded_length(most)), np.int32)
     of_images, of_audio = iter(rows[0]), iter(rows[1])
     for group, group_kinds in enumerate(kinds):
         group_kinds = group_kinds[group_kinds != TEXT]
@@ -217,7 +217,7 @@ def _pack(
 def _split_by_group(media: EncoderInputs, kind: int, kinds: np.ndarray, items: Sequence[Any]) -> list[list[Any]]:
     """Return the images or audio clips of each group of rows: as many as its placeholders ask for."""
     group = 1 if media.patch_stem is None else media.patch_stem.group
-    sizes = [item[1] if kind == AUDIO else len(item.patches) // group for item in items]
+    sizes = [item.rows if kind == AUDIO else len(item.patches) // group for item in items]
     wanted = (kinds == kind).sum(axis=1).tolist()
     name, noun = _NAMES[kind], "audio clip" if kind == AUDIO else "image"
     supply = f"1 {noun} makes" if len(items) == 1 else f"{len(items)} {noun}s make"

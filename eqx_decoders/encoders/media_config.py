@@ -1,16 +1,17 @@
 """Configuration of a decoder's encoders, and of the placeholder tokens that their features replace."""
 
 import dataclasses
-from typing import Annotated
+import itertools
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
-from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
+from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.errors import CheckedFields, NonEmpty, NonNegativeInt, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveInt, check
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
@@ -24,8 +25,9 @@ class EncoderConfig(CheckedFields):
     **Arguments:**
 
     - `embed_dim`: number of features of its residual stream.
-    - `stem`: the input layer, for patches, chunks of audio or whole audio clips.
-    - `blocks`: one configuration per layer, whose attention has `mask=Bidirectional(...)`, or is local.
+    - `stem`: the input layer, for patches, chunks of audio or whole audio clips; or a network of convolutions.
+    - `blocks`: one configuration per layer, whose attention has `mask=Bidirectional(...)`, or is local; none behind a
+        network of convolutions.
     - `pre_norm`, `post_norm`: norms before the first layer and behind the last one; None for none.
     - `projector`: makes the rows that replace placeholder tokens.
     - `deepstack`: the layers, counted from 0, whose output also reaches the decoder: the features of the first are
@@ -35,11 +37,12 @@ class EncoderConfig(CheckedFields):
         for none.
     - `clipped`: whether every matrix of the layers clips its inputs and outputs, by bounds that come with a
         checkpoint; new ones clip nothing (Gemma 4).
+    - `tokens`: tokens whose embeddings the projector makes, too (Gemma 3n); None for none.
     """
 
     embed_dim: PositiveInt
-    stem: PatchStemConfig | AudioStemConfig | FrameStemConfig
-    blocks: Annotated[tuple[BlockConfig, ...], NonEmpty("BlockConfig")]
+    stem: PatchStemConfig | MobileNetConfig | AudioStemConfig | FrameStemConfig
+    blocks: tuple[BlockConfig, ...]
     projector: ProjectorConfig
     pre_norm: NormConfig | None = None
     post_norm: NormConfig | None = None
@@ -47,10 +50,20 @@ class EncoderConfig(CheckedFields):
     deepstack_projector: ProjectorConfig | None = None
     into: ProjectionConfig | None = None
     clipped: bool = False
+    tokens: EncoderTokensConfig | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        good = sorted({*self.deepstack}) == [*self.deepstack] and max(self.deepstack, default=0) < len(self.blocks)
+        good = bool(self.blocks) != isinstance(self.stem, MobileNetConfig)
+        rule = "must have at least one BlockConfig, and none behind a MobileNetConfig"
+        check(good, f"EncoderConfig.blocks: {len(self.blocks)} layers: {rule}.")
+        filled = getattr(self.stem, "rows_per_clip", None) is not None
+        rule = "and EncoderConfig.tokens.fill: give both, or neither"
+        check(
+            filled == (self.tokens is not None and self.tokens.fill is not None),
+            f"FrameStemConfig.rows_per_clip {rule}.",
+        )
+        good = sorted({*self.deepstack}) == [*self.deepstack] and max(self.deepstack, default=-1) < len(self.blocks)
         rule = f"must name layers from 0 to {len(self.blocks) - 1}, each once, ascending"
         check(good, f"EncoderConfig.deepstack={self.deepstack} {rule}.")
         both = (self.deepstack_projector is not None) == bool(self.deepstack)
@@ -99,10 +112,10 @@ class MediaConfig(CheckedFields):
     lookup_token: NonNegativeInt = 0
 
     @property
-    def patch_stem(self) -> PatchStemConfig | None:
+    def patch_stem(self) -> PatchStemConfig | MobileNetConfig | None:
         """Input layer of the vision encoder; None for a model without one."""
         stem = None if self.vision is None else self.vision.stem
-        return stem if isinstance(stem, PatchStemConfig) else None
+        return stem if isinstance(stem, PatchStemConfig | MobileNetConfig) else None
 
     @property
     def audio_stem(self) -> AudioStemConfig | FrameStemConfig | None:
@@ -116,7 +129,7 @@ class MediaConfig(CheckedFields):
         ids = [token for token in tokens_by_name.values() if token is not None]
         check(len(ids) == len({*ids}), f"MediaConfig: {tokens_by_name} must be different ids.")
         for kind, encoder, stems, tokens in (
-            ("vision", self.vision, (PatchStemConfig,), (self.image_token, self.video_token)),
+            ("vision", self.vision, (PatchStemConfig, MobileNetConfig), (self.image_token, self.video_token)),
             ("audio", self.audio, (AudioStemConfig, FrameStemConfig), (self.audio_token,)),
         ):
             if encoder is not None:
@@ -124,6 +137,10 @@ class MediaConfig(CheckedFields):
                 check(isinstance(encoder.stem, stems), f"MediaConfig.{kind}.stem must be a {names}.")
                 rule = "needs a placeholder token for its features"
                 check(any(token is not None for token in tokens), f"MediaConfig.{kind} {rule}.")
+        tables = [encoder.tokens for encoder in (self.vision, self.audio) if encoder is not None and encoder.tokens]
+        ranges = sorted((tokens.first, tokens.first + tokens.count) for tokens in tables)
+        rule = f"{ranges} must be different ids"
+        check(all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)), f"MediaConfig: tokens of the encoders {rule}.")
 
 
 def placeholders(media: MediaConfig | None) -> tuple[int, ...]:

@@ -1,17 +1,18 @@
 """Features of images and audio around a decoder's layers: checks, and inputs of the layers."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from eqx_decoders.context import Inputs
+from eqx_decoders.context import Context, Inputs
 from eqx_decoders.core.auto_jit import concrete
 from eqx_decoders.encoders.media import Encoded, Media, gather_features
 from eqx_decoders.errors import check
 from eqx_decoders.layers.deepstack import DEEPSTACK
+from eqx_decoders.layers.embedding.embedding import TokenEmbedding
 
 
 def stacked_deepstack(encoded: Encoded, index: Int[Array, "batch length"]) -> dict[str, Array]:
@@ -19,6 +20,41 @@ def stacked_deepstack(encoded: Encoded, index: Int[Array, "batch length"]) -> di
     if not encoded.deepstack:
         return {}
     return {DEEPSTACK: jnp.stack([gather_features(each, index) for each in encoded.deepstack])}
+
+
+@runtime_checkable
+class HasOwnTokens(Protocol):
+    """An encoder, which may have tokens of its own."""
+
+    def with_own_tokens(
+        self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: Context
+    ) -> Float[Array, "batch length embed"]:
+        """Replace the embeddings of these."""
+        ...
+
+
+@runtime_checkable
+class HasEmbeddings(Protocol):
+    """A decoder, with or without encoders."""
+
+    @property
+    def embedding(self) -> TokenEmbedding: ...
+
+    @property
+    def vision(self) -> HasOwnTokens | None: ...
+
+    @property
+    def audio(self) -> HasOwnTokens | None: ...
+
+
+def embed_tokens(
+    model: HasEmbeddings, tokens: Int[Array, "batch length"], ctx: Context
+) -> Float[Array, "batch length embed"]:
+    """Return the embeddings of tokens, of which encoders may have some of their own."""
+    embeds = model.embedding(tokens, ctx)
+    for encoder in (model.vision, model.audio):
+        embeds = embeds if encoder is None else encoder.with_own_tokens(embeds, tokens, ctx)
+    return embeds
 
 
 def merge_media_inputs(media: Media, inputs: Inputs, segment_ids: Any) -> tuple[Inputs, Any]:

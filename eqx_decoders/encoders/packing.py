@@ -10,7 +10,7 @@ import numpy as np
 
 from eqx_decoders.encoders.images import Image, coordinates, learned_positions, window_order
 from eqx_decoders.encoders.packed_rows import PatchRows
-from eqx_decoders.encoders.stem import PatchStemConfig
+from eqx_decoders.encoders.stem import ImageStem
 
 
 def padded_count(count: int) -> int:
@@ -62,13 +62,13 @@ class Packing:
         return cls(each * len(groups), length, tuple(flat))
 
 
-def pack_images(stem: PatchStemConfig, groups: Sequence[Sequence[Image]]) -> tuple[PatchRows, list[np.ndarray]]:
+def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[PatchRows, list[np.ndarray]]:
     """Return the rows, and for each image the indices of its tokens among the rows' groups of patches, in order."""
     class_group = stem.group if stem.class_token else 0  # a class token has a group of its own
     images = [image for group in groups for image in group]
     packing = Packing.of([[len(each.patches) + class_group for each in group] for group in groups], stem.group)
     shape = packing.rows, packing.length
-    patches = np.zeros((*shape, int(np.prod(stem.shape))), np.float32)
+    patches = np.zeros((*shape, images[0].patches.shape[1]), np.float32)
     positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     coords = np.zeros((*shape, 2), np.int32)
     classes = np.zeros(shape, bool) if stem.class_token else None

@@ -18,6 +18,7 @@ from eqx_decoders.encoders.images import (
 )
 from eqx_decoders.encoders.protocols import EncoderInputs
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO
+from eqx_decoders.encoders.stem import WholeImageStem
 from eqx_decoders.errors import DataError, check
 
 
@@ -177,6 +178,10 @@ def _in_patches(
     stem = media.patch_stem
     if stem is None:
         raise DataError(f"Media.create: {name} is given, but this model has no vision encoder.")
+    if isinstance(stem, WholeImageStem):
+        rule = f"reads whole images: leave {kind}_grid_thw, {kind}_position_ids and spatial_shapes out"
+        check(grids is None and positions is None, f"Media.create: this model's encoder {rule}.", DataError)
+        return from_pixels(stem, pixels, name)
     if grids is not None:
         return from_patches(stem, pixels, grids, name, f"{kind}_grid_thw")
     if positions is not None:

@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import CheckedFields, NonEmpty, PositiveFloat, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, NonEmpty, NonNegativeInt, PositiveFloat, PositiveInt, check
+from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, ActivationName, MLPConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics.einsum import add_bias
-from eqx_decoders.numerics.initializers import fan_in
+from eqx_decoders.numerics.initializers import fan_in, normal
 from eqx_decoders.sharding.axes import BUFFER
 
 
@@ -108,7 +109,7 @@ class ProjectorConfig(CheckedFields):
 
     - `group`: number of patches of a row, which stand one behind the other.
     - `combine`: `"join"`, their features one after the other; `"interleave"`, the first feature of each, then the
-        second (Mistral 3); or `"mean"`.
+        second (Mistral 3); `"mean"`; or `"first"`, those of the first patch alone (Gemma 3n's audio).
     - `convolution`: combines them instead, with a matrix for each place in a group (GLM-4.1V); None for none.
     - `norm`: norm of the features; None for none.
     - `norm_of`: `"patches"`, a norm before they are combined, or `"groups"`, after it.
@@ -119,7 +120,7 @@ class ProjectorConfig(CheckedFields):
     """
 
     group: PositiveInt = 1
-    combine: Literal["join", "interleave", "mean"] = "join"
+    combine: Literal["join", "interleave", "mean", "first"] = "join"
     convolution: GroupConvolutionConfig | None = None
     norm: NormConfig | None = None
     norm_of: Literal["patches", "groups"] = "groups"
@@ -151,13 +152,14 @@ class ProjectorConfig(CheckedFields):
             dims.append(layer.dim if isinstance(layer, ProjectionConfig) else dims[-1])
         return dims
 
-    def _combined_dim(self, embed_dim: int) -> int:
+    def combined_dim(self, embed_dim: int) -> int:
+        """Return the number of features of a group of patches behind their combination."""
         if self.convolution is not None:
             return self.convolution.dim
-        return embed_dim * (1 if self.combine == "mean" else self.group)
+        return embed_dim * (1 if self.combine in ("mean", "first") else self.group)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Projector":
-        size, convolution = self._combined_dim(embed_dim), self.convolution
+        size, convolution = self.combined_dim(embed_dim), self.convolution
         sizes = [size, *self._dims]
         keys = jax.random.split(key, len(self.layers))
         inputs = zip(self.layers, sizes, keys, strict=False)
@@ -189,9 +191,14 @@ class Projector(eqx.Module):
         x = self.norm(x) if first and self.norm is not None else x
         x = self._combined(x, ctx)
         x = self.norm(x) if self.norm is not None and not first else x
+        x = self.project(x, ctx)
+        check(x.shape[-1] == config.out_dim, "Projector: its layers do not make the features that its config says.")
+        return x
+
+    def project(self, x: Float[Array, "batch rows inner"], ctx: Context) -> Float[Array, "batch rows features"]:
+        """Return the layers' output, of combined and normed features."""
         for layer in self.layers:
             x = layer(x, ctx)
-        check(x.shape[-1] == config.out_dim, "Projector: its layers do not make the features that its config says.")
         return x
 
     def _combined(self, x: Array, ctx: Context) -> Array:
@@ -201,9 +208,56 @@ class Projector(eqx.Module):
         else:
             x = x.reshape(x.shape[0], x.shape[1] // config.group, config.group, x.shape[2])
             x = x.swapaxes(2, 3) if config.combine == "interleave" else x
+            x = x[:, :, :1] if config.combine == "first" else x
             x = x.reshape(*x.shape[:2], -1) if config.combine != "mean" else jnp.mean(x.astype(jnp.float32), axis=2)
         if config.scale != 1.0 or self.bias is not None:
             x = x.astype(jnp.float32) * config.scale
         if self.bias is not None and self.scale is not None:
             x = (x - self.bias.astype(jnp.float32)[None, None]) * self.scale.astype(jnp.float32)[None, None]
         return x.astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderTokensConfig(CheckedFields):
+    """Configuration of tokens whose embedding is `project(norm(table[token - first]))`, by an encoder's projector.
+
+    They take the place of rows of the decoder's embedding (Gemma 3n).
+
+    **Arguments:**
+
+    - `first`, `count`: their ids, one behind the other.
+    - `norm`: norm of the table's rows.
+    - `fill`: the one whose embedding fills up audio clips with fewer rows of features than `rows_per_clip`; None for
+        none.
+    """
+
+    first: NonNegativeInt
+    count: PositiveInt
+    norm: NormConfig
+    fill: NonNegativeInt | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        good = self.fill is None or self.first <= self.fill < self.first + self.count
+        rule = f"must be one of the tokens from {self.first} to {self.first + self.count - 1}"
+        check(good, f"EncoderTokensConfig.fill={self.fill} {rule}.")
+
+    def build(self, features: int, *, key: PRNGKeyArray) -> "EncoderTokens":
+        """Build the table, with rows of so many features as the projector's layers read."""
+        table = normal(key, (self.count, features), jnp.float32, 1.0)
+        return EncoderTokens(table=table, norm=self.norm.build(features), config=self)
+
+
+class EncoderTokens(eqx.Module):
+    """Tokens whose embedding is `project(norm(table[token - first]))`, by an encoder's projector."""
+
+    table: Float[Array, "rows row_dim"]
+    norm: Norm
+    config: EncoderTokensConfig = eqx.field(static=True)
+
+    def __call__(
+        self, tokens: Int[Array, "batch length"], projector: Projector, ctx: Context
+    ) -> Float[Array, "batch length features"]:
+        """Return the embeddings; those of other tokens are meaningless."""
+        index = jnp.clip(tokens - self.config.first, 0, self.config.count - 1)
+        return projector.project(self.norm(look_up(self.table, index, "rows row_dim", ctx)), ctx)

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
-from eqx_decoders.encoders.stem import PatchStemConfig
+from eqx_decoders.encoders.stem import PatchStemConfig, WholeImageStem
 
 
 @runtime_checkable
@@ -28,7 +28,7 @@ class EncoderInputs(Protocol):
     def positions(self) -> GridPositions | None: ...
 
     @property
-    def patch_stem(self) -> PatchStemConfig | None: ...
+    def patch_stem(self) -> PatchStemConfig | WholeImageStem | None: ...
 
     @property
     def audio_stem(self) -> AudioStemConfig | FrameStemConfig | None: ...

@@ -1,7 +1,7 @@
 """Input layers of an encoder of images: features of patches, and learned positions in an image."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -58,6 +58,49 @@ class LearnedAxes(CheckedFields):
 
 
 PatchPositions = LearnedGrid | LearnedAxes
+
+
+@runtime_checkable
+class ImageStem(Protocol):
+    """Properties of an input layer for images, by which they are cut and packed: see `PatchStemConfig`."""
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def merge(self) -> int: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def positions(self) -> PatchPositions | None: ...
+
+    @property
+    def window(self) -> int | None: ...
+
+    @property
+    def class_token(self) -> bool: ...
+
+    @property
+    def class_position(self) -> int: ...
+
+    @property
+    def coordinates(self) -> str: ...
+
+    @property
+    def first_coordinate(self) -> int: ...
+
+
+@runtime_checkable
+class WholeImageStem(ImageStem, Protocol):
+    """Input of an encoder that reads whole images: `side x side` features of one whose sides `multiple` divides."""
+
+    @property
+    def side(self) -> int: ...
+
+    @property
+    def multiple(self) -> int: ...
 
 
 class GridTable(eqx.Module):

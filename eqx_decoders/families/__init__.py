@@ -32,6 +32,7 @@ from eqx_decoders.families import (
     gemma3,
     gemma3_vision,
     gemma3n,
+    gemma3n_vision,
     gemma4,
     gemma4_vision,
     glm,
@@ -125,7 +126,7 @@ from eqx_decoders.families import (
     zamba2,
 )
 from eqx_decoders.families.hf_table import Family
-from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, decoders_alone
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -144,7 +145,7 @@ _PUBLISHED = (
     *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
     *(gemma3_vision, gemma4_vision),
     *(llama4_vision, mistral3, smolvlm, idefics3, internvl, glm4v, glm4v_moe, glm46v),
-    *(phi, gptj, opt, modernbert_decoder, bloom, mpt, gemma3n),
+    *(phi, gptj, opt, modernbert_decoder, bloom, mpt, gemma3n, gemma3n_vision),
     *(mimo, mimo_v2_flash),
     *(olmo, olmoe, nanochat, bitnet, lfm2, lfm2_moe, lfm2_vl, hunyuan, hunyuan_moe, phi3),
     *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax, zamba2),
@@ -175,7 +176,6 @@ _MODELS: dict[str, Callable[[], DecoderConfig]] = {
 }
 FAMILIES = _collect_families()
 _NAMES = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
-_NAMES |= {kind: alone for family in FAMILIES.values() for kind, alone in decoders_alone(family).items()}
 
 
 # what `register_family` has added, which it may replace: model_types, and names of models
@@ -191,14 +191,14 @@ def register_family(family: Family, models: Mapping[str, Callable[[], DecoderCon
     """
     if isinstance(family, MultimodalFamily):
         family = family.with_texts(find_family)
-    names = (family.model_type, *family.aliases, *family.decoder_of)
+    names = (family.model_type, *family.aliases)
     for name in names:
         known = name in _NAMES and name not in _OWN_TYPES
         check(not known, f"Family.model_type={name!r} is that of a family of the library: take another name.")
     taken = [name for name in models if name in _MODELS and name not in _OWN_MODELS]
     check(not taken, f"register_family: models has {', '.join(taken)}, which the library has: take other names.")
     FAMILIES[family.model_type] = family
-    _NAMES.update(dict.fromkeys(names, family) | decoders_alone(family))
+    _NAMES.update(dict.fromkeys(names, family))
     _MODELS.update({name: _builder(model) for name, model in models.items()})
     _OWN_TYPES.update(names)
     _OWN_MODELS.update(models)

@@ -5,6 +5,7 @@ Its attention is local, by content and distance; its matrices clip their inputs 
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
@@ -75,19 +76,19 @@ class ConformerSizes:
     clipped: bool = True
 
 
-def gemma4_audio(sizes: ConformerSizes = ConformerSizes(), *, out_dim: int) -> EncoderConfig:
-    """Return the encoder of audio."""
+def conformer_block(sizes: ConformerSizes, **distances: Any) -> BlockConfig:
+    """Return a layer; `distances` are further fields of its attention."""
     activation, heads = sizes.activation, sizes.heads
     plain, norm = RMSNormConfig(eps=sizes.eps), RMSNormConfig(eps=_EPS, clip=sizes.clip)
     mlp = MLPConfig(mlp_dim=_MLP_SIZE * sizes.embed_dim, activation=activation, gated=False)
     feed_forward = ExtraLayerConfig(layer=mlp, pre_norm=norm, post_norm=norm, scale=sizes.half)
     convolution_norm = RMSNormConfig(eps=sizes.eps, clip=sizes.clip)
     convolution = LightConvolutionConfig(taps=sizes.taps, activation=activation, norm=convolution_norm)
-    block = BlockConfig(
+    return BlockConfig(
         pre_layers=(feed_forward,),
         mixer=LocalAttentionConfig(
             num_heads=heads, head_dim=sizes.embed_dim // heads, chunk=sizes.chunk, left=sizes.left, right=sizes.right,
-            soft_cap=sizes.soft_cap,
+            soft_cap=sizes.soft_cap, **distances,
         ),
         mlp=None,
         pre_mixer_norm=norm,
@@ -95,12 +96,16 @@ def gemma4_audio(sizes: ConformerSizes = ConformerSizes(), *, out_dim: int) -> E
         post_layers=(ExtraLayerConfig(layer=convolution, pre_norm=plain), feed_forward),
         residual=Sequential(output_norm=norm),
     )  # fmt: skip
+
+
+def gemma4_audio(sizes: ConformerSizes = ConformerSizes(), *, out_dim: int) -> EncoderConfig:
+    """Return the encoder of audio."""
     stem_norm = LayerNormConfig(eps=sizes.eps, bias=False)
     last = ProjectionConfig(dim=out_dim, norm=RMSNormConfig(eps=sizes.eps, scale=False))
     return EncoderConfig(
         embed_dim=sizes.embed_dim,
         stem=FrameStemConfig(mel_bands=sizes.mel_bands, filters=sizes.filters, norm=stem_norm),
-        blocks=(block,) * sizes.layers,
+        blocks=(conformer_block(sizes),) * sizes.layers,
         projector=ProjectorConfig(layers=(ProjectionConfig(dim=sizes.feature_dim, bias=True), last)),
         clipped=sizes.clipped,
     )
@@ -211,19 +216,23 @@ _NORMS = {
     "norm_out": "residual.norm",
 }
 _STEM = _TOWER + "subsample_conv_projection."
-WEIGHTS = (
+_OTHERS = (
     *(Weight(f"{_STEM}layer{index}.conv.weight", f"audio.stem.convolutions.{index}.kernel", f"{_KERNEL} -> {_KERNEL}")
       for index in range(2)),
     *(Weight(f"{_STEM}layer{index}.norm.weight", f"audio.stem.convolutions.{index}.norm.scale", "norm -> norm")
       for index in range(2)),
     Weight(_STEM + "input_proj_linear.weight", "audio.stem.out", "embed (mel filters) -> mel filters embed"),
-    *(bounded for row in _MATRICES for bounded in maybe_clipped(row)),
     Weight(_ATTENTION + "relative_k_proj.weight", "audio.mixer.relative_key",
            f"{_HEADS} signal -> signal heads head_dim"),
     Weight(_ATTENTION + "per_dim_scale", "audio.mixer.scale", "head_dim -> head_dim"),
     Weight(_LAYER + "lconv1d.depthwise_conv1d.weight", "audio.post_layers.0.layer.taps",
            "channels 1 taps -> channels taps"),
     *(Weight(f"{_LAYER}{name}.weight", f"audio.{path}.scale", "norm -> norm") for name, path in _NORMS.items()),
+)  # fmt: skip
+CONFORMER = _MATRICES + _OTHERS  # without a projector and without bounds
+WEIGHTS = (
+    *(bounded for row in _MATRICES for bounded in maybe_clipped(row)),
+    *_OTHERS,
     *linear(_TOWER + "output_proj", "audio.projector.layers.0"),
     *linear("model.embed_audio.embedding_projection", "audio.projector.layers.1"),
-)  # fmt: skip
+)

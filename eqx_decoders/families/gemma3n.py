@@ -203,7 +203,6 @@ FAMILY = Family(
         "query_pre_attn_scalar": "transformers has the key in old files and never applies it",
     },
     ignored_tensors=unused_kv_tensors,
-    decoder_of={"gemma3n": {"model.": "model.language_model."}},
 )
 
 _shape = functools.partial(

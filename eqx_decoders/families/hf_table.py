@@ -64,8 +64,6 @@ class Family:
         and don't say so in `config.json`.
     - `renamed`: regular expressions of tensors' names, and their replacements when read.
     - `modules`: regular expressions of tensors' names, and transformers' names once they are loaded.
-    - `decoder_of`: model_types of checkpoints whose encoders are not implemented, and whose decoder is one of this
-        family; each with its `text_names`.
     - `text`: the text family of the decoder of a family with encoders.
     - `variants`: the same family with decoders of other text families.
     - `text_names`: prefixes of the tensors of `text`, and those that replace them.
@@ -96,7 +94,6 @@ class Family:
     with_depths: Callable[[DecoderConfig, int], DecoderConfig] | None = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    decoder_of: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     text: "Family | None" = None
     variants: tuple["Family", ...] = ()
     text_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -246,7 +243,7 @@ class Family:
         lacking = sorted(set(leaves) - set(rows) - computed(model))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
         sizes = {path: dict(zip(words[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
-        uses = _uses(model.config)
+        uses = {**_stages(model.config), **_uses(model.config)}
         depths = list(range(0 if model.config.mtp is None else model.config.mtp.num_depths))
         mappings = {
             path: _mapping(
@@ -283,6 +280,14 @@ def _uses(config: DecoderConfig) -> dict[int, dict[str, int]]:
     for index, mixer in aided.items():
         owners.setdefault(mixer.number, index)
     return {index: {"owner": owners[mixer.number], "use": use} for use, (index, mixer) in enumerate(aided.items())}
+
+
+def _stages(config: DecoderConfig) -> dict[int, dict[str, int]]:
+    """Return, for each layer of an encoder that is a network of stages, its `stage` and its number there, `block`."""
+    stem = None if config.media is None or config.media.vision is None else config.media.vision.stem
+    stages: Any = getattr(stem, "stages", ())
+    numbers = [(stage, block) for stage, blocks in enumerate(stages) for block in range(len(blocks))]
+    return {layer: {"stage": stage, "block": block} for layer, (stage, block) in enumerate(numbers)}
 
 
 def _mapping(
@@ -371,9 +376,10 @@ def _layer_paths(config: DecoderConfig) -> Iterator[tuple[str, int]]:
         encoder = None if config.media is None else getattr(config.media, name)
         if encoder is not None:
             yield from _layer_paths_in(f"{name}.", encoder.parts)
+            yield from _layer_paths_in(f"{name}.stem.", getattr(encoder.stem, "parts", ()))
 
 
-def _layer_paths_in(path: str, parts: Iterable[tuple[tuple[BlockConfig, ...], int]]) -> Iterator[tuple[str, int]]:
+def _layer_paths_in(path: str, parts: Iterable[tuple[tuple[Any, ...], int]]) -> Iterator[tuple[str, int]]:
     begin = 0
     for index, (unit, repeats) in enumerate(parts):
         for place in range(len(unit)):

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
-from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import map_blocks, self_attention
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
@@ -97,24 +96,6 @@ def nested(*outside: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
         return {**{key: value for key, value in content.items() if key in own}, "text_config": inner}
 
     return settings
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderAlone(Family):
-    """Family of checkpoints with encoders that are not implemented: their decoder, `text`, is read by itself."""
-
-    def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
-        rule = "its encoders are not implemented. Its decoder alone: text_only=True"
-        raise ConversionError(f"config.json: model_type={self.model_type}: {rule}.")
-
-
-def decoders_alone(text: Family) -> dict[str, DecoderAlone]:
-    """Return the families by `model_type` of which `text` reads the decoder alone."""
-    nothing: dict[str, Any] = dict(architecture="", settings=(), build=text.build, weights=())
-    return {
-        kind: DecoderAlone(model_type=kind, text=text, text_names=names, **nothing)
-        for kind, names in text.decoder_of.items()
-    }
 
 
 class ExtendedModel(NamedTuple):

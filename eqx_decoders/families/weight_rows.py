@@ -35,8 +35,9 @@ class Weight:
 
     **Arguments:**
 
-    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}` and `{kv_head}` stand for numbers, and
-        `{depth}` for that of a layer of multi-token prediction where these are counted by themselves.
+    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}` and `{kv_head}` stand for numbers,
+        `{depth}` for that of a layer of multi-token prediction where these are counted by themselves, and `{stage}` and
+        `{block}` for those of a layer in a network of stages.
     - `path`: the weight's path, within a block if `name` has a layer, else within the decoder. In a block of an encoder
         it begins with the encoder's name: `vision.mixer.query`.
     - `pattern`: from the tensor's dimensions to the weight's, for `einops.rearrange`. For a part of a tensor it is
@@ -66,7 +67,7 @@ class Weight:
     @property
     def of_layers(self) -> bool:
         """True for a row of layers, one tensor for each."""
-        return "{layer}" in self.name or "{owner}" in self.name
+        return any(word in self.name for word in ("{layer}", "{owner}", "{stage}"))
 
     @property
     def is_mtp(self) -> bool:

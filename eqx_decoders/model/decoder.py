@@ -257,7 +257,7 @@ class Decoder(eqx.Module):
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Array]]:
         """Return the input of the first layer, and the inputs that single layers have for themselves."""
         tokens, ctx, by_layer = batch.tokens, batch.ctx, batch.by_layer
-        embeds = self.embedding(jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
+        embeds = merge.embed_tokens(self, jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
         if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
             embeds = ctx.constrain(merge_features(embeds, encoded.by_group, index), "batch length embed")
@@ -282,7 +282,7 @@ class Decoder(eqx.Module):
         self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         """Return the input of the first layer: embeddings (with dropout) and absolute positions."""
-        return self._inputs(self.embedding(tokens, ctx), ctx, key)
+        return self._inputs(merge.embed_tokens(self, tokens, ctx), ctx, key)
 
     def embed_tokens(self, tokens: Integer[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
         """Return the embeddings of tokens, as `embeds` of a call: scaled, without dropout and positions."""
@@ -332,7 +332,7 @@ class Decoder(eqx.Module):
         ctx = Context(positions=positions, segment_ids=segment_ids, execution=self.execution, **seen)
 
         def embed(count: int, later: Context, key: PRNGKeyArray | None) -> Array:
-            following = self.embedding(shift_left(token_ids, count, order), later)
+            following = merge.embed_tokens(self, shift_left(token_ids, count, order), later)
             if media is not None and encoded is not None:
                 index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
                 following = merge_features(following, encoded.by_group, index)
@@ -440,7 +440,7 @@ def _compiled_call(model: Decoder, arrays: TokenInputs, cache, key, inputs, medi
 @jit_if_eager
 @typed
 def _compiled_embedding(model: Decoder, tokens: Array) -> Float[Array, "batch length embed"]:
-    return model.embedding(tokens, Context(positions=jnp.zeros(tokens.shape, jnp.int32), execution=model.execution))
+    return merge.embed_tokens(model, tokens, model._head_context(tokens))
 
 
 @jit_if_eager

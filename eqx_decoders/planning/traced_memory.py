@@ -10,6 +10,7 @@ import numpy as np
 
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.media import Media
+from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.model.decoder import Decoder
@@ -49,19 +50,15 @@ def abstract_media(
     """
     media = config.media
     stem = None if media is None or media.vision is None else media.vision.stem
-    if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig):
+    if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig | MobileNetConfig):
         raise ConfigError(f"images={images} needs a model that sees: this one has no encoder of images.")
-    fixed = isinstance(stem.positions, LearnedGrid) and stem.positions.resample == "none"
-    rows = stem.positions.side if fixed and isinstance(stem.positions, LearnedGrid) else side // stem.size
-    rows -= rows % stem.merge
-    tokens = images * (rows // stem.merge) ** 2
-    rule = f"images={images} of {rows} x {rows} patches are {tokens} tokens: seq_len={seq_len} must be above"
+    whole = isinstance(stem, MobileNetConfig)
+    arrays, tokens = _whole_images(stem, images, side) if whole else _image_patches(stem, images, side)
+    rule = f"images={images} of {side} x {side} pixels are {tokens} tokens: seq_len={seq_len} must be above"
     check(0 < tokens < seq_len, f"{rule}.")
     ids = np.zeros((1, seq_len), np.int32)
     ids[0, :tokens] = media.image_token
-    patches = np.zeros((images * rows * rows, int(np.prod(stem.shape))), np.float32)
-    grids = np.asarray([[1, rows, rows]] * images)
-    one = Media.create(config, ids, pixel_values=patches, image_grid_thw=grids, segment_ids=np.ones_like(ids))
+    one = Media.create(config, ids, **arrays, segment_ids=np.ones_like(ids))
 
     def of_batch(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = (leaf.shape[0] * batch_size, *leaf.shape[1:])
@@ -69,6 +66,21 @@ def abstract_media(
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding)
 
     return jax.tree.map(of_batch, one)
+
+
+def _image_patches(stem: PatchStemConfig, images: int, side: int) -> tuple[dict[str, Any], int]:
+    """Return the arrays of so many images, and their tokens."""
+    fixed = isinstance(stem.positions, LearnedGrid) and stem.positions.resample == "none"
+    rows = stem.positions.side if fixed and isinstance(stem.positions, LearnedGrid) else side // stem.size
+    rows -= rows % stem.merge
+    patches = np.zeros((images * rows * rows, int(np.prod(stem.shape))), np.float32)
+    grids = np.asarray([[1, rows, rows]] * images)
+    return dict(pixel_values=patches, image_grid_thw=grids), images * (rows // stem.merge) ** 2
+
+
+def _whole_images(stem: MobileNetConfig, images: int, side: int) -> tuple[dict[str, Any], int]:
+    side = max(1, side // stem.multiple) * stem.multiple
+    return dict(pixel_values=np.zeros((images, stem.channels, side, side), np.float32)), images * stem.side**2
 
 
 def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> DeviceMemory:

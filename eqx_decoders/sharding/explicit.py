@@ -6,11 +6,14 @@ change their types and nothing else. So a program may be explicit before and aft
 
 import functools
 import inspect
+import operator
 import typing
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import equinox as eqx
 import jax
+import numpy as np
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -129,3 +132,16 @@ def keeping_types(method: Callable[..., T]) -> Callable[..., T]:
 def declared(function: Callable[..., Any]) -> Any:
     """Return the return annotation of a function."""
     return typing.get_type_hints(inspect.unwrap(function)).get("return")
+
+
+def at_layer(tree: Any, index: int) -> Any:
+    """Return layer `index` of a stacked tree."""
+
+    def of_device_array(leaf: Any) -> Any:
+        take = in_auto_mode(mesh_of(leaf), operator.getitem, lambda _: PartitionSpec(*spec_of(leaf)[1:]))
+        return take(leaf, index)
+
+    def of_leaf(leaf: Any) -> Any:
+        return leaf[index] if isinstance(leaf, np.ndarray) else of_device_array(leaf) if eqx.is_array(leaf) else leaf
+
+    return jax.tree.map(of_leaf, tree)

@@ -3,9 +3,16 @@
 import dataclasses
 
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.frame_stem import CumulativeNormConfig, FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
-from eqx_decoders.encoders.projector import GroupConvolutionConfig, ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
+from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
+from eqx_decoders.encoders.projector import (
+    EncoderTokensConfig,
+    GroupConvolutionConfig,
+    ProjectionConfig,
+    ProjectorConfig,
+)
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
@@ -55,7 +62,31 @@ def near(**changes):
     return media(audio=dataclasses.replace(FRAME_AUDIO, blocks=(dataclasses.replace(CONFORMER_BLOCK, **changes),) * 2))
 
 
+def frames(stem):
+    """An encoder of audio with the projector and the tokens that its input layers need."""
+    combine = "first" if stem.group > 1 else "join"
+    projector = dataclasses.replace(FRAME_AUDIO.projector, group=stem.group, combine=combine)
+    tokens = None if stem.rows_per_clip is None else dataclasses.replace(OWN, fill=2)
+    return media(audio=dataclasses.replace(FRAME_AUDIO, stem=stem, projector=projector, tokens=tokens))
+
+
+def network(stem):
+    projector = ProjectorConfig(layers=(ProjectionConfig(dim=EMBED),))
+    encoder = EncoderConfig(embed_dim=8, stem=stem, blocks=(), projector=projector)
+    return media(vision=encoder, video_token=None)
+
+
+def staged(**changes):
+    blocks = dict(first=EDGE, second=INVERTED, third=PLANE) | changes
+    return network(dataclasses.replace(NETWORK, stages=((blocks["first"],), (blocks["second"], blocks["third"]))))
+
+
 RMS = RMSNormConfig(eps=0.5)
+OWN = EncoderTokensConfig(first=1, count=10, norm=RMSNormConfig())
+EDGE = EdgeResidualConfig(dim=8, stride=2, expansion=1.0)
+INVERTED = InvertedResidualConfig(dim=8, start=3, middle=3, stride=2, expansion=1.0)
+PLANE = PlaneAttentionConfig(dim=8, num_heads=2, head_dim=3, kv_stride=2)
+NETWORK = MobileNetConfig(stem_dim=8, stages=((EDGE,), (INVERTED, PLANE)), fused=(0, 1), side=2)
 ENCODER_OPTIONS: dict[type, tuple] = {
     AxialRope: (
         AxialRope(theta=100.0),
@@ -84,7 +115,7 @@ ENCODER_OPTIONS: dict[type, tuple] = {
             projector=dataclasses.replace(JOIN, norm=None),
         )
         | dict(pre_norm=RMS, post_norm=RMS, deepstack=(0, 2), deepstack_projector=dataclasses.replace(JOIN, norm=RMS))
-        | dict(clipped=True, into=ProjectionConfig(dim=EMBED)),
+        | dict(clipped=True, into=ProjectionConfig(dim=EMBED), tokens=OWN),
     ),
     PatchStemConfig: (
         STEM,
@@ -143,13 +174,46 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     ),
     FrameStemConfig: (
         FRAME_AUDIO.stem,
-        lambda c: media(audio=dataclasses.replace(FRAME_AUDIO, stem=c)),
-        dict(mel_bands=5, filters=(4, 2), norm=LayerNormConfig(eps=0.5, bias=False), activation="gelu"),
+        frames,
+        dict(mel_bands=5, filters=(4, 2), norm=LayerNormConfig(eps=0.5, bias=False), activation="gelu")
+        | dict(frames="behind", group=2, rows_per_clip=3),
+    ),
+    CumulativeNormConfig: (
+        CumulativeNormConfig(),
+        lambda c: frames(dataclasses.replace(FRAME_AUDIO.stem, norm=c)),
+        dict(eps=0.5),
+    ),
+    EncoderTokensConfig: (
+        OWN,
+        lambda c: vision(tokens=c),
+        dict(first=3, count=28, norm=RMS, fill=4),
+    ),
+    MobileNetConfig: (
+        NETWORK,
+        network,
+        dict(
+            stem_dim=16, stages=((EDGE,), (INVERTED,)), fused=(1,), side=4, channels=1, edges="equal", layer_scale=None
+        ),
+    ),
+    EdgeResidualConfig: (
+        EDGE,
+        lambda c: staged(first=c),
+        dict(dim=16, kernel=5, stride=1, expansion=2.0),
+    ),
+    InvertedResidualConfig: (
+        INVERTED,
+        lambda c: staged(second=c),
+        dict(dim=16, start=5, middle=0, stride=1, expansion=2.0),
+    ),
+    PlaneAttentionConfig: (
+        PLANE,
+        lambda c: staged(third=c),
+        dict(dim=16, num_heads=1, head_dim=4, kv_stride=1, kernel=5),
     ),
     LocalAttentionConfig: (
         CONFORMER_BLOCK.mixer,
         lambda c: near(mixer=c),
-        dict(num_heads=1, head_dim=2, chunk=5, left=2, right=3, soft_cap=0.5),
+        dict(num_heads=1, head_dim=2, chunk=5, left=2, right=3, soft_cap=0.5, distances="plain", key_scale=0.5),
     ),
     LightConvolutionConfig: (
         CONFORMER_BLOCK.post_layers[0].layer,

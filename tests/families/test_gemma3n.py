@@ -1,20 +1,17 @@
 """Gemma 3n: what differs from layer to layer, and tokens that have no embedding of their own in each layer."""
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.gemma3n import gemma3n, per_layer_of, residual_of
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.sharding.axes import named_leaves
-from tests.families.samples import FIXTURES, decode, mixers, sample
+from tests.families.samples import decode, mixers, sample
 from tests.models import filled
 
 
@@ -36,27 +33,6 @@ def test_published_models(name, layers, own):
     assert [mixer.mask == Causal() for mixer in mixers(config)] == [(i + 1) % 5 == 0 for i in range(layers)]
     assert [block.mlp.gate_sparsity for block in config.blocks] == [0.95] * 10 + [0.0] * (layers - 10)
     assert FAMILIES["gemma3n_text"].decode(FAMILIES["gemma3n_text"].encode(config))[0] == config
-
-
-def test_the_decoder_of_a_published_file_is_read_by_itself(tmp_path):
-    """Its encoders are not implemented; the file is that of a whole model."""
-    source = FIXTURES / "gemma3n"
-    inner = json.loads((source / "config.json").read_text())
-    outer = dict(model_type="gemma3n", architectures=["Gemma3nForConditionalGeneration"], tie_word_embeddings=True)
-    outer |= dict(text_config=inner, vision_config={}, audio_config={}, image_token_id=9)
-    (tmp_path / "config.json").write_text(json.dumps(outer))
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): x
-        for name, x in load_file(source / "model.safetensors").items()
-    }
-    save_file(tensors | {"model.vision_tower.x": np.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ed.ConversionError, match=r"model_type=gemma3n: its encoders are not .*text_only=True"):
-        ed.load_hf(tmp_path)
-    model, plain = ed.load_hf(tmp_path, text_only=True), ed.load_hf(source)
-    assert model.config == plain.config
-    for path, weight in named_leaves(plain).items():
-        np.testing.assert_array_equal(named_leaves(model)[path], weight)
-    assert model.origin is not None and model.origin.family == "gemma3n_text"
 
 
 def test_sizes_of_layers_may_be_one_number():

@@ -84,7 +84,7 @@ def draft_source(comparison: Comparison, notes: Notes, source: str) -> str:
         "weights": _weights(comparison, table.arguments["weights"], notes.tensors),
         **_other_arguments(comparison, table.arguments, notes.harmless),
     }
-    others = ("aliases", "other_architectures", "decoder_of")  # names of published files of the nearest family
+    others = ("aliases", "other_architectures")  # names of published files of the nearest family
     arguments = {key: text for key, text in arguments.items() if key not in others}
     comments = "".join(f"{line}\n" for note in notes.model for line in _comment(note, ""))
     written = "".join(f"    {key}={text},\n" for key, text in arguments.items())

@@ -1,4 +1,4 @@
-"""Images and videos of Gemma 3 (one size) and Gemma 4 (a number of patches)."""
+"""Images and videos of Gemma 3 and 3n (one size) and Gemma 4 (a number of patches)."""
 
 import dataclasses
 import math
@@ -91,6 +91,51 @@ class Gemma3Images(CheckedFields):
             return []
         cuts = [slice(side * number, side * (number + 1)) for number in range(count)]
         return [pixels[:, cut] if width >= height else pixels[cut] for cut in cuts]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3nImages(CheckedFields):
+    """Images of Gemma 3n, all resized to one size, whatever their shape.
+
+    **Arguments:**
+
+    - `size`: height and width.
+    - `tokens`: number of tokens of an image.
+    - `placeholder`, `begin`, `end`: texts of the special tokens; the first one is repeated.
+    """
+
+    size: tuple[int, int] = (768, 768)
+    resample: int = BILINEAR
+    normalization: Normalization = Normalization(mean=None, std=None, steps="joint")
+    tokens: PositiveInt = 256
+    placeholder: str = "<image_soft_token>"
+    begin: str = "<start_of_image>"
+    end: str = "<end_of_image>"
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Gemma3nImages":
+        """Read the rules from the settings of a directory, whose processor of images is that of SigLIP."""
+        fields = settings.images
+        return cls(
+            size=read_square(fields, "size", 224),
+            resample=read_resample(fields, BICUBIC, SHORT),
+            normalization=read_normalization(fields, HALVES, HALVES, steps="joint"),
+            tokens=settings.processor.integer("image_seq_length", 256),
+            placeholder=settings.token("image_token", "<image_soft_token>"),
+            begin=settings.token("boi_token", "<start_of_image>"),
+            end=settings.token("eoi_token", "<end_of_image>"),
+        )
+
+    def process(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
+        """Return `pixel_values` of the image, `[1, 3, height, width]`."""
+        check_tokens(where, self.tokens)
+        resized = resize_with_short_weights(pixels, self.size, self.resample, limits, where)
+        text = f"\n\n{self.begin}{self.placeholder * self.tokens}{self.end}\n\n"
+        return ProcessedFile({"pixel_values": self.normalization(resized)[None]}, text)
+
+    def join(self, files: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
+        """Return arrays `[images, 3, height, width]`."""
+        return concatenate_arrays(files)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""Audio of Gemma 4, each clip by itself: logarithms of magnitudes in bands of frequencies."""
+"""Audio of Gemma 4, each clip by itself, and of Gemma 3n: logarithms of magnitudes in bands of frequencies."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -43,7 +43,8 @@ class LogMagnitudes(CheckedFields):
     - `emphasis`: factor of each sample that is subtracted from the next one; 0 for none.
     - `emphasis_within`: whether a window keeps its samples (HTK), or takes those one position behind.
     - `scale`: multiplies samples.
-    - `floor`: added before the logarithm.
+    - `floor`: added before the logarithm, or with `floor_as="least"` (Gemma 3n) the least number of which it is taken.
+    - `window_dtype`: in which Hann's window is computed: of quiet bands, rounding shows.
     - `mean`, `std`: of each band; None for 0 and 1.
     - `padded`: side on which a clip is padded to a multiple of 128 samples, `"left"` or `"right"`.
     """
@@ -59,6 +60,8 @@ class LogMagnitudes(CheckedFields):
     emphasis_within: bool = True
     scale: PositiveFloat = 1.0
     floor: PositiveFloat = 1e-3
+    floor_as: Literal["sum", "least"] = "sum"
+    window_dtype: Literal["float64", "float32"] = "float64"
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     padded: Annotated[str, OneOf(("left", "right"))] = "right"
@@ -78,22 +81,24 @@ class LogMagnitudes(CheckedFields):
         check(self.std is None or 0 not in self.std, "LogMagnitudes.std must not be 0: bands are divided by it.")
 
     @classmethod
-    def read(cls, fields: Fields) -> "LogMagnitudes":
-        """Read the settings of a directory's feature extractor."""
+    def read(cls, fields: Fields, defaults: "LogMagnitudes | None" = None) -> "LogMagnitudes":
+        """Read the settings of a directory's feature extractor; `defaults` are those of transformers' class."""
+        usual = cls() if defaults is None else defaults
         for name in ("dither", "padding_value"):
             fields.allow_only(name, 0, 0.0)
-        return cls(
-            rate=fields.integer("sampling_rate", 16_000, least=RATES[0]),
-            bands=fields.integer("feature_size", 128),
-            window_ms=fields.number("frame_length_ms", 20.0),
-            hop_ms=fields.number("hop_length_ms", 10.0),
-            lowest=_number(fields, "min_frequency", 0.0),
-            highest=fields.number("max_frequency", 8000.0),
-            finer=fields.flag("fft_overdrive", False),
-            emphasis=_number(fields, "preemphasis", 0.0),
-            emphasis_within=fields.flag("preemphasis_htk_flavor", True),
-            scale=fields.number("input_scale_factor", 1.0),
-            floor=fields.number("mel_floor", 1e-3),
+        return dataclasses.replace(
+            usual,
+            rate=fields.integer("sampling_rate", usual.rate, least=RATES[0]),
+            bands=fields.integer("feature_size", usual.bands),
+            window_ms=fields.number("frame_length_ms", usual.window_ms),
+            hop_ms=fields.number("hop_length_ms", usual.hop_ms),
+            lowest=_number(fields, "min_frequency", usual.lowest),
+            highest=fields.number("max_frequency", usual.highest),
+            finer=fields.flag("fft_overdrive", usual.finer),
+            emphasis=_number(fields, "preemphasis", usual.emphasis),
+            emphasis_within=fields.flag("preemphasis_htk_flavor", usual.emphasis_within),
+            scale=fields.number("input_scale_factor", usual.scale),
+            floor=fields.number("mel_floor", usual.floor),
             mean=_numbers(fields, "per_bin_mean"),
             std=_numbers(fields, "per_bin_stddev"),
             padded=fields.word("padding_side", {"left": "left", "right": "right"}, "right"),
@@ -123,23 +128,30 @@ class LogMagnitudes(CheckedFields):
         more = -len(samples) % WHOLE
         sides = (more, 0) if self.padded == "left" else (0, more)
         first = before + sides[0]
-        padded = np.pad(samples.astype(np.float32) * np.float32(self.scale), (first, sides[1]))
-        if len(padded) <= self.window:
-            return np.zeros((0, self.bands), np.float32), np.zeros(0, bool)
-        frames = np.lib.stride_tricks.sliding_window_view(padded, self.window + 1)[:: self.hop]
+        bands = self.of_windows(np.pad(samples, (first, sides[1])))
+        last = np.arange(len(bands)) * self.hop + self.window
+        real = last < first + len(samples)
+        return bands * real[:, None], real
+
+    def of_windows(self, samples: Samples) -> Float[np.ndarray, "frames bands"]:
+        """Return the spectra of all windows, float32; the last one ends a sample before the clip, or earlier."""
+        if len(samples) <= self.window:
+            return np.zeros((0, self.bands), np.float32)
+        samples = samples.astype(np.float32) * np.float32(self.scale)
+        frames = np.lib.stride_tricks.sliding_window_view(samples, self.window + 1)[:: self.hop]
         bands = np.empty((len(frames), self.bands), np.float32)
         step = max(1, BLOCK // self.window)
         for begin in range(0, len(frames), step):
             bands[begin : begin + step] = self._bands(frames[begin : begin + step])
-        last = np.arange(len(frames)) * self.hop + self.window
-        real = last < first + len(samples)
-        return bands * real[:, None], real
+        return bands
 
     def _bands(self, frames: np.ndarray) -> np.ndarray:
         """Return the bands of windows, each with the sample behind it."""
-        shape = np.hanning(self.window + 1)[:-1].astype(np.float32)
+        angles = 2 * np.pi * np.arange(self.window, dtype=self.window_dtype) / self.window
+        shape = (0.5 * (1 - np.cos(angles))).astype(np.float32)
         spectrum = np.abs(np.fft.rfft(self._emphasize(frames) * shape, n=self.transformed, axis=-1))
-        bands = np.log(spectrum @ self._filters + self.floor)
+        bands = spectrum @ self._filters
+        bands = np.log(bands + self.floor if self.floor_as == "sum" else np.maximum(bands, self.floor))
         bands = bands if self.mean is None else bands - np.asarray(self.mean)
         return bands if self.std is None else bands / np.asarray(self.std)
 
@@ -216,15 +228,8 @@ class Gemma4Audio:
         self, audio: Sequence[Any], limits: MediaLimits, names: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], list[str]]:
         """Return `input_features`, `[audio, frames, bands]`, `input_features_mask`, and the text of each clip."""
-        rate, spectra, longest = self.spectrum.rate, [], 0
-        for source, name in zip(audio, names, strict=True):
-            samples = open_audio(source, rate, limits, name)
-            longest = max(longest, min(len(samples), MOST_SAMPLES))
-            seconds = longest * (len(spectra) + 1) / rate
-            rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
-            count = len(spectra) + 1
-            message = f"{count} audio clips up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
-            check(seconds <= limits.max_seconds, f"{message}. Give fewer, or raise the limit.", DataError)
+        rate, spectra = self.spectrum.rate, []
+        for samples, name in zip(_clips(audio, rate, limits, names), names, strict=True):
             spectra.append(self.spectrum(samples))
             rule = f"an audio clip must have more than half a window of {self.spectrum.window} samples at {rate:,} Hz"
             check(bool(spectra[-1][1].any()), f"{name} has {len(samples)} samples: {rule}.", DataError)
@@ -233,3 +238,69 @@ class Gemma4Audio:
         mask = np.stack([np.pad(real, (0, most - len(real))) for _, real in spectra])
         texts = [f"{self.begin}{self.placeholder * -(-int(real.sum()) // STRIDE)}{self.end}" for _, real in spectra]
         return {"input_features": values, "input_features_mask": mask}, texts
+
+
+USM = LogMagnitudes(
+    window_ms=32.0, lowest=125.0, highest=7600.0, finer=True, emphasis=0.97, floor=1e-5, floor_as="least",
+    window_dtype="float32",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3nAudio:
+    """Audio of Gemma 3n, of at most half a minute each, all of which become as many tokens.
+
+    As in transformers the clips of a prompt are padded to the longest, and their spectra go on in the silence.
+
+    **Arguments:**
+
+    - `tokens`: number of tokens of a clip.
+    - `placeholder`, `begin`, `end`: texts of the special tokens; the first one is repeated.
+    """
+
+    spectrum: LogMagnitudes = USM
+    tokens: PositiveInt = 188
+    placeholder: str = "<audio_soft_token>"
+    begin: str = "<start_of_audio>"
+    end: str = "<end_of_audio>"
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Gemma3nAudio":
+        """Read the rules from the settings of a directory."""
+        settings.audio.allow_only("padding_side", "right")
+        return cls(
+            spectrum=LogMagnitudes.read(settings.audio, USM),
+            tokens=settings.processor.integer("audio_seq_length", 188),
+            placeholder=settings.token("audio_token", "<audio_soft_token>"),
+            begin=settings.token("boa_token", "<start_of_audio>"),
+            end=settings.token("eoa_token", "<end_of_audio>"),
+        )
+
+    def process_all(
+        self, audio: Sequence[Any], limits: MediaLimits, names: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Return `input_features`, `[audio, frames, bands]`, `input_features_mask`, and the text of each clip."""
+        spectrum = self.spectrum
+        clips = [samples[:MOST_SAMPLES] for samples in _clips(audio, spectrum.rate, limits, names)]
+        longest = max(map(len, clips))
+        rule = f"must have more than a window of {spectrum.window} samples at {spectrum.rate:,} Hz"
+        length = -(-longest // WHOLE) * WHOLE
+        check(length > spectrum.window, f"{names[0]} has {longest} samples: an audio clip {rule}.", DataError)
+        values = np.stack([spectrum.of_windows(np.pad(samples, (0, length - len(samples)))) for samples in clips])
+        begins = np.arange(values.shape[1]) * spectrum.hop
+        mask = begins[None] < np.asarray([len(samples) for samples in clips])[:, None]
+        text = f"\n\n{self.begin}{self.placeholder * self.tokens}{self.end}\n\n"
+        return {"input_features": values, "input_features_mask": mask}, [text] * len(clips)
+
+
+def _clips(audio: Sequence[Any], rate: int, limits: MediaLimits, names: Sequence[str]) -> Iterator[Samples]:
+    """Yield the samples of each clip; raise DataError for more than `limits` allow, each as long as the longest."""
+    longest = 0
+    for count, (source, name) in enumerate(zip(audio, names, strict=True), start=1):
+        samples = open_audio(source, rate, limits, name)
+        longest = max(longest, min(len(samples), MOST_SAMPLES))
+        seconds = longest * count / rate
+        rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
+        message = f"{count} audio clips up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
+        check(seconds <= limits.max_seconds, f"{message}. Give fewer, or raise the limit.", DataError)
+        yield samples

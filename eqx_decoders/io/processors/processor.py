@@ -15,8 +15,8 @@ from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import QwenAudio
 from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings, VideoRules, merge_arrays
-from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
-from eqx_decoders.io.processors.gemma_audio import Gemma4Audio
+from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma3nImages, Gemma4Images, Gemma4Videos
+from eqx_decoders.io.processors.gemma_audio import Gemma3nAudio, Gemma4Audio
 from eqx_decoders.io.processors.glm import Glm46Videos, GlmImages, GlmVideos
 from eqx_decoders.io.processors.images import image_size, name_of, open_image
 from eqx_decoders.io.processors.internvl import InternVLImages, InternVLVideos
@@ -41,12 +41,13 @@ class ProcessorFamily:
 
     images: Callable[[Settings], ImageRules] | None = None
     videos: Callable[[Settings], VideoRules] | None = None
-    audio: Callable[[Settings], QwenAudio | Gemma4Audio] | None = None
+    audio: Callable[[Settings], QwenAudio | Gemma3nAudio | Gemma4Audio] | None = None
 
 
 # By the name of transformers' class, and the model types whose directories have it.
 FAMILIES: dict[str, tuple[ProcessorFamily, tuple[str, ...]]] = {
     "Gemma3Processor": (ProcessorFamily(images=Gemma3Images.read), ("gemma3",)),
+    "Gemma3nProcessor": (ProcessorFamily(images=Gemma3nImages.read, audio=Gemma3nAudio.read), ("gemma3n",)),
     "Gemma4Processor": (
         ProcessorFamily(images=Gemma4Images.read, videos=Gemma4Videos.read, audio=Gemma4Audio.read),
         ("gemma4",),
@@ -100,7 +101,7 @@ class FileReader:
 
     images: ImageRules | None = None
     videos: VideoRules | None = None
-    audio: QwenAudio | Gemma4Audio | None = None
+    audio: QwenAudio | Gemma3nAudio | Gemma4Audio | None = None
     limits: MediaLimits = MediaLimits()
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Attention to near tokens on both sides, by content and by distance (Dai et al. 2019; Gemma 4's encoder of audio)."""
+"""Attention to near tokens on both sides, by content and by distance (Dai et al. 2019; Gemma 3n's and 4's audio)."""
 
 import dataclasses
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ from eqx_decoders.remat import save
 
 
 _LONGEST = 10_000.0  # timescale of the sinusoids
-_KEY_SCALE = math.log2(1 + math.e)
+SHIFTED_KEY_SCALE = math.log2(1 + math.e)
 _MASKED = -1e9
 
 
@@ -26,18 +26,21 @@ _MASKED = -1e9
 class LocalAttentionConfig(CheckedFields):
     """Configuration of `out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j near i.
 
-        q = softplus(scale) query x / (ln 2 sqrt(head_dim)),  k = log2(1 + e) key x
+        q = softplus(scale) query x / (ln 2 sqrt(head_dim)),  k = key_scale key x
         r_d = relative_key sinusoids(d + s)
 
-    A token sees itself, the `left - 2` tokens before it and the `right - 1` after it. The shift of distances is
+    With `distances="plain"` (Gemma 3n) a token sees itself, the `left - 1` tokens before it and the `right` after it,
+    and s is 0. With `"shifted"` (Gemma 4) it sees the `left - 2` tokens before it and the `right - 1` after it, and
     `s = (chunk + left - 1 + right) // 2 - (left - 1)`; a distance with `d + s` below 0 has no r.
 
     **Arguments:**
 
     - `num_heads`, `head_dim`: heads, and features of each.
     - `chunk`: queries that are computed at once, with the keys that any of them sees.
-    - `left`, `right`: how far is near; a `right` of 0 sees as far as one of 1.
+    - `left`, `right`: how far is near; a shifted `right` of 0 sees as far as one of 1.
     - `soft_cap`: the bound of scores.
+    - `distances`: `"shifted"` or `"plain"`.
+    - `key_scale`: factor of keys.
     """
 
     num_heads: PositiveInt
@@ -46,21 +49,23 @@ class LocalAttentionConfig(CheckedFields):
     left: Annotated[int, AtLeast(2)] = 13
     right: NonNegativeInt = 0
     soft_cap: PositiveFloat = 50.0
+    distances: Literal["shifted", "plain"] = "shifted"
+    key_scale: PositiveFloat = SHIFTED_KEY_SCALE
 
     @property
     def before(self) -> int:
         """Number of earlier tokens that a token sees."""
-        return self.left - 2
+        return self.left - 1 if self.distances == "plain" else self.left - 2
 
     @property
     def behind(self) -> int:
         """Number of later tokens that a token sees."""
-        return max(self.right - 1, 0)
+        return self.right if self.distances == "plain" else max(self.right - 1, 0)
 
     @property
     def shift(self) -> int:
         """Number that is added to a distance."""
-        return (self.chunk + self.left - 1 + self.right) // 2 - (self.left - 1)
+        return 0 if self.distances == "plain" else (self.chunk + self.left - 1 + self.right) // 2 - (self.left - 1)
 
     def token_products(self, length: int) -> int:
         """Count multiplications per token of scores, of contents and distances, and of their products with values."""
@@ -107,7 +112,7 @@ class LocalAttention(eqx.Module):
         factor = jax.nn.softplus(self.scale.astype(jnp.float32)) / (math.log(2) * math.sqrt(config.head_dim))
         mixed = attend_locally(
             query.astype(jnp.float32) * factor[None, None, None],
-            key.astype(jnp.float32) * _KEY_SCALE,
+            key.astype(jnp.float32) * config.key_scale,
             value.astype(jnp.float32),
             self._relative(x.dtype, ctx),
             visible_keys(config, ctx),
@@ -125,11 +130,16 @@ class LocalAttention(eqx.Module):
         """Compute `r` of each visible distance, the farthest before first; zeros where there is none."""
         config = self.config
         distances = config.shift + jnp.arange(config.before, -config.behind - 1, -1)
-        signal = sinusoids(distances, self.relative_key.shape[0], _LONGEST).astype(dtype)
+        size = self.relative_key.shape[0]
+        signal = sinusoids(jnp.abs(distances), size, _LONGEST)
+        # the sine of a distance to a later token is below 0
+        signal = jnp.where((distances < 0)[:, None] & (jnp.arange(size) < size // 2)[None], -signal, signal)
+        signal = signal.astype(dtype)
         relative = ctx.einsum(
             "places signal, signal heads head_dim -> places heads head_dim", signal, self.relative_key
         )
-        return jnp.where((distances >= 0)[:, None, None], relative.astype(jnp.float32), 0.0)
+        real = (distances >= 0) | (config.distances == "plain")
+        return jnp.where(real[:, None, None], relative.astype(jnp.float32), 0.0)
 
 
 def visible_keys(config: LocalAttentionConfig, ctx: Context) -> Bool[Array, "batch chunks queries keys"]:

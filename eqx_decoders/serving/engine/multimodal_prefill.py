@@ -274,7 +274,9 @@ def with_rounded_rows(media: Media) -> Media:
         )
         old_begin, new_begin = old_end, new_begin + len(padded.positions) * padded_length
     unused = dict(spans=None, real=None, grid_positions=None)  # encoders read nothing of the tokens
-    order, index = _with_length(new_order.astype(np.int32), new_begin), np.full((1, 1), -1, np.int32)
+    # clips that are filled up may have more features than there are rows
+    width = max(new_begin, new_order.shape[1])
+    order, index = _with_length(new_order.astype(np.int32), width), np.full((1, 1), -1, np.int32)
     return dataclasses.replace(media, images=images, audio=audio, order=order, index=index, **unused)
 
 

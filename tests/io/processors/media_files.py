@@ -62,6 +62,18 @@ GEMMA_AUDIO = {
     ),
     "emphasis over borders": (dict(preemphasis=0.5, preemphasis_htk_flavor=False, sampling_rate=8000), [0.4, 0.21]),
 }
+# the same of Gemma 3n's
+GEMMA3N_AUDIO = {
+    "3n, several": ({}, [0.7, 2.345, 0.02]),
+    "3n, long": ({}, [30.5]),
+    "3n, all settings": (
+        dict(feature_size=8, frame_length_ms=25.0, hop_length_ms=12.5, min_frequency=60.0, max_frequency=7000.0)
+        | dict(preemphasis=0.5, preemphasis_htk_flavor=False, fft_overdrive=False, input_scale_factor=2.5)
+        | dict(mel_floor=0.1, sampling_rate=22_050, per_bin_mean=[0.5, -1, 0, 2, -2, 3, 1, 0.1])
+        | dict(per_bin_stddev=[0.5, 1.5, 2, 1, 1, 3, 0.25, 1]),
+        [0.9],
+    ),
+}
 
 
 _SMOL = dict(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})

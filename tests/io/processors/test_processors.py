@@ -11,7 +11,7 @@ import pytest
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import LogMel, QwenAudio
-from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
+from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma3nImages, Gemma4Images, Gemma4Videos
 from eqx_decoders.io.processors.glm import GlmImages
 from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.internvl import InternVLImages, InternVLWords
@@ -35,6 +35,7 @@ FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "processors"
 EXPECTED, OF_VIDEOS = np.load(FIXTURES / "expected.npz"), np.load(FIXTURES / "videos.npz")
 RULES = {
     "gemma3": Gemma3Images(size=(112, 112)),
+    "gemma3n": Gemma3nImages(size=(96, 96)),
     "gemma4": Gemma4Images(),
     "llama4": Llama4Images(side=84, tiles=4),
     "qwen2_5": QwenImages(least=4096, most=65_536),

@@ -1,0 +1,277 @@
+"""Gemma 3n with images and audio, compared with transformers and timm: settings, tensors, and what fills clips up."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import eqx_decoders as ed
+from eqx_decoders.context import Context
+from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
+from eqx_decoders.encoders.frame_stem import CumulativeNormConfig
+from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
+from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.families._mobilenet import architectures
+from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows
+from eqx_decoders.sharding.rules import WEIGHTS
+from tests.families.samples import FIXTURES, decode
+
+
+DIRECTORY = FIXTURES / "gemma3n_vision"
+ARRAYS = dict(np.load(DIRECTORY / "media.npz"))
+INPUTS = {name.removeprefix("inputs/"): x for name, x in ARRAYS.items() if name.startswith("inputs/")}
+IDS = INPUTS["input_ids"]
+CONTENT = json.loads((DIRECTORY / "config.json").read_text())
+IMAGE, AUDIO = CONTENT["image_token_id"], CONTENT["audio_token_id"]
+ARGS = CONTENT["vision_config"]["model_args"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ed.load_hf(DIRECTORY, attention="dot")
+
+
+def changed(part: str, **keys) -> dict:
+    return CONTENT | {part: CONTENT[part] | keys}
+
+
+def with_args(**keys) -> dict:
+    return changed("vision_config", model_args=ARGS | keys)
+
+
+def with_block(stage: int, index: int, **keys) -> dict:
+    blocks = json.loads(json.dumps(ARGS["block_args"]))
+    blocks[stage][index] |= keys
+    return with_args(block_args=blocks)
+
+
+# --- beside transformers ---
+
+
+def test_logits_are_those_of_transformers(model):
+    """Of images and audio, of tokens that the encoders have, and of such as fill a clip up."""
+    media = ed.Media.create(model.config, **INPUTS)
+    np.testing.assert_allclose(model(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_features_and_greedy_tokens_are_those_of_transformers(model):
+    media, count = ed.Media.create(model.config, **INPUTS), ARRAYS["generated_ids"].shape[1]
+    features = np.asarray(model.encode(media).features)[: len(ARRAYS["features"])]
+    np.testing.assert_allclose(features, ARRAYS["features"], atol=2e-5)
+    made = ed.generate(model, IDS, media=media, max_new_tokens=count, sampler=ed.Greedy(), stop_ids=())
+    assert np.array_equal(made, ARRAYS["generated_ids"])
+
+
+@pytest.mark.slow
+def test_images_or_audio_alone_give_the_same(model):
+    """A row of the batch sees its own: the audio without the images, and in rows of other lengths."""
+    of_audio = {name: INPUTS[name] for name in ("input_features", "input_features_mask")}
+    media = ed.Media.create(model.config, IDS[1:], **of_audio)
+    np.testing.assert_allclose(model(IDS[1:], media=media).logits, ARRAYS["logits"][1:], atol=1e-4)
+    media = ed.Media.create(model.config, IDS[:1], pixel_values=INPUTS["pixel_values"])
+    np.testing.assert_allclose(model(IDS[:1], media=media).logits, ARRAYS["logits"][:1], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_rows_may_be_longer(model):
+    """As other processes have made them, or an engine; audio clips are still filled up."""
+    media, count = ed.Media.create(model.config, **INPUTS), len(ARRAYS["features"])
+    long = dict(input_features=np.zeros((3, 40, 6)), input_features_mask=np.ones((3, 40)))
+    other = ed.Media.create(model.config, np.full((1, 15), AUDIO), **long)
+    shapes = merge_shapes([array_shapes(media), array_shapes(other)])
+    shapes["images"]["patches"][0][1] += 1
+    for name in ("positions", "coordinates"):
+        shapes["images"][name][0][1] += 1
+    for again in (pad_to_shapes(media, shapes), with_rounded_rows(media)):
+        features = np.asarray(model.encode(again).features)[:count]
+        np.testing.assert_allclose(features, ARRAYS["features"], atol=2e-5)
+
+
+def test_an_export_is_the_same_to_the_bit(tmp_path):
+    model = ed.load_hf(DIRECTORY, dtype=None)
+    ed.save_hf(model, tmp_path / "new")
+    before, after = (load_file(folder / "model.safetensors") for folder in (DIRECTORY, tmp_path / "new"))
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    new = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert decode(new) == decode(CONTENT) == model.config
+    assert new["boa_token_id"] == CONTENT["boa_token_id"]
+    for part in ("vision_config", "audio_config"):
+        for key, value in new[part].items():
+            assert CONTENT[part].get(key, value) == value or key == "model_args", key
+    blocks = zip(new["vision_config"]["model_args"]["block_args"], ARGS["block_args"], strict=True)
+    assert [[one | other for one, other in zip(*each, strict=True)] for each in blocks] == ARGS["block_args"]
+
+
+def test_the_decoder_alone(model):
+    text = ed.abstract_hf(DIRECTORY, text_only=True)
+    assert text.config == dataclasses.replace(model.config, media=None)
+    assert text.origin.family == "gemma3n_text"
+
+
+@pytest.mark.slow
+def test_every_way_to_run_gives_the_same(model):
+    """Layers in a scan or one by one, computed again or kept; rows and heads on several devices."""
+    for options in (dict(scan=False), dict(remat="full")):
+        media = ed.Media.create(model.config, **INPUTS)
+        np.testing.assert_allclose(
+            model.replace(**options)(IDS, media=media).logits, ARRAYS["logits"], atol=1e-4, err_msg=str(options)
+        )
+    placed = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2, weights=WEIGHTS | {"kv_heads": ()}))
+    media = ed.Media.create(model.config, **INPUTS)
+    np.testing.assert_allclose(placed(IDS, media=media).logits, ARRAYS["logits"], atol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_cache_goes_on_with_the_encoders_own_tokens(model):
+    """One token at a time, among them such as only the encoders have."""
+    ids = np.asarray([[3, 52, 54, 58, 56, 7]], np.int32)
+    whole = model(ids).logits
+    cache = ed.init_cache(model.config, 1, 8, dtype=jnp.float32)
+    for index in range(ids.shape[1]):
+        out = model(ids[:, index : index + 1], cache=cache)
+        cache = out.cache
+        np.testing.assert_allclose(out.logits[:, 0], whole[:, index], atol=1e-5)
+
+
+# --- parts ---
+
+
+def test_a_cumulative_norm_is_that_of_each_clip():
+    x, first = np.random.default_rng(0).normal(size=(1, 5, 3, 2)).astype(np.float32), np.asarray([[1, 0, 0, 1, 0]]) > 0
+    norm = dataclasses.replace(CumulativeNormConfig(eps=0.1).build(2), scale=jnp.asarray([0.5, 2.0]))
+    found = eqx.filter_jit(norm)(jnp.asarray(x), first)
+    for begin, end in ((0, 3), (3, 5)):
+        squares = []
+        for frame in range(begin, end):
+            mean = x[0, begin : frame + 1].mean()
+            squares.append(np.square(x[0, frame] - mean).mean())
+            wanted = (x[0, frame] - mean) / np.sqrt(np.mean(squares) + 0.1) * [0.5, 2.0]
+            np.testing.assert_allclose(found[0, frame], wanted, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_attention_of_all_pixels_is_its_formula():
+    config = PlaneAttentionConfig(dim=6, num_heads=2, head_dim=3)
+    block = config.build(6, edges="same", layer_scale=0.5, key=jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(1, 2, 3, 6)).astype(np.float32)
+    rows = x.reshape(6, 6)
+    normed = rows / np.sqrt(np.square(rows).mean(-1, keepdims=True) + 1e-6)
+    query, key, value, out = (np.asarray(getattr(block, name)) for name in ("query", "key", "value", "out"))
+    wanted = np.zeros((6, 6))
+    for head in range(2):
+        scores = normed @ query[:, head] @ (normed @ key).T / np.sqrt(3)
+        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        wanted += weights @ (normed @ value) @ out[head]
+    found = block(jnp.asarray(x), Context(positions=jnp.zeros((1, 6), jnp.int32)))
+    np.testing.assert_allclose(found, x + 0.5 * wanted.reshape(x.shape), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_reach_every_weight_of_the_encoders(model):
+    media = ed.Media.create(model.config, **INPUTS)
+    wanted = jnp.asarray(ARRAYS["logits"])
+    loss = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.mean(jnp.abs(model(IDS, media=media).logits - wanted - 1))))
+    for part in ("vision", "audio"):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(loss(model), part)):
+            assert bool(jnp.all(jnp.isfinite(leaf))) and float(jnp.max(jnp.abs(leaf))) > 0, path
+
+
+# --- settings ---
+
+
+def test_the_published_settings():
+    """Of files that leave all out; and the number of weights of the published network, as timm counts."""
+    config = ed.get_config("gemma3n-e4b-vision")
+    written = FAMILIES["gemma3n"].encode(config)
+    assert written["vision_config"]["model_args"] is None
+    parts = dict(vision_config={}, audio_config={})
+    again = {key: written[key] for key in ("model_type", "architectures", "text_config")} | parts
+    assert decode(again) == decode(written) == config
+    model = eqx.filter_eval_shape(config.media.vision.stem.build, 2048, key=jax.random.key(0))
+    network = sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert network == 294_126_912
+    base = decode(written | {"vision_config": {"architecture": "mobilenetv5_base"}}).media.vision.stem
+    assert base == architectures()["mobilenetv5_base"] != architectures()["mobilenetv5_300m"]
+
+
+def test_settings_of_another_network_come_back():
+    stages = (
+        (EdgeResidualConfig(dim=16, kernel=5, stride=2, expansion=1.5), EdgeResidualConfig(dim=16)),
+        (
+            InvertedResidualConfig(dim=24, start=3, stride=2),
+            PlaneAttentionConfig(dim=24, num_heads=3, head_dim=4, kernel=5),
+        ),
+    )
+    network = MobileNetConfig(
+        stem_dim=8, stages=stages, fused=(1,), side=2, channels=1, edges="equal", layer_scale=None
+    )
+    config = decode(CONTENT)
+    vision = dataclasses.replace(config.media.vision, stem=network)
+    config = dataclasses.replace(config, media=dataclasses.replace(config.media, vision=vision))
+    assert decode(json.loads(json.dumps(FAMILIES["gemma3n"].encode(config)))) == config
+    assert ed.DecoderConfig.from_json(config.to_json()) == config
+
+
+BAD = [
+    (changed("vision_config", hidden_size=9), "hidden_size=9 must be the 8 features that mobilenetv5_300m makes"),
+    (changed("vision_config", architecture="resnet50"), "architecture=resnet50 is not known"),
+    (with_args(act_layer="relu"), "model_args: act_layer: not known here"),
+    (with_args(msfa_indices=[0]), r"msfa_indices=\[0\] must name stages, 1 to 3"),
+    (with_args(block_args=[[]]), "block_args must be a list of 1 to 4 stages"),
+    (with_args(stem_size=12), "stem_size=12 must be a multiple of 8"),
+    (with_block(1, 0, dw_kernel_size_end=3), r"block_args\[1\]\[0\]: dw_kernel_size_end=3 .*is not implemented"),
+    (with_block(0, 0, block_type="ir"), "block_type=ir is not known"),
+    (with_block(0, 0, stride=1), "the first block of each must have a stride of 2"),
+    (with_block(2, 1, value_dim=5), "value_dim=5 .*only 4 is"),
+    (changed("audio_config", hidden_size=9), "hidden_size=9 must be a multiple of conf_num_attention_heads=2"),
+    (changed("audio_config", sscp_conv_stride_size=[[1, 2], [2, 2]]), "sscp_conv_stride_size=.* must be"),
+    (changed("audio_config", sscp_conv_channel_size=[3]), r"sscp_conv_channel_size=\[3\] must be two numbers"),
+    (changed("audio_config", vocab_size=4), "EncoderTokensConfig.fill=59 must be one of the tokens from 55 to 58"),
+    (
+        changed("vision_config", vocab_size=4),
+        r"tokens of the encoders \[\(52, 56\), \(55, 60\)\] must be different ids",
+    ),
+    (CONTENT | dict(vision_soft_tokens_per_image=9), "vision_soft_tokens_per_image=9 must be 2 x 2"),
+    (CONTENT | dict(image_token_id=9), "image_token_id=9 and audio_token_id=55 must be at least"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD, ids=[message for _, message in BAD])
+def test_settings_that_are_refused(content, message):
+    with pytest.raises(ed.ConversionError, match=message):
+        decode(content)
+
+
+# --- arrays ---
+
+
+def refused(**given):
+    whole = dict(input_ids=np.asarray([[*[IMAGE] * 4, *[AUDIO] * 5]]), pixel_values=np.zeros((1, 3, 16, 16)))
+    whole |= dict(input_features=np.zeros((1, 40, 6)), input_features_mask=np.ones((1, 40)))
+    return ed.Media.create(decode(CONTENT), **whole | given)
+
+
+MESSAGES = [
+    (dict(pixel_values=np.zeros((1, 3, 16, 32))), "16 x 32 pixels must be square, and a multiple of 16"),
+    (dict(pixel_values=np.zeros((1, 3, 24, 24))), "24 x 24 pixels must be square, and a multiple of 16"),
+    (dict(image_grid_thw=[[1, 2, 2]]), "reads whole images: leave image_grid_thw"),
+    (
+        dict(input_features=np.zeros((1, 41, 6)), input_features_mask=np.ones((1, 41))),
+        "41 frames makes 6 rows of features",
+    ),
+    (dict(input_ids=np.full((1, 4), AUDIO), pixel_values=None), "4 audio placeholders, but 1 audio clip makes 5"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), MESSAGES, ids=[message for _, message in MESSAGES])
+def test_what_does_not_fit_is_refused(given, message):
+    with pytest.raises(ed.DataError, match=message):
+        refused(**given)
