@@ -112,6 +112,12 @@ def grpo(folder, base, seed):
             *CONSTANT, 5e-4]  # fmt: skip
 
 
+def ppo(folder, base, seed):
+    """The same rewards with a critic, which learns alone at first: what each digit is worth when it is written."""
+    critic = ["--rl.critic.learning-rate", 3e-3, "--rl.critic.warmup-steps", 20, "--rl.critic.updates", 4]
+    return [*grpo(folder, base, seed), "--rl.preset", "ppo", "--rl.critic.no-bootstrap", *critic]
+
+
 def dpo(folder, base, seed):
     """Pairs of a right and a wrong answer of the model's own, with the likelihood of the right one."""
     rows = []
@@ -157,7 +163,7 @@ def one_sample(folder, base, seed):
             *CONSTANT, 5e-4]  # fmt: skip
 
 
-LESSONS = {lesson.__name__: lesson for lesson in (grpo, dpo, rejection, distill, on_policy, one_sample)}
+LESSONS = {lesson.__name__: lesson for lesson in (grpo, ppo, dpo, rejection, distill, on_policy, one_sample)}
 
 
 def main():

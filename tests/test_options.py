@@ -736,6 +736,8 @@ SHOWN_IN = {
     "HiddenStates": "training/objectives/test_distillation.py",
     **dict.fromkeys(("RewardConfig", "RewardObjective"), "training/run/test_reward_run.py"),
     "RLConfig": "rl/test_rl_run.py",
+    "CriticConfig": "rl/test_critic_run.py",
+    "ValueObjective": "training/objectives/test_values.py",
     "SamplerConfig": "rl/test_sampler.py",
     "RewardSettings": "rl/test_answer_batch.py",
     "EnvironmentSettings": "rl/test_episodes.py",
@@ -780,7 +782,7 @@ DATA = {
     "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
     "EvaluationPlan", "HarnessScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",
-    "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart",
+    "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart", "Critic",
 }  # fmt: skip
 
 

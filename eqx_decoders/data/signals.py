@@ -25,6 +25,8 @@ class Signals(eqx.Module):
     - `sampler`: log-probs of the distribution that the answer was really drawn from.
     - `reference`: log-probs under the reference model.
     - `teacher`: log-probs under a teacher.
+    - `values`: what a critic expected of the return from the token on, when the answer was drawn.
+    - `returns`: what came of it, which the critic learns.
     - `baseline`: a number taken off: KTO's estimate of the divergence, the margin of a reward model's pair.
     - `answers`: number of the answer within its row, 1, 2, …, of which the token is one; 0 for tokens of prompts, of
         tools and for padding. Numbers 2k - 1 and 2k are the chosen and the rejected answer of a pair.
@@ -42,6 +44,8 @@ class Signals(eqx.Module):
     sampler: Float[AnyArray, "batch length"] | None = None
     reference: Float[AnyArray, "batch length"] | None = None
     teacher: Float[AnyArray, "batch length"] | None = None
+    values: Float[AnyArray, "batch length"] | None = None
+    returns: Float[AnyArray, "batch length"] | None = None
     baseline: Float[AnyArray, "batch length"] | None = None
     answers: Integer[AnyArray, "batch length"] | None = None
     top_ids: Integer[AnyArray, "batch length top"] | None = None

@@ -1,7 +1,7 @@
 """Batches of answers: advantages, weights of tokens, and the rows in which answers lie behind their prompts."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -12,47 +12,104 @@ from eqx_decoders.data.host_rows import hand_over, host_rows
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.rl.drawn_answers import AnswerPart, JudgedAnswer
+from eqx_decoders.rl.token_credit import (
+    ByToken,
+    critic_advantages,
+    explained_variance,
+    rewards_of_tokens,
+    turn_advantages,
+    whitened,
+)
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.methods.rl_config import RLConfig
-from eqx_decoders.training.objectives.advantages import group_advantages, whiten
+from eqx_decoders.training.objectives.advantages import Baseline, group_advantages
 from eqx_decoders.training.objectives.token_weights import token_weights
 
 
 class AnswerNumbers(NamedTuple):
-    """Numbers of the answers of a step: the advantage and the weight of each, which its tokens have."""
+    """Numbers of the answers of a step.
 
-    advantages: Float[np.ndarray, "answers"]
+    **Arguments:**
+
+    - `advantages`: of each token that was drawn; a number is that of all tokens of an answer.
+    - `weights`: of each answer, which its tokens have.
+    - `values`, `returns`: of each token that was drawn, what a critic expected, and what came; None without one.
+    """
+
+    advantages: Sequence[Any] | np.ndarray
     weights: Float[np.ndarray, "answers"]
+    values: ByToken | None = None
+    returns: ByToken | None = None
+
+    def figures(self) -> dict[str, float]:
+        """Return what is reported of them, over the tokens of answers that count."""
+        real, advantages = self.weights > 0, np.concatenate([*self.advantages])
+        figures = {"advantage_std": float(advantages.std()) if len(advantages) else 0.0}
+        if self.values is not None and self.returns is not None and real.any():
+            values, returns = (
+                np.concatenate([each for each, counts in zip(of, real, strict=True) if counts])
+                for of in (self.values, self.returns)
+            )
+            figures |= {"value": float(values.mean()), "return": float(returns.mean())}
+            figures |= {"explained_variance": explained_variance(values, returns)} if np.ptp(returns) > 0 else {}
+        return figures
 
 
-def answer_numbers(config: RLConfig, answers: Sequence[JudgedAnswer], rewards: np.ndarray) -> AnswerNumbers:
+def answer_numbers(
+    config: RLConfig,
+    answers: Sequence[JudgedAnswer],
+    *,
+    divergences: ByToken | None = None,
+    values: ByToken | None = None,
+) -> AnswerNumbers:
     """Compute advantages and weights of a step's answers, of their rewards, NaN for those that were not judged.
 
     An answer without a reward, or one that was cut with `truncated="mask"`, weighs nothing, and neither it nor its
     tokens are counted.
+
+    **Arguments:**
+
+    - `divergences`: of each token from the reference, taken off rewards with the weight `rl.kl`.
+    - `values`: of each token by the critic, and one more behind the last, as `critic_advantages` reads them.
     """
-    groups = np.asarray([answer.prompt.number for answer in answers])
-    lengths = np.asarray([answer.length for answer in answers])
-    advantages = group_advantages(rewards, groups, baseline=config.baseline, scale=config.scale)
-    known = ~np.isnan(advantages)
+    known = np.asarray([not np.isnan(answer.reward) for answer in answers])
     if config.truncated == "mask":
         known &= np.asarray([answer.rollout.finish_reason != "length" for answer in answers])
-    if config.whiten:
-        advantages = _whitened(advantages, np.where(known, lengths, 0))
+    advantages, returns = _advantages(config, answers, divergences, values)
+    advantages = whitened(advantages, known) if config.whiten else advantages
+    advantages = [np.where(real, each, 0.0) for real, each in zip(known, advantages, strict=True)]
+    weights = _weights(config, answers, known)
+    if values is None:
+        return AnswerNumbers(advantages, weights)
+    return AnswerNumbers(advantages, weights, [each[:-1] for each in values], returns)
+
+
+def _advantages(
+    config: RLConfig, answers: Sequence[JudgedAnswer], divergences: ByToken | None, values: ByToken | None
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Compute the advantages of the tokens of answers, and the returns that a critic learns, if there is one."""
+    rewards = rewards_of_tokens(config, answers, divergences)
+    if values is not None:
+        return critic_advantages(config, answers, rewards, values)
+    if config.returns == "turn":
+        return turn_advantages(config, answers, rewards), None
+    whole, baseline = np.asarray([answer.reward for answer in answers], np.float64), cast(Baseline, config.baseline)
+    if divergences is not None:
+        whole -= config.kl * np.asarray([each.sum() for each in divergences])
+    groups: Any = np.asarray([answer.prompt.number for answer in answers])
+    by_answer = group_advantages(whole, groups, baseline=baseline, scale=config.scale)
+    return [np.full(answer.length, each) for answer, each in zip(answers, by_answer, strict=True)], None
+
+
+def _weights(config: RLConfig, answers: Sequence[JudgedAnswer], known: np.ndarray) -> np.ndarray:
+    """Compute the weight of each answer's tokens."""
     more: dict[str, Any] = {}
     if config.aggregation == "prompt":
-        more = {"groups": groups}
+        more = {"groups": np.asarray([answer.prompt.number for answer in answers])}
     elif config.aggregation == "constant":
         more = {"limit": config.longest_answer}
-    weights = token_weights(np.where(known, lengths, 0), config.aggregation, **more)
-    return AnswerNumbers(np.where(known, advantages, 0.0), weights)
-
-
-def _whitened(advantages: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Whiten advantages of answers over all their tokens."""
-    mask = np.arange(max(1, lengths.max()))[None] < lengths[:, None]
-    tokens = np.broadcast_to(np.where(np.isnan(advantages), 0.0, advantages)[:, None], mask.shape)
-    return whiten(tokens, mask)[:, 0]
+    lengths = np.asarray([answer.length for answer in answers])
+    return token_weights(np.where(known, lengths, 0), config.aggregation, **more)
 
 
 class Place(NamedTuple):
@@ -127,10 +184,9 @@ def pack_answers(
     rule = f"{len(answers)} answers with {sum(sizes):,} tokens do not fit into {choices[-1]} rows of {seq_len}"
     check(places is not None, f"{rule}: raise dataset.batch_size, or draw fewer (rl.prompts, rl.samples).", DataError)
     ints = {name: np.zeros((rows, seq_len), np.int32) for name in ("tokens", "segment_ids", "positions", "answers")}
-    floats = {name: np.zeros((rows, seq_len), np.float32) for name in ("policy", "advantages", "sampler")}
+    sampler, drawn = np.zeros((rows, seq_len), np.float32), list[tuple[np.ndarray, np.ndarray]]()
     experts = _no_experts(parts, rows, seq_len)
-    drawn = list[tuple[np.ndarray, np.ndarray]]()
-    for each, place, advantage, weight in zip(parts, places or (), *numbers, strict=True):
+    for each, place in zip(parts, places or (), strict=True):
         start, columns = place.start, [np.zeros(0, np.int64)]
         for number, part in enumerate(each, start=place.number):
             span, start = (place.row, slice(start, start + part.size)), start + part.size
@@ -140,13 +196,15 @@ def pack_answers(
                 experts[span] = part.rollout.experts
             columns.append(start - len(part.drawn) + np.flatnonzero(part.drawn))
             ints["answers"][place.row, columns[-1]] = place.number  # of all parts: they are one answer
-            floats["sampler"][place.row, columns[-1]] = part.rollout.log_probs[part.drawn]
+            sampler[place.row, columns[-1]] = part.rollout.log_probs[part.drawn]
         of_answer = np.concatenate(columns)
         drawn.append((np.full_like(of_answer, place.row), of_answer))
-        floats["policy"][drawn[-1]], floats["advantages"][drawn[-1]] = weight, advantage
-    marks = ints.pop("answers")
+    marks, by_token = ints.pop("answers"), {"policy": numbers.weights, "advantages": numbers.advantages}
+    by_token |= {"values": numbers.values, "returns": numbers.returns}
+    floats = {name: _spread(each, drawn, sampler.shape) for name, each in by_token.items() if each is not None}
     more = {"divergence": divergence * floats["policy"]} if divergence else {}
-    signals = Signals(**floats, **more, answers=marks, experts=experts, most_answers=answers_per_row)
+    marked: dict[str, Any] = dict(answers=marks, experts=experts, most_answers=answers_per_row)
+    signals = Signals(**floats, **more, **marked, sampler=sampler)
     arrays: dict[str, Any] = ints
     batch = Batch(**arrays, loss_mask=marks > 0, signals=signals, contiguous=True)
     return PackedAnswers(batch, drawn, [place.number for place in places or ()])
@@ -157,6 +215,14 @@ def _no_experts(parts: Sequence[Sequence[AnswerPart]], rows: int, length: int) -
     known = (part.rollout.experts for each in parts for part in each if part.rollout.experts is not None)
     first = next(known, None)
     return None if first is None else np.full((rows, length, *first.shape[1:]), -1, np.int16)
+
+
+def _spread(numbers: Any, drawn: Sequence[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
+    """Put numbers of answers, or of their tokens, where these lie."""
+    result = np.zeros(shape, np.float32)
+    for each, where in zip(numbers, drawn, strict=True):
+        result[where] = each
+    return result
 
 
 class AnswerPacker:
@@ -170,7 +236,8 @@ class AnswerPacker:
         self, answers: Sequence[JudgedAnswer], numbers: AnswerNumbers | None = None, *, divergence: float = 0.0
     ) -> PackedAnswers:
         """Pack answers with their numbers, or with none; `divergence` is as of `pack_answers`."""
-        numbers = AnswerNumbers(*np.zeros((2, len(answers)))) if numbers is None else numbers
+        nothing = np.zeros(len(answers))
+        numbers = AnswerNumbers(nothing, nothing) if numbers is None else numbers
         packed = pack_answers(answers, numbers, divergence=divergence, **self._sizes)
         rows = packed.batch.tokens.shape[0]
         held = np.asarray(host_rows(self._layout, rows))

@@ -56,12 +56,15 @@ class Episode(NamedTuple):
     - `turns`: number of the model's answers.
     - `end`: `"done"`, as the environment said, `"turns"` or `"tokens"` for the limits, or `"error"`.
     - `metrics`: the environment's numbers, which are no rewards.
+    - `turn_tokens`, `turn_rewards`: of each turn the number of tokens that were drawn, and its reward.
     """
 
     parts: tuple[AnswerPart, ...]
     turns: int
     end: str
     metrics: Mapping[str, float] = {}
+    turn_tokens: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
 
     @property
     def rollout(self) -> Rollout:
@@ -75,7 +78,8 @@ class Episode(NamedTuple):
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Episode":
         """Read what `to_json` returned."""
-        return cls(**{**row, "parts": tuple(AnswerPart.from_json(part) for part in row["parts"])})
+        turns = {name: tuple(row.get(name, ())) for name in ("turn_tokens", "turn_rewards")}
+        return cls(**{**row, **turns, "parts": tuple(AnswerPart.from_json(part) for part in row["parts"])})
 
 
 def _rollout_json(rollout: Rollout) -> dict[str, Any]:
@@ -136,6 +140,13 @@ class JudgedAnswer(NamedTuple):
     def length(self) -> int:
         """Number of tokens that the model drew."""
         return sum(int(part.drawn.sum()) for part in self.parts)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it, and not the model or its environment."""
+        if self.episode is None:
+            return self.rollout.finish_reason == "length"
+        return self.episode.end in ("turns", "tokens")
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON, from which `from_json` makes the same."""

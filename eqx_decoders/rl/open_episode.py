@@ -36,6 +36,7 @@ class OpenEpisode:
         self._pieces = list[tuple[Rollout, bool]]()
         self._parts, self._columns = list[AnswerPart](), dict[str, float]()
         self._metrics, self._judged = dict[str, float](), True
+        self._lengths, self._rewards = list[int](), list[Mapping[str, float]]()  # of turns
 
     @property
     def turns(self) -> int:
@@ -71,6 +72,7 @@ class OpenEpisode:
     def say(self, rollout: Rollout, text: str, tokens_left: int) -> dict[str, Any]:
         """Add an answer of the model; return it as the environment gets it."""
         self._pieces.append((rollout, True))
+        self._lengths.append(len(rollout.tokens))
         message = {"role": "assistant", "content": text}
         answer = {"text": text, "message": message, "finish_reason": rollout.finish_reason}
         self.messages.append(message)
@@ -83,6 +85,7 @@ class OpenEpisode:
         """Add what the environment answered: its rewards are added up, of its metrics the last count."""
         self.messages += messages
         self._judged &= columns is not None
+        self._rewards.append(columns or {})
         for name, value in (columns or {}).items():
             self._columns[name] = self._columns.get(name, 0.0) + value
         self._metrics |= metrics
@@ -115,7 +118,9 @@ class OpenEpisode:
         """Return the episode that has ended; an episode that failed, or that can't be judged, has no reward."""
         judged = self.error is None and self._judged
         columns = dict(self._columns) if judged else {}
-        episode = Episode((*self._parts, self._part()), self.turns, self.end, self._metrics)
+        parts, turns = (*self._parts, self._part()), (*self._rewards, *({},) * (self.turns - len(self._rewards)))
+        rewards = tuple(weighted_reward(turn, weights) if turn else 0.0 for turn in turns)
+        episode = Episode(parts, self.turns, self.end, self._metrics, tuple(self._lengths), rewards)
         prompt = self.prompt._replace(tokens=episode.parts[0].context)
         text = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in self.messages)
         reward = weighted_reward(columns, weights) if columns or not judged else 0.0

@@ -4,13 +4,20 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts, read_tasks
 from eqx_decoders.errors import check
 from eqx_decoders.io.coordination import check_same
+from eqx_decoders.io.huggingface.hub import resolve
+from eqx_decoders.io.huggingface.load import abstract_hf, load_hf
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import load_tokenizer
+from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.expert_choices import check_choices
+from eqx_decoders.model.init import add_score_head
 from eqx_decoders.rl.answerer import Answerer, ends_of_answers
 from eqx_decoders.rl.episodes import EpisodeAnswerer
 from eqx_decoders.rl.on_policy import OnPolicyRun
@@ -20,15 +27,25 @@ from eqx_decoders.rl.sampler_engine import SamplerEngine, drawing
 from eqx_decoders.rl.turn_writer import rewritten_turns
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.lora import add_lora
+from eqx_decoders.training.lora_config import LORA_WEIGHTS
 from eqx_decoders.training.mesh_config import describe_devices
 from eqx_decoders.training.methods.method import MethodStart, OpenedMethod
 from eqx_decoders.training.methods.rl_config import RLConfig
+from eqx_decoders.training.methods.teacher import check_same_tokens
+from eqx_decoders.training.objectives.values import ValueObjective
 from eqx_decoders.training.run.messages import print_status
+from eqx_decoders.training.run.run_model import abstract_base, new_base
 from eqx_decoders.training.sampler_config import split_devices
+from eqx_decoders.training.step.critic import Critic
+from eqx_decoders.training.step.step import Trainer
 
 
 LARGEST_CHUNK = 128  # tokens of prompts that are prefilled at once
+HEAD = "head.kernel"  # of values
 
 
 def open_rl(start: MethodStart) -> OpenedMethod:
@@ -79,7 +96,10 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
         answerer.judge = RewardModel(rl, tokenizer, where.execution, packer_of(where))
     method = run(start, trained, answerer)
     start.stack.callback(method.close)
-    return OpenedMethod(trained, sets, method)
+    if rl.preset is not None:
+        print_status(f"rl.preset={rl.preset}: {rl.describe_preset()}")
+    critic = open_critic(start) if rl.baseline == "critic" else None
+    return OpenedMethod(trained, sets, method, critic, rl.critic.warmup_steps)
 
 
 def _check_template(template: ChatTemplate | None) -> None:
@@ -126,3 +146,56 @@ def _check_room(config: Any, limit: int) -> None:
     remedy = f"raise it, or dataset.seq_len={data.seq_len}, or draw fewer"
     remedy += "" if rl.environment is None else ", or set rl.episode_tokens"
     check(needed <= data.batch_size, f"{rule} need dataset.batch_size={needed}, not {data.batch_size}: {remedy}.")
+
+
+def open_critic(start: MethodStart) -> Critic:
+    """Make what a run needs to train its critic. Raises ConfigError for `init_from` with another vocabulary."""
+    config, source = start.config, start.config.rl.critic.init_from
+    options = vars(start.execution)
+    if source is not None:
+        name = f"rl.critic.init_from={source!r}"
+        remedy = "It would read other tokens: take a model with the policy's tokenizer"
+        check_same_tokens(start.tokenizer, load_tokenizer(resolve(source).path), name, "the policy's", remedy)
+    base = abstract_base(start.run, start.execution) if source is None else abstract_hf(source, **options)
+    target, key = _with_values(base, config, jax.random.key(0)), jax.random.key(config.dataset.seed)
+
+    def new_model() -> Decoder:
+        with StatusLine("making the critic", remains="nothing of it is kept"):
+            model = new_base(start.run, start.execution) if source is None else load_hf(source, **options)
+            return _with_values(model, config, jax.random.fold_in(key, 4))
+
+    def trainer_by(settings: TrainConfig) -> Trainer:
+        return critic_trainer(settings, target)
+
+    trainer = trainer_by(config)
+    weights = sum(leaf.size for name, leaf in named_leaves(target).items() if name in trainer.trainable)
+    print_status(f"critic: begins with {source or 'the weights of the policy'}, {weights:,} weights trained")
+    updates = config.rl.critic.updates
+    return Critic(trainer_by=trainer_by, trainer=trainer, target=target, new_model=new_model, updates=updates)
+
+
+def critic_trainer(config: TrainConfig, target: Decoder) -> Trainer:
+    """Make the trainer of a run's critic: the run's optimizer, with a learning rate of its own.
+
+    It trains what the policy trains, and the head of values.
+    """
+    critic, optimizer = config.rl.critic, config.optimizer
+    patterns = optimizer.trainable if config.lora_rank is None else LORA_WEIGHTS
+    trainable = patterns if "*" in patterns else (*patterns, HEAD)
+    rate = optimizer.learning_rate if critic.learning_rate is None else critic.learning_rate
+    optimizer = dataclasses.replace(optimizer, trainable=trainable, learning_rate=rate, ema_decay=None)
+    step = dataclasses.replace(config.step, qk_clip_threshold=None)
+    loss = ValueObjective(clip=critic.clip)
+    return Trainer.create(optimizer, target, steps=config.steps * critic.updates, config=step, loss=loss)
+
+
+def _with_values(model: Decoder, config: TrainConfig, key: PRNGKeyArray) -> Decoder:
+    """Return a model with a head of one value, which is 0 at first where it is new, and the run's low-rank pairs."""
+    scores, lora = model.config.scores, config.lora()
+    check(scores in (None, 1), f"rl.critic.init_from: the model has {scores} scores, and not one: take another.")
+    if scores is None:
+        model = add_score_head(model, key=key)
+        head = named_leaves(model)[HEAD]
+        if isinstance(head, jax.Array):
+            model = replaced(model, {HEAD: jax.numpy.zeros_like(head, device=head.sharding)})
+    return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))

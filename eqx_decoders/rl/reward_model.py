@@ -68,8 +68,11 @@ class RewardModel:
         if not math.isfinite(score):
             return answer._replace(reward=math.nan, columns={}, error=f"the score of rl.reward_model is {score}")
         columns = {name: value for name, value in answer.columns.items() if not (self._alone and name == "reward")}
-        reward = answer.reward + self._weight * score
-        return answer._replace(reward=reward, columns={**columns, COLUMN: score})
+        added, episode = self._weight * score, answer.episode
+        if episode is not None:  # it is that of the last turn
+            earned = (*episode.turn_rewards[:-1], sum(episode.turn_rewards[-1:]) + added)
+            episode = episode._replace(turn_rewards=earned)
+        return answer._replace(reward=answer.reward + added, columns={**columns, COLUMN: score}, episode=episode)
 
 
 def load_reward_model(source: str, tokenizer: Tokenizer, execution: Execution) -> Decoder:

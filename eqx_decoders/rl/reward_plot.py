@@ -14,6 +14,7 @@ PANELS = {  # title: its figures by their names in metrics.jsonl
     },
     "entropy (nats per token)": {"entropy": "entropy"},
     "divergence": {"k3": "from the reference (k3)", "log_prob_gap": "|trainer - sampler|"},
+    "critic": {"explained_variance": "explained variance", "value_loss": "loss"},
     "tokens of an answer": {"answer_tokens_better": "better ones", "answer_tokens_worse": "worse ones"},
     "share of": {"constant_groups": "groups with one reward", "truncated": "answers cut", "clip": "tokens clipped"},
 }
@@ -22,9 +23,11 @@ PANELS = {  # title: its figures by their names in metrics.jsonl
 def plot_rewards(metrics_path: str | Path, out_png: str | Path) -> None:
     """Draw the figures of a run's rows over its steps."""
     rows = read_metrics(metrics_path)
-    figure, write = new_figure(8, 10)
-    panels = figure.subplots(len(PANELS), sharex=True)
-    for axes, (title, names) in zip(panels, PANELS.items(), strict=True):
+    has_critic = len(series_of(rows, "value_loss")[0]) > 0
+    shown = {title: names for title, names in PANELS.items() if has_critic or title != "critic"}
+    figure, write = new_figure(8, 2 * len(shown))
+    panels = figure.subplots(len(shown), sharex=True)
+    for axes, (title, names) in zip(panels, shown.items(), strict=True):
         for number, (name, label) in enumerate(names.items()):
             steps, values = series_of(rows, name)
             style = "o-" if name.startswith("eval_") else "-"

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from eqx_decoders.training.methods.method import MethodStart
 from eqx_decoders.training.methods.teacher import load_teacher
 from eqx_decoders.training.objectives.objectives import PolicyObjective
 from eqx_decoders.training.objectives.token_log_probs import token_log_probs
+from eqx_decoders.training.objectives.values import values_behind
 from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.run.run_model import new_base
 from eqx_decoders.training.step.loss import Loss
@@ -58,6 +60,7 @@ class RLRun:
         self._packed = packer_of(start)
         known = dataclasses.asdict(config.rl) | {"eval_samples": 0, "slots": 0, "reward_workers": 0}
         known |= {name: _source_hash(getattr(config.rl, name)) for name in ("reward", "environment")}
+        known |= {"critic": None}  # no answer depends on it
         known |= {"reward_model": None if answerer.judge is None else answerer.judge.fingerprint}
         known |= {"prompts_of": prompts.get_state() | {"prompt": 0}, "rows": config.dataset.batch_size}
         key = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -81,24 +84,35 @@ class RLRun:
     # --- its batch ----------------------------------------------------------------------------------------------------
 
     def _batch(self, answers: Sequence[JudgedAnswer], state: TrainState) -> Batch:
-        rl, rewards = self._rl, np.asarray([answer.reward for answer in answers], np.float64)
-        reference = None
+        rl, reference = self._rl, None
+        more: dict[str, Any] = {}
         if rl.kl > 0:
             reference = without_lora(state.model) if self._reference is None else self._reference
         if reference is not None and rl.kl_in == "reward":
-            rewards = rewards - rl.kl * self._divergences(answers, reference)
-        numbers = answer_numbers(rl, answers, rewards)
-        self._figures["advantage_std"] = float(numbers.advantages.std())
+            more["divergences"] = self._divergences(answers, reference)
+        if state.critic is not None:
+            more["values"] = self._values(answers, state.critic.model)
+        numbers = answer_numbers(rl, answers, **more)
+        self._figures |= numbers.figures()
         batch = self._packed(answers, numbers, divergence=rl.kl if rl.kl_in == "loss" else 0.0).batch
         batch = batch if reference is None else _with_reference(reference, batch, rl.temperature)
         return batch if self._teacher is None else _taught(self._teacher, batch, rl.teacher_weight, rl.temperature)
 
-    def _divergences(self, answers: Sequence[JudgedAnswer], reference: Decoder) -> np.ndarray:
-        """Estimate the divergence of each answer from the reference, `sum of log p - log reference` (k1)."""
+    def _divergences(self, answers: Sequence[JudgedAnswer], reference: Decoder) -> list[np.ndarray]:
+        """Estimate the divergence from the reference at each token that was drawn, `log p - log reference` (k1)."""
         batch, drawn, _ = self._packed(answers)
         log_probs = np.asarray(_replicated_log_probs(reference, batch, self._rl.temperature), np.float64)
         sampled = [np.concatenate([part.rollout.log_probs[part.drawn] for part in each.parts]) for each in answers]
-        return np.asarray([np.sum(mine - log_probs[index]) for mine, index in zip(sampled, drawn, strict=True)])
+        return [mine - log_probs[index] for mine, index in zip(sampled, drawn, strict=True)]
+
+    def _values(self, answers: Sequence[JudgedAnswer], critic: Decoder) -> list[np.ndarray]:
+        """Compute what a critic expects at each token that was drawn, and behind the last one.
+
+        A value is read before its token: behind the one that precedes it, which may be of a prompt or of a tool.
+        """
+        batch, drawn, _ = self._packed(answers)
+        behind = np.asarray(_replicated_values(critic, batch), np.float64)
+        return [behind[np.append(rows, rows[-1:]), np.append(columns - 1, columns[-1:])] for rows, columns in drawn]
 
     # --- beside the steps ---------------------------------------------------------------------------------------------
 
@@ -203,3 +217,8 @@ def _taught(teacher: Decoder, batch: Batch, weight: float, temperature: float) -
 @functools.partial(jax.jit, static_argnums=2)
 def _replicated_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float32[Array, "batch length"]:
     return model.execution.layout.replicate(token_log_probs(model, _by_routers(batch), temperature=temperature))
+
+
+@jax.jit
+def _replicated_values(critic: Decoder, batch: Batch) -> Float32[Array, "batch length"]:
+    return critic.execution.layout.replicate(values_behind(critic, batch))

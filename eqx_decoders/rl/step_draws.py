@@ -3,7 +3,7 @@
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -16,7 +16,9 @@ from eqx_decoders.io.coordination import from_first
 from eqx_decoders.model.weights_fingerprint import weights_fingerprint
 from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.sampler_engine import Drawer
+from eqx_decoders.rl.token_credit import turns_of
 from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.step.train_state import TrainState
 
 
@@ -50,7 +52,7 @@ class StepDraws:
         self._answerer, self._prompts, self._files = answerer, prompts, files
         self._ahead: StepAhead | None = None
         self._thread: threading.Thread | None = None
-        self._written: str | None = None  # key of the last answers that were drawn ahead
+        self._written: tuple[int, str] | None = None  # step and key of the last answers that were drawn ahead
 
     def answers(self, rows: list[Prompt], state: TrainState) -> StepAnswers:
         """Return the answers that the next step of a state learns from, to the prompts that were dealt out for it.
@@ -108,9 +110,9 @@ class StepDraws:
         if ahead is None or ahead.step != step:
             return None
         drawn = ahead.answers.result()
-        if self._written != key:
+        if self._written != (step, key):  # the weights of steps that change nothing have one key
             self._files.write(step, key, drawn, drawn_by=ahead.drawn_by)
-            self._written = key
+            self._written = (step, key)
         return drawn._replace(waited=time.perf_counter() - started)
 
     # --- one step ---
@@ -138,7 +140,7 @@ class StepDraws:
             groups = _same_everywhere(groups, f"rewards {step} {dealt}")
             seconds, tokens = seconds + self._answerer.seconds, tokens + self._answerer.tokens
             for group in groups:
-                (constant if rl.dynamic_sampling and _is_constant(group) else chosen).append(group)
+                (constant if rl.dynamic_sampling and is_constant(rl, group) else chosen).append(group)
             room = min(rl.prompts - len(chosen), rl.most_draws * rl.prompts - dealt)
             prompts = cursor.take(room) if rl.dynamic_sampling and room > 0 else []
         self._answerer.engine.release()
@@ -174,7 +176,7 @@ def _same_everywhere(groups: list[list[JudgedAnswer]], name: str) -> list[list[J
     return [[answer._replace(**row) for answer, row in zip(*pair, strict=True)] for pair in pairs]
 
 
-def _is_constant(group: list[JudgedAnswer]) -> bool:
-    """Return whether all answers that were judged have the same reward."""
-    rewards = {answer.reward for answer in group if not np.isnan(answer.reward)}
+def is_constant(rl: RLConfig, group: Sequence[JudgedAnswer]) -> bool:
+    """Return whether all answers that were judged have the same reward, or the same in each turn where these count."""
+    rewards = {tuple(turns_of(rl, answer)[1].tolist()) for answer in group if not np.isnan(answer.reward)}
     return len(rewards) < 2

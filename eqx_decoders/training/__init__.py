@@ -20,10 +20,10 @@ Fine-tune
 
 Align, reward, distil
     `Signals` are what an objective reads beside the tokens of a `Batch`; `PairObjective` (`PairLoss`), `KTOObjective`
-    (`KTOLoss`), `PolicyObjective` (`PolicyLoss`, `Correction`), `RewardObjective` and `DistillObjective` are losses of
-    a `Trainer`. `reward_scores`, `top_tokens`, `token_log_probs`, `linear_log_probs`, `linear_divergence` and
-    `top_divergence` (`Divergence`, `HeadForm`, `HeadWeights`) compute what they are made of, `token_weights`,
-    `group_advantages`, `generalized_advantages` and `whiten` what signals hold.
+    (`KTOLoss`), `PolicyObjective` (`PolicyLoss`, `Correction`), `ValueObjective`, `RewardObjective` and
+    `DistillObjective` are losses of a `Trainer`. `reward_scores`, `values_behind`, `top_tokens`, `token_log_probs`,
+    `linear_log_probs`, `linear_divergence` and `top_divergence` (`Divergence`, `HeadForm`, `HeadWeights`) compute what
+    they are made of, `token_weights`, `group_advantages`, `generalized_advantages` and `whiten` what signals hold.
 
 Go on with a run
     `train` trains as a `TrainConfig` says, in its run directory; `load_run` reads the model of one, `load_text_run` its
@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     )
     from eqx_decoders.training.objectives.token_log_probs import token_log_probs as token_log_probs
     from eqx_decoders.training.objectives.token_weights import token_weights as token_weights
+    from eqx_decoders.training.objectives.values import ValueObjective as ValueObjective, values_behind as values_behind
     from eqx_decoders.training.optimizer.optimizer import (
         OptimizerConfig as OptimizerConfig,
         make_optimizer as make_optimizer,
@@ -131,6 +132,7 @@ __getattr__, __all__, __dir__ = lazy(
         "training.objectives.reward_scores": "RewardObjective reward_scores",
         "training.objectives.token_log_probs": "token_log_probs",
         "training.objectives.token_weights": "token_weights",
+        "training.objectives.values": "ValueObjective values_behind",
         "training.step.loss_metrics": "LossMetrics",
         "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
         "data.host_rows": "host_rows place",

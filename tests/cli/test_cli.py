@@ -58,7 +58,9 @@ FLAGS = """
 --rl.policy.correction.cap --rl.policy.correction.floor --rl.policy.correction.kind --rl.policy.correction.row
 --rl.policy.distance --rl.policy.dual --rl.policy.high --rl.policy.kind --rl.policy.low --rl.policy.tau-negative
 --rl.policy.tau-positive --rl.policy.threshold --rl.preset --rl.prompts --rl.reference --rl.reward --rl.reward-seconds
---rl.reward-model
+--rl.reward-model --rl.returns --rl.critic.clip --rl.critic.gamma --rl.critic.init-from --rl.critic.lam
+--rl.critic.learning-rate --rl.critic.updates --rl.critic.warmup-steps --rl.critic.bootstrap
+--rl.critic.no-bootstrap
 --rl.reward-weights --rl.reward-workers --rl.samples --rl.scale --rl.slots --rl.temperature --rl.truncated --rl.whiten
 --rl.routing-replay --rl.no-routing-replay
 --rl.max-staleness --sampler.devices --sampler.data --sampler.fsdp --sampler.tensor --sampler.expert

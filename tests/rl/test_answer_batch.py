@@ -28,12 +28,18 @@ STEP = [answer(0, 3, 1.0), answer(0, 1, 0.0), answer(1, 2, 1.0), answer(1, 4, ma
 
 
 def numbers(config, answers=STEP):
-    return answer_numbers(config, answers, np.asarray([each.reward for each in answers]))
+    return answer_numbers(config, answers)
+
+
+def of_answers(found):
+    """The advantages of answers, all of whose tokens have one."""
+    assert all(len({*each.tolist()}) == 1 for each in found.advantages)
+    return [each[0] for each in found.advantages]
 
 
 def test_weights_are_of_the_whole_step():
     plain = numbers(RLConfig(samples=2))
-    np.testing.assert_allclose(plain.advantages, [0.5, -0.5, 0, 0])
+    np.testing.assert_allclose(of_answers(plain), [0.5, -0.5, 0, 0])
     np.testing.assert_allclose(plain.weights, [1 / 6, 1 / 6, 1 / 6, 0])  # no reward: not counted
     np.testing.assert_allclose(numbers(RLConfig(samples=2, aggregation="row")).weights, [1 / 9, 1 / 3, 1 / 6, 0])
     constant = numbers(RLConfig(samples=2, aggregation="constant", max_new_tokens=8))
@@ -42,9 +48,9 @@ def test_weights_are_of_the_whole_step():
     cut = [answer(0, 3, 1.0, reason="length"), answer(0, 1, 0.0)]
     masked = numbers(RLConfig(samples=2, truncated="mask"), cut)
     np.testing.assert_allclose(masked.weights, [0, 1])
-    np.testing.assert_allclose(masked.advantages, [0, -0.5])  # its reward is compared with
+    np.testing.assert_allclose(of_answers(masked), [0, -0.5])  # its reward is compared with
     white = numbers(RLConfig(samples=2, baseline="none", whiten=True))
-    tokens = np.repeat(white.advantages[:3], [3, 1, 2])
+    tokens = np.concatenate(white.advantages[:3])
     assert abs(tokens.mean()) < 1e-6 and tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
@@ -53,7 +59,8 @@ def test_rows_hold_what_each_answer_is():
     batch: Any = packed.batch
     signals = batch.signals
     assert batch.tokens.shape == (2, 12) and signals.most_answers == 3
-    for each, advantage, weight, (rows, columns) in zip(STEP, *numbers(RLConfig(samples=2)), packed.drawn, strict=True):
+    advantages, weights, *_ = numbers(RLConfig(samples=2))
+    for each, advantage, weight, (rows, columns) in zip(STEP, advantages, weights, packed.drawn, strict=True):
         length, row, span = len(each.rollout.tokens), rows[0], slice(columns[0], columns[-1] + 1)
         assert batch.tokens[row, span].tolist() == each.rollout.tokens.tolist()
         before = slice(span.start - 3, span.start)

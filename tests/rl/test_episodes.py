@@ -1,5 +1,6 @@
 """Episodes of environments: no order of events changes them, and each has its own fate."""
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -148,6 +149,9 @@ def test_tokens_are_those_drawn_and_what_came_between(games):
     assert (part.rollout.tokens == 257).sum() == 3 and part.drawn[part.rollout.tokens == 257].all()
     np.testing.assert_allclose(part.rollout.log_probs, np.where(part.drawn, -0.01 * part.rollout.tokens, 0))
     assert answer.reward == sum(sums) and answer.columns == {"sum": sum(sums)} and answer.length == part.drawn.sum()
+    assert answer.episode is not None and answer.episode.turn_rewards == tuple(sums)
+    ends = np.flatnonzero(part.rollout.tokens[part.drawn] == 257) + 1
+    assert answer.episode.turn_tokens == tuple(np.diff(ends, prepend=0))
     left = 60 - len(part.context) - len(part.rollout.tokens)
     assert answer.episode is not None and answer.episode.metrics == {"left": left} and answer.episode.end == "done"
 
@@ -221,11 +225,11 @@ def test_rows_of_episodes(mixed):
     """Each token of an episode has its advantage and weight, in each of its parts; those between have nothing."""
     config, answers = mixed
     rewards = np.asarray([each.reward for each in answers])
-    numbers = answer_numbers(config, answers, rewards)
+    numbers = answer_numbers(config, answers)
     lengths = np.asarray([each.length for each in answers])
     known = ~np.isnan(rewards)
     np.testing.assert_allclose(numbers.weights[known], 1 / lengths[known].sum())
-    assert numbers.advantages[0] == -numbers.advantages[1] != 0 and not numbers.weights[~known].any()
+    assert numbers.advantages[0][0] == -numbers.advantages[1][0] != 0 and not numbers.weights[~known].any()
     packed = pack_answers(answers, numbers, choices=[2, 4, 8], seq_len=256, answers_per_row=8)
     batch: Any = packed.batch
     marks, signals = np.asarray(batch.signals.answers), batch.signals
@@ -237,7 +241,7 @@ def test_rows_of_episodes(mixed):
         scores = np.concatenate([part.rollout.log_probs[part.drawn] for part in answer.parts])
         np.testing.assert_array_equal(batch.tokens[places], drawn)
         np.testing.assert_array_equal(signals.sampler[places], scores)
-        np.testing.assert_allclose(signals.advantages[places], advantage)
+        assert signals.advantages[places].tolist() == advantage.tolist()
         assert len(drawn) == 0 or len(np.unique(marks[places])) == 1  # ratios of answers are those of whole episodes
         for part, number in zip(answer.parts, np.unique(batch.segment_ids[places]), strict=len(drawn) > 0):
             row = places[0][0]
@@ -245,7 +249,11 @@ def test_rows_of_episodes(mixed):
             np.testing.assert_array_equal(segment, [*part.context, *part.rollout.tokens])
             positions = batch.positions[row][batch.segment_ids[row] == number]
             np.testing.assert_array_equal(positions, np.arange(part.size))
-    row_sums = answer_numbers(RLConfig(samples=2, aggregation="row"), answers, rewards)
+    by_turn = answer_numbers(dataclasses.replace(config, returns="turn"), answers)
+    assert [len(each) for each in by_turn.advantages] == lengths.tolist()
+    first, other = (each.episode.turn_rewards for each in answers[:2] if each.episode)  # of two parts
+    assert by_turn.advantages[0][-1] == pytest.approx((first[-1] - other[-1]) / 2)
+    row_sums = answer_numbers(RLConfig(samples=2, aggregation="row"), answers)
     np.testing.assert_allclose(row_sums.weights[known] * lengths[known], 1 / known.sum())  # an episode counts once
 
 

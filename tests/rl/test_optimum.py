@@ -1,6 +1,7 @@
 """The best policy of one draw is known: `p* = reference * exp(reward / kl)`, normalized."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,14 +11,26 @@ import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.model.init import add_score_head
 from eqx_decoders.training.objectives.objectives import PolicyObjective
 from eqx_decoders.training.objectives.policy_loss import PolicyLoss
+from eqx_decoders.training.objectives.values import ValueObjective, values_behind
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.step import Trainer
 
 
 VOCAB, KL, TEMPERATURE = 6, 0.5, 0.8
 REWARDS = np.asarray([0.0, 1.0, 0.3, -0.5, 0.8, 0.1])
+
+
+TOKENS = np.stack([[1, 2, answer] for answer in range(VOCAB)])
+DRAWN = np.tile([False, False, True], (VOCAB, 1))
+
+
+def spread(values):
+    """Numbers of answers at the token that was drawn."""
+    return np.where(DRAWN, np.asarray(values, np.float32)[:, None], 0).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +46,9 @@ def policy(model):
     return np.asarray(jax.nn.softmax(logits), np.float64)
 
 
+OPTIMIZER = OptimizerConfig(learning_rate=2e-2, schedule="constant", warmup_steps=0, weight_decay=0.0)
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_optimum_is_reached(model, where):
     """Every answer is in the batch, with its probability as its weight: steps have the expected gradient."""
@@ -40,22 +56,46 @@ def test_the_optimum_is_reached(model, where):
     best = reference * np.exp(REWARDS / KL)
     best /= best.sum()
     assert np.abs(best - reference).max() > 0.1
-    optimizer = OptimizerConfig(learning_rate=2e-2, schedule="constant", warmup_steps=0, weight_decay=0.0)
     loss = PolicyObjective(policy=PolicyLoss(kind="reinforce"), temperature=TEMPERATURE)
-    trainer = Trainer.create(optimizer, model, steps=200, loss=loss)
+    trainer = Trainer.create(OPTIMIZER, model, steps=200, loss=loss)
     state = trainer.init(jax.tree.map(lambda leaf: leaf + 0, model), key=jax.random.key(0))
-    tokens = np.stack([[1, 2, answer] for answer in range(VOCAB)])
-    drawn = np.tile([False, False, True], (VOCAB, 1))
-
-    def spread(values):
-        return np.where(drawn, np.asarray(values, np.float32)[:, None], 0).astype(np.float32)
-
     for _ in range(200):
         now = policy(state.model)
         gain = REWARDS - (KL * np.log(now / reference) if where == "reward" else 0)
-        signals = Signals(policy=spread(now), advantages=spread(gain - now @ gain), answers=drawn.astype(np.int32))
+        signals = Signals(policy=spread(now), advantages=spread(gain - now @ gain), answers=DRAWN.astype(np.int32))
         if where == "loss":
             more = dict(divergence=spread(KL * now), reference=spread(np.log(reference)))
             signals = dataclasses.replace(signals, **more)
-        state, _ = trainer.step(state, Batch(tokens=tokens, loss_mask=drawn, signals=signals))
+        state, _ = trainer.step(state, Batch(tokens=TOKENS, loss_mask=DRAWN, signals=signals))
     np.testing.assert_allclose(policy(state.model), best, rtol=0.02, atol=2e-3)
+
+
+def test_with_a_critic(model):
+    """The divergence is in the reward, and the critic learns what the best policy gains: `kl * log E exp(reward / kl)`,
+    the expectation under the reference."""
+    reference = policy(model)
+    best = reference * np.exp(REWARDS / KL)
+    gain = KL * np.log(best.sum())
+    loss = PolicyObjective(policy=PolicyLoss(low=0.2, high=0.2), temperature=TEMPERATURE)
+    values = add_score_head(model, key=jax.random.key(1))
+    target = jax.tree.map(lambda leaf: leaf + 0, values)
+    beside = Trainer.create(OPTIMIZER, target, steps=400, loss=ValueObjective(clip=0.2))
+    more: Any = dict(trainer_by=lambda settings: beside, new_model=lambda: target, updates=2)
+    critic = Critic(trainer=beside, target=target, **more)
+    trainer = Trainer.create(OPTIMIZER, model, steps=220, loss=loss, idle_steps=20)
+    state = trainer.init(jax.tree.map(lambda leaf: leaf + 0, model), key=jax.random.key(0))
+    state = dataclasses.replace(state, critic=critic.first_state(jax.random.key(0)))
+    expected = 0.0
+    for step in range(220):
+        now = policy(state.model)
+        assert (step > 20) or np.array_equal(now, reference)
+        assert state.critic is not None
+        expected = float(values_behind(state.critic.model, Batch(tokens=TOKENS[:1]))[0, 1])
+        rewards = REWARDS - KL * np.log(now / reference)
+        numbers = dict(policy=now, advantages=rewards - expected, values=np.full(VOCAB, expected), returns=rewards)
+        signals: Any = {name: spread(each) for name, each in numbers.items()}
+        signals = Signals(answers=DRAWN.astype(np.int32), **signals)
+        state, _ = critic.step(trainer, state, Batch(tokens=TOKENS, loss_mask=DRAWN, signals=signals))
+    np.testing.assert_allclose(policy(state.model), best / best.sum(), rtol=0.02, atol=2e-3)
+    assert expected == pytest.approx(gain, abs=0.02)
+    assert int(state.skipped) == 20 and int(state.step) == 220

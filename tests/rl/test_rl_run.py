@@ -194,6 +194,11 @@ def test_settings_change_what_is_learned(whole, flags):
         ({"rl__prompts": 100}, 2, "--rl.prompts=100 x --rl.samples=4 answers .* need --batch-size=67, not 4"),
         ({"rl__max_new_tokens": 96}, 2, "--rl.max-new-tokens=96 leaves no room for a prompt"),
         ({"rl__max_staleness": 1}, 2, "--rl.max-staleness=1 needs --sampler.devices: answers are drawn on devices of"),
+        (
+            {"rl__critic__lam": 0.5},
+            2,
+            "--rl.critic.lam=0.5 is not read with --rl.baseline='mean': leave it out, or take",
+        ),
         ({"method": "sft"}, 2, "--rl.reward=.* is not read with --method='sft'"),
     ],
 )

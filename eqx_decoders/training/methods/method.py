@@ -141,8 +141,13 @@ class MethodStart:
 
 
 class OpenedMethod(NamedTuple):
-    """Training batches, batches of each held-out set, and what the run computes beside its steps."""
+    """Training batches, batches of each held-out set, what the run computes beside its steps, and its `Critic`.
+
+    The first `idle_steps` are the critic's alone.
+    """
 
     data: Data
     held_out: Mapping[str, Data]
     method: Method | None = None
+    critic: Any = None
+    idle_steps: int = 0

@@ -13,7 +13,7 @@ from eqx_decoders.errors import (
     check,
 )
 from eqx_decoders.io.atomic_files import expand_paths
-from eqx_decoders.training.objectives.advantages import Baseline, Scale
+from eqx_decoders.training.objectives.advantages import Scale
 from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss
 from eqx_decoders.training.objectives.token_weights import Aggregation
 
@@ -27,7 +27,37 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": dict(scale="group", aggregation="row", policy=PolicyLoss(kind="gspo", low=3e-4, high=4e-4)),
     "cispo": dict(scale="group", policy=PolicyLoss(kind="cispo")),
     "reinforce++": dict(baseline="none", whiten=True, policy=SYMMETRIC),
+    "ppo": dict(baseline="critic", whiten=True, kl_in="reward", policy=SYMMETRIC),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig(CheckedFields):
+    """Settings of a critic, which learns what each token of an answer is worth (`baseline="critic"`)."""
+
+    checked_name = "rl.critic"
+    init_from: str | None = None
+    """Where its weights come from: a reward model, or any model with the policy's tokenizer, a directory of a Hugging
+    Face checkpoint or "org/name"; None: the weights that the policy begins with."""
+    learning_rate: PositiveFloat | None = None
+    """Its peak learning rate; None: that of the policy."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps, in which it learns alone, and the policy stays as it is."""
+    updates: PositiveInt = 1
+    """Its updates on the answers of a step."""
+    clip: PositiveFloat = 0.2
+    """How far a value may move from that at the time of the draws before its loss has no gradient."""
+    gamma: Annotated[float, InRange(least=0, most=1)] = 1.0
+    """What the return of the next token counts."""
+    lam: Annotated[float, InRange(least=0, most=1)] = 0.95
+    """Lambda of generalized advantages. 1: rewards that came, less the value; 0: one step, and the next value."""
+    bootstrap: bool = True
+    """Whether the return of an answer that a limit cut goes on with the value of what would have come; otherwise it
+    ends there, as where the limit belongs to the task."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        expand_paths(self, "init_from")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,13 +106,16 @@ class EnvironmentSettings(CheckedFields):
     """Most answers of the model in an episode."""
     episode_tokens: PositiveInt | None = None
     """Most tokens of an episode, with those of its environment; None: seq_len."""
+    returns: Literal["episode", "turn"] = "episode"
+    """What rewards are credited to. episode: all of its tokens; turn: the tokens of the turn and of those before it,
+    compared with the same turn of the prompt's other episodes."""
     strict_prefix: bool = False
     """Whether a chat template that writes earlier turns another way is an error; otherwise the episode goes on in a row
     of its own."""
 
     def check_environment(self, rest: Any) -> None:
         """Raise ConfigError for settings of an environment without one, and of rewards with one."""
-        fields, word = ("episode_tokens", "max_turns", "strict_prefix"), "without"
+        fields, word = ("episode_tokens", "max_turns", "returns", "strict_prefix"), "without"
         if self.environment is not None:
             fields, word = ("overlong_buffer",), "with"
         unread = [name for name in fields if getattr(rest, name) != type(rest).__dataclass_fields__[name].default]
@@ -94,7 +127,7 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     """Settings of training with rewards (`method="rl"`)."""
 
     checked_name = "rl."
-    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++"] | None = None
+    preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++", "ppo"] | None = None
     """Published settings by their name, for what is not set: baseline, scale, aggregation, policy and so on."""
     prompts: PositiveInt = 16
     """Prompts of a step."""
@@ -106,8 +139,10 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     """Temperature of the draws, and of the policy that is trained."""
     policy: PolicyLoss = PolicyLoss()
     """Loss of a token."""
-    baseline: Baseline = "mean"
-    """What is taken off a reward. mean: of the prompt's answers; leave_one_out: of the others; none."""
+    baseline: Literal["mean", "leave_one_out", "none", "critic"] = "mean"
+    """What is taken off a reward. mean: of the prompt's answers; leave_one_out: of the others; none; critic: what a
+    second model expects at each token (generalized advantages, as in PPO)."""
+    critic: CriticConfig = CriticConfig()
     scale: Scale = "none"
     """What advantages are divided by. group: std of the prompt's rewards; batch: of all; mean: of the prompt's mean."""
     whiten: bool = False
@@ -118,8 +153,8 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     kl: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference; 0: no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: (log p - log reference)^2 / 2 of each token (k2); reward: log p - log reference is taken off an answer's
-    reward (k1)."""
+    """loss: (log p - log reference)^2 / 2 of each token (k2); reward: log p - log reference is taken off rewards (k1),
+    with a critic off that of each token."""
     reference: Literal["auto", "base", "start"] = "auto"
     """Model of the divergence. base: this one without its low-rank pairs; start: the weights that the run began with,
     held beside; auto: base with lora_rank, otherwise start."""
@@ -159,14 +194,35 @@ class RLConfig(RewardSettings, EnvironmentSettings):
         super().__post_init__()
         expand_paths(self, "reward", "reward_model", "environment", "teacher")
         self.weights()
-        alone = self.samples > 1 or self.baseline == "none"
+        alone = self.samples > 1 or self.baseline in ("none", "critic")
         rule = (
             f"rl.samples={self.samples} with rl.baseline={self.baseline!r}: an answer needs others to be compared with"
         )
-        check(alone, f"{rule}. Draw more, or take baseline='none'.")
+        check(alone, f"{rule}. Draw more, or take baseline='none' or 'critic'.")
+        self._check_critic()
         rule = f"rl.overlong_buffer={self.overlong_buffer} must be less than rl.max_new_tokens={self.max_new_tokens}"
         check(self.overlong_buffer < self.max_new_tokens, f"{rule}.")
         self.check_environment(self)
+
+    def _check_critic(self) -> None:
+        """Raise ConfigError for settings of a critic without one, and of groups with one."""
+        plain, rule = CriticConfig(), f"is not read with rl.baseline={self.baseline!r}"
+        for name, value in vars(self.critic).items():
+            free = self.baseline == "critic" or value == getattr(plain, name)
+            check(free, f"rl.critic.{name}={value!r} {rule}: leave it out, or take rl.preset='ppo'.")
+        free = self.baseline != "critic" or self.scale == "none"
+        check(free, f"rl.scale={self.scale!r} {rule}: advantages are not those of groups. Leave it out.")
+
+    def describe_preset(self) -> str:
+        """Describe what `preset` has set, in the names of settings."""
+        words = list[str]()
+        for name in PRESETS.get(self.preset or "", {}):
+            value = getattr(self, name)
+            parts = {f"{name}.{field}": part for field, part in vars(value).items()} if name == "policy" else {}
+            plain = {f"policy.{field}": part for field, part in vars(PolicyLoss()).items()}
+            parts = {key: part for key, part in parts.items() if part != plain[key] or key == "policy.kind"}
+            words += [f"rl.{key}={part}" for key, part in (parts or {name: value}).items()]
+        return ", ".join(words)
 
     @property
     def longest_answer(self) -> int:
@@ -194,5 +250,8 @@ def check_rl(config: Any) -> None:
     check(rl.max_new_tokens < config.dataset.seq_len, f"{rule}.")
     rule = f"rl.max_staleness={rl.max_staleness} needs sampler.devices: answers are drawn on devices of their own"
     check(rl.max_staleness == 0 or config.sampler.devices > 0, f"{rule}, while the others train.")
+    warmup = rl.critic.warmup_steps
+    rule = f"rl.critic.warmup_steps={warmup} must be less than steps={config.steps}: the policy would learn nothing"
+    check(warmup < config.steps, f"{rule}.")
     rule = f"rl.reference={rl.reference!r} needs lora_rank: without pairs there is no base beside the model."
     check(rl.reference != "base" or adapted, rule)

@@ -296,8 +296,15 @@ def value_loss(
     values, returns = masked(values, real), masked(returns, real)
     squares = (values - returns) ** 2
     if old is not None:
-        old = masked(old, real)
-        near = old + jnp.clip(values - old, -clip, clip)
-        clipped = (near - returns) ** 2
+        clipped = (_near(values, masked(old, real), clip) - returns) ** 2
         squares = jnp.where(clipped > squares, clipped, squares)
     return jnp.sum(jnp.where(real, weights.astype(jnp.float32) * squares, 0.0)) / 2
+
+
+def value_is_clipped(values: Tokens, returns: Tokens, *, old: Tokens, clip: float = 0.2) -> Bool[Array, "batch length"]:
+    """Return where `value_loss` has no gradient, since the value moved more than `clip` from the old one."""
+    return (_near(values, old, clip) - returns) ** 2 > (values - returns) ** 2
+
+
+def _near(values: Array, old: Array, clip: float) -> Array:
+    return old + jnp.clip(values - old, -clip, clip)

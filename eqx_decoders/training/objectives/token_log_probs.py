@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, PyTree, Shaped
 
 from eqx_decoders.context import Execution, Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
@@ -18,6 +18,23 @@ from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.head.log_probs import LogProbs, linear_log_probs
 from eqx_decoders.training.step.loss import head_options, head_weights, model_inputs, next_tokens, of_next
 from eqx_decoders.training.step.zigzag import in_context_order, row_order
+
+
+class TargetHidden(NamedTuple):
+    """The stream behind the last block at each token of a batch, and what comes next there.
+
+    **Arguments:**
+
+    - `hidden`: in the order in which the model reads.
+    - `targets`: the id of the next token.
+    - `real`: whether there is a target.
+    - `signals`: what belongs to the target; weights and answers are 0 where there is none.
+    """
+
+    hidden: Float[Array, "batch length embed"]
+    targets: Int[Array, "batch length"]
+    real: Bool[Array, "batch length"]
+    signals: Signals
 
 
 class TargetLogProbs(NamedTuple):
@@ -36,10 +53,9 @@ class TargetLogProbs(NamedTuple):
 
 
 @typed
-def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> TargetLogProbs:
-    """Compute the log-probs of all targets of a batch, in float32, at the temperature at which they were drawn.
+def target_hidden(model: Decoder, batch: Batch) -> TargetHidden:
+    """Compute the stream behind the last block, and line up with it what belongs to the next tokens; no dropout.
 
-    There is no dropout: of a policy, the weights that drew an answer and a reference all say what they would again.
     Tokens are sent to the experts of `Signals.experts`, where there are any.
     """
     targets, weights = next_tokens(batch)
@@ -53,6 +69,16 @@ def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) 
     if experts is not None:
         inputs["inputs"] = with_choices(inputs["inputs"], experts)
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **inputs, promises=promises)
+    return TargetHidden(hidden, targets, real, _of_targets(signals, real))
+
+
+@typed
+def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) -> TargetLogProbs:
+    """Compute the log-probs of all targets of a batch, in float32, at the temperature at which they were drawn.
+
+    There is no dropout: of a policy, the weights that drew an answer and a reference all say what they would again.
+    """
+    hidden, targets, real, signals = target_hidden(model, batch)
     found = linear_log_probs(
         model.head_input(hidden),
         head_weights(model),
@@ -61,7 +87,7 @@ def target_log_probs(model: Decoder, batch: Batch, *, temperature: float = 1.0) 
         temperature=temperature,
         **head_options(model),
     )
-    return TargetLogProbs(found, real, _of_targets(signals, real))
+    return TargetLogProbs(found, real, signals)
 
 
 def _of_targets(signals: Signals, real: Bool[Array, "batch length"]) -> Signals:
@@ -93,10 +119,14 @@ def _token_log_probs(model: Decoder, batch: Batch, temperature: float) -> Float3
 
 def at_tokens(x: Shaped[Array, "batch length *rest"], execution: Execution) -> Shaped[Array, "batch length *rest"]:
     """Put what stands before each token, in the order in which a model reads, at the token itself; 0 at the first."""
-    order = row_order(execution, x.shape[1])
-    if order is not None:
-        x = x[:, jnp.argsort(jnp.asarray(order))]
+    x = in_row_order(x, execution)
     return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
+
+
+def in_row_order(x: Shaped[Array, "batch length *rest"], execution: Execution) -> Shaped[Array, "batch length *rest"]:
+    """Put what is in the order in which a model reads in that of the row."""
+    order = row_order(execution, x.shape[1])
+    return x if order is None else x[:, jnp.argsort(jnp.asarray(order))]
 
 
 def needed(signals: Signals, *names: str) -> tuple[Array, ...]:

@@ -161,7 +161,7 @@ class TrainingLoop:
         The devices never wait for the host: while they compute a step, the next batch is put there, the next step
         follows, and the metrics of the one before the last are read.
         """
-        run, batch, take_step = self.run, None, self.run.trainer.step  # Equinox makes a bound method at each access
+        run, batch = self.run, None
         run.data_state = run.data.get_state()
         while step < run.config.steps:
             if self.stop():
@@ -174,7 +174,7 @@ class TrainingLoop:
                 self._compile(state, batch)
                 started = time.perf_counter()
                 self.log.forget_waiting()
-            state, metrics = take_step(state, batch)
+            state, metrics = run.step(state, batch)
             self.interrupt.at_once = False
             step += 1
             run.data_state = run.data.get_state()  # before the batch of the next step is taken
@@ -199,7 +199,7 @@ class TrainingLoop:
     def _compile(self, state: TrainState, batch: Batch) -> None:
         status = StatusLine("compiling the first step", remains=self.run.progress_so_far(), show=self.progress.wait)
         with self.time.doing("compiling"), status:
-            self.log.step_bytes = self.run.trainer.compile(state, batch)
+            self.log.step_bytes = self.run.compile(state, batch)
 
     def _summarize(self) -> None:
         """Draw the losses and the loads of experts; print held-out losses and a sample."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from eqx_decoders.context import Execution
+from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.errors import CheckpointError
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
@@ -19,7 +20,9 @@ from eqx_decoders.training.run.messages import print_status
 from eqx_decoders.training.run.metrics import MetricsRow
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.settings_file import Changes
+from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.step import Trainer
+from eqx_decoders.training.step.train_state import StepMetrics, TrainState
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -34,6 +37,7 @@ class PreparedRun:
     - `data`, `held_out`: training batches, and batches of each held-out set.
     - `tasks`: the `TaskEvaluator` of the tasks that the run is measured on; None without them.
     - `method`: what a run computes that learns from preferences; None for one on texts.
+    - `critic`: what is trained beside the model; None for a run without one.
     - `data_state`: the position in the data of the next step, which a checkpoint saves.
     - `writes`: whether this is the one process that writes settings, metrics and images.
     """
@@ -50,6 +54,7 @@ class PreparedRun:
     checkpoints: Checkpoints
     tasks: Any = None
     method: Method | None = None
+    critic: Critic | None = None
     data_state: Any = None
 
     @property
@@ -59,6 +64,16 @@ class PreparedRun:
     @property
     def writes(self) -> bool:
         return jax.process_index() == 0
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """Take a step of everything that is trained; `state` is donated."""
+        return self.trainer.step(state, batch) if self.critic is None else self.critic.step(self.trainer, state, batch)
+
+    def compile(self, state: TrainState, batch: Batch) -> int | None:
+        """Compile `step`; return the bytes that it needs of a device, where the compiler tells."""
+        if self.critic is None:
+            return self.trainer.compile(state, batch)
+        return self.critic.compile(self.trainer, state, batch)
 
     def text_model(self, model: Decoder) -> Any:
         """Return a model of the run as `load_text_run` loads it."""

@@ -14,6 +14,7 @@ from eqx_decoders.training.optimizer.resume import adopt, describe_adoption, ema
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import model_config, names_same_model, run_config
 from eqx_decoders.training.settings_file import Changes, changed_settings, check_changes, settings_of
+from eqx_decoders.training.step.critic import Critic
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
 
@@ -63,22 +64,41 @@ def restore_state(
     model: Decoder,
     key: PRNGKeyArray,
     say: Callable[[str], None] = lambda text: None,
+    critic: Critic | None = None,
 ) -> Restored:
     """Restore the newest state of a run, its data's state and its step, for models shaped like `model`.
 
     A state that was saved by another optimizer, of other weights that are trained, or with or without running means is
-    read as it was saved, and goes on as one of `trainer` (see `adopt`); `say` gets a line about what is new then.
+    read as it was saved, and goes on as one of `trainer` (see `adopt`); `say` gets a line about what is new then. So
+    is that of a `critic`. Raises ConfigError if there is one in the checkpoint alone, or in the run alone.
     """
     savers: dict[int, Trainer] = {}
+    critics: dict[int, Trainer] = {}
 
     def as_saved(manifest: dict[str, Any]) -> TrainState:
         savers[manifest["step"]] = saver = _saver(manifest, trainer, model)
-        return saver.abstract(model, key=key)
+        state = saver.abstract(model, key=key)
+        _check_critic(manifest, critic)
+        if critic is None:
+            return state
+        settings = settings_of(manifest["config"])
+        critics[manifest["step"]] = beside = critic.trainer if settings is None else critic.trainer_by(settings)
+        return dataclasses.replace(state, critic=beside.abstract(critic.target, key=key))
 
     state, data_state, step = checkpoints.restore_for(as_saved)
     if not is_same(trainer, savers[step]):
         say(describe_adoption(trainer, savers[step]))
-    return Restored(adopt(trainer, state, savers[step]), data_state, step)
+    state = adopt(trainer, state, savers[step])
+    if critic is not None and state.critic is not None:
+        state = dataclasses.replace(state, critic=adopt(critic.trainer, state.critic, critics[step]))
+    return Restored(state, data_state, step)
+
+
+def _check_critic(manifest: Mapping[str, Any], critic: Critic | None) -> None:
+    saved = any(name.startswith("critic.") for name in manifest["arrays"])
+    rule = f"rl.baseline: the checkpoint of step {manifest['step']} has {'a' if saved else 'no'} critic"
+    remedy = "go on as the run began, or begin a new one"
+    check(saved == (critic is not None), f"{rule}, but the run has {'none' if saved else 'one'}: {remedy}.")
 
 
 def _saver(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -> Trainer:

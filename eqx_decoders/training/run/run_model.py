@@ -85,7 +85,7 @@ def write_source(model: Decoder, folder: Path) -> None:
 
 def abstract_run(run: RunDirectory, execution: Execution = Execution()) -> Decoder:
     """Return the shapes of a run's model, with its LoRA pairs."""
-    return _with_additions(_abstract_base(run, execution), run.settings, jax.random.key(0))
+    return _with_additions(abstract_base(run, execution), run.settings, jax.random.key(0))
 
 
 def _with_additions(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Decoder:
@@ -101,7 +101,8 @@ def _with_additions(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) ->
     return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))
 
 
-def _abstract_base(run: RunDirectory, execution: Execution) -> Decoder:
+def abstract_base(run: RunDirectory, execution: Execution) -> Decoder:
+    """Return the shapes of a run's model without what the run adds to it."""
     options = vars(execution)
     if run.source.exists():
         config, origin = read_config(run.source)
@@ -126,7 +127,7 @@ def new_base(run: RunDirectory, execution: Execution) -> Decoder:
     if settings.init_from is None:
         return init(run_config(run), key=key, **options)
     if run.is_imported:
-        target = _abstract_base(run, with_params_dtype(execution, "float32"))  # as they were imported
+        target = abstract_base(run, with_params_dtype(execution, "float32"))  # as they were imported
         model = load_weights(run.checkpoints().directory, target, 0).tree.replace(precision=execution.precision)
         model = jax.tree.map(lambda leaf: leaf.astype(execution.precision.params), model)
     else:

@@ -112,7 +112,9 @@ def prepare_run(run: RunDirectory, execution: Execution, stack: contextlib.ExitS
             steps=config.steps,
             config=config.step,
             loss=None if opened.method is None else opened.method.loss,
+            idle_steps=opened.idle_steps,
         ),
+        critic=opened.critic,
     )
 
 
@@ -205,9 +207,13 @@ def first_state(run: PreparedRun) -> tuple[TrainState, int]:
         with StatusLine("making the model", remains=run.progress_so_far()):
             model = new_model(directory, run.execution)
             state, start = run.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
+            if run.critic is not None:
+                state = dataclasses.replace(state, critic=run.critic.first_state(key))
     else:
         with StatusLine("loading the checkpoint", remains=run.progress_so_far()):
-            state, data_state, start = restore_state(run.checkpoints, run.trainer, run.target, key, say=print_status)
+            state, data_state, start = restore_state(
+                run.checkpoints, run.trainer, run.target, key, say=print_status, critic=run.critic
+            )
         run.data.set_state(data_state)
         print_status(f"resumed at step {start}")
     print_status(run.data.describe(start, config.steps))

@@ -51,6 +51,7 @@ class Trainer(eqx.Module):
     ema_decay: float | None = eqx.field(static=True)
     shard_over_data: bool = eqx.field(static=True)
     config: StepConfig = eqx.field(static=True)
+    idle_steps: int = eqx.field(static=True)
     loss_arrays: PyTree  # of a loss that holds any, such as a teacher: an argument of the program, and no constant
     loss_form: Any = eqx.field(static=True)
 
@@ -68,10 +69,12 @@ class Trainer(eqx.Module):
         steps: int,
         config: StepConfig = StepConfig(),
         loss: Loss | None = None,
+        idle_steps: int = 0,
     ) -> "Trainer":
         """Make a trainer of models shaped like `model` (arrays or `ShapeDtypeStruct`s) for runs of `steps` steps.
 
-        `loss` is what a step minimizes; None: the cross-entropy of next tokens.
+        `loss` is what a step minimizes; None: the cross-entropy of next tokens. The first `idle_steps` change nothing,
+        and the schedule is one of the others.
 
         Weights that their layer declares frozen are left out, whatever the patterns say, and buffers unless named.
         """
@@ -94,15 +97,17 @@ class Trainer(eqx.Module):
             check(not untrained, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
         loss = NextTokenLoss(config.z_loss, config.fused_loss) if loss is None else loss
         arrays, form = eqx.partition(loss, eqx.is_array)
+        moving = max(1, steps - idle_steps)
         return cls(
             name=optimizer.name,
-            optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
-            schedule=make_schedule(optimizer, steps),
+            optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, moving),
+            schedule=make_schedule(optimizer, moving),
             trainable=trainable,
             max_grad_norm=optimizer.max_grad_norm,
             ema_decay=optimizer.ema_decay,
             shard_over_data=optimizer.shard_over_data,
             config=config,
+            idle_steps=idle_steps,
             loss_arrays=arrays,
             loss_form=form,
         )
@@ -204,6 +209,7 @@ class Trainer(eqx.Module):
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
         norm = jnp.sqrt(square_sum(gradient)) / divisor
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
+        moves = finite & (state.step >= self.idle_steps) if self.idle_steps else finite
         scale = 1.0 / divisor
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
@@ -225,21 +231,20 @@ class Trainer(eqx.Module):
             return state_layout.gathered(weights), in_parts(optimizer), ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
-        old = self._weights(state.model)
-        groups = state_layout.streamed()
+        old, groups = self._weights(state.model), state_layout.streamed()
         names = tuple(name for name in old if not any(name in group for group in groups.values()))
-        weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
+        weights, optimizer, ema = by_layer(move, groups, names, moves, old, gradient, state.optimizer, state.ema)
         model = self._with_weights(state.model, weights)
         # of a policy they are what tells it from its reference: an objective leaves them alone
-        model = _with_router_biases(model, sums.stats, finite) if self.loss.per_token else model
-        clipped = self._clipped(model, sums.stats, finite)
+        model = _with_router_biases(model, sums.stats, moves) if self.loss.per_token else model
+        clipped = self._clipped(model, sums.stats, moves)
         if ema is not None and clipped is not model:
             ema = in_parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
         new = TrainState(
             model=clipped,
             optimizer=optimizer,
             step=state.step + 1,
-            skipped=state.skipped + jnp.where(finite, 0, 1),
+            skipped=state.skipped + jnp.where(moves, 0, 1),
             key=state.key,
             ema=ema,
         )

@@ -16,9 +16,10 @@ class TrainState(eqx.Module):
     - `model`: the decoder.
     - `optimizer`: the optimizer's state, of the trainable weights only.
     - `step`: steps taken.
-    - `skipped`: steps that changed nothing, because loss or gradient was not finite.
+    - `skipped`: steps that changed nothing: loss or gradient was not finite, or a critic learned alone.
     - `key`: the run's key; each step uses its own, derived from it.
     - `ema`: running means of the trainable weights by path, in float32; None without means.
+    - `critic`: the state of a second model that learns from the same batches; None without one.
     """
 
     model: Decoder
@@ -27,6 +28,7 @@ class TrainState(eqx.Module):
     skipped: Int32[AnyArray, ""]
     key: Key[AnyArray, ""]
     ema: dict[str, AnyArray] | None = None
+    critic: "TrainState | None" = None
 
     @property
     def averaged(self) -> Decoder:

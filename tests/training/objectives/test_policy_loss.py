@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.training.objectives.policy_loss import Correction, PolicyLoss, kl_penalty, policy_loss, value_loss
+from eqx_decoders.training.objectives.policy_loss import (
+    Correction,
+    PolicyLoss,
+    kl_penalty,
+    policy_loss,
+    value_is_clipped,
+    value_loss,
+)
 from eqx_decoders.training.objectives.token_weights import token_weights
 
 
@@ -316,6 +323,7 @@ def test_value_loss():
     got = jax.value_and_grad(lambda values: value_loss(values, returns, weights=weight, old=old))(values)
     same(got[0], 0.122817)
     same(got[1], [[0, -0.21, 0, 0]])
+    assert value_is_clipped(values, returns, old=old)[0, :3].tolist() == [True, False, True]
     plain = jax.value_and_grad(lambda values: value_loss(values, returns, weights=weight))(values)
     same(plain[0], (0.01 + 0.63**2 + 0.16) / 6)
     same(plain[1], [[-0.1 / 3, -0.21, -0.4 / 3, 0]])

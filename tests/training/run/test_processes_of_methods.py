@@ -17,14 +17,16 @@ pytestmark = pytest.mark.slow
 BASE = ROOT / "tests" / "fixtures" / "chat_llama"
 PAIRS = {"--data": "pairs.jsonl", "--batch-size": 4, "--seq-len": 64, "--mesh.fsdp": 4, "--sample-tokens": 0}
 TEACHER = {"--method": "distill", "--distill.teacher": "teacher", "--mesh.fsdp": 2, "--mesh.context": 2}
+REWARDS = {"--method": "rl", "--data": "prompts.jsonl", "--rl.reward": "rewards.py:length", "--rl.prompts": 3}
+REWARDS |= {"--rl.samples": 4, "--rl.max-new-tokens": 6, "--rl.slots": 4, "--batch-size": 4, "--seq-len": 64}
+REWARDS |= {"--mesh.fsdp": 4, "--sample-tokens": 0, "--rl.kl": 0.1, "--rl.kl-in": "reward"}
 CASES = {
     "reward": PAIRS | {"--method": "reward"},
     "pairs": PAIRS | {"--method": "dpo", "--preference.save-reference": None},
     "teacher": TEACHER,
     "likeliest": TEACHER | {"--distill.top": 5},
-    "rewards": {"--method": "rl", "--data": "prompts.jsonl", "--rl.reward": "rewards.py:length", "--rl.prompts": 3}
-    | {"--rl.samples": 4, "--rl.max-new-tokens": 6, "--rl.slots": 4, "--batch-size": 4, "--seq-len": 64}
-    | {"--mesh.fsdp": 4, "--sample-tokens": 0, "--rl.kl": 0.1, "--rl.kl-in": "reward"},
+    "rewards": REWARDS,
+    "critic": REWARDS | {"--rl.preset": "ppo", "--rl.critic.updates": 2},
 }
 
 

@@ -1,0 +1,184 @@
+"""Runs with a critic: it learns beside the policy, alone at first, and goes on bit for bit after a kill."""
+
+import json
+import re
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, load_weights
+from eqx_decoders.model.init import add_score_head
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.run.run_loading import load_run
+from tests.commands import steps_of
+from tests.rl.test_environment_run import GAMES
+from tests.rl.test_rl_run import BASE, REWARDS, answers_of, train
+
+
+NAMES = ("loss", "grad_norm", "reward", "value", "return", "explained_variance", "value_loss", "value_clip")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic")
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"the cat {number}", "number": number} for number in range(10)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def ppo(folder, name, *more, **changes):
+    settings: Any = dict(rl__preset="ppo", steps=3, checkpoint_every=1, optimizer__schedule="constant")
+    return train(folder, name, *more, **settings | changes)
+
+
+def figures(folder, name):
+    return [[row[each] for each in (*NAMES, "critic_grad_norm")] for row in steps_of(folder / name)]
+
+
+def critic_of(folder, name):
+    checkpoints = Checkpoints(folder / name / "checkpoints", max_checkpoints=3)
+    target = add_score_head(ed.load_hf(BASE), key=jax.random.key(0))
+    return named_leaves(load_weights(checkpoints.directory, target, prefix="critic.model.").tree)
+
+
+def same(one, other):
+    return all(np.array_equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.slow
+def test_a_critic_goes_on_bit_for_bit(folder):
+    """Killed behind the steps that are its own: weights of both, their optimizers and all figures are those of a whole
+    run; and in its own steps the policy stays as it is."""
+    more: Any = dict(steps=2, rl__critic__warmup_steps=1, rl__critic__updates=2)
+    _, err = ppo(folder, "whole", **more)
+    assert "rl.preset=ppo: rl.baseline=critic, rl.whiten=True" in err and "critic: begins with the weights of" in err
+    rows, base = steps_of(folder / "whole"), named_leaves(ed.load_hf(BASE))
+    assert rows[0]["value"] == 0 and rows[1]["value"] != 0 and rows[0]["value_loss"] > 0 and rows[0]["grad_norm"] > 0
+    assert all(row["log_prob_gap"] <= 1e-5 and not row["skipped"] for row in rows)
+    assert same(named_leaves(load_run(folder / "whole", 1)), base)
+    assert not same(named_leaves(load_run(folder / "whole", 2)), base)
+    shutil.copytree(folder / "whole", folder / "killed")
+    shutil.rmtree(next((folder / "killed" / "checkpoints").glob("*2")))
+    ppo(folder, "killed", **more)
+    assert figures(folder, "killed") == figures(folder, "whole")
+    assert same(critic_of(folder, "killed"), critic_of(folder, "whole"))
+    assert same(named_leaves(load_run(folder / "killed")), named_leaves(load_run(folder / "whole")))
+    _, err = ppo(
+        folder,
+        "killed",
+        "--allow-changes",
+        code=2,
+        rl__preset="None",
+        rl__baseline="none",
+        steps=4,
+        rl__critic__warmup_steps=0,
+        rl__critic__updates=1,
+    )
+    assert "rl.baseline: the checkpoint of step 2 has a critic, but the run has none: go on as the run began" in err
+
+
+@pytest.mark.slow
+def test_microbatches_packing_and_meshes(folder):
+    more: Any = dict(rl__kl=0.05, batch_size=8)
+    ppo(folder, "one", **more)
+    ppo(folder, "mesh", "--mesh.fsdp", 2, "--mesh.context", 2, devices=4, **more)
+    ppo(folder, "parts", "--step.gradient-accumulation-steps", 2, "--rl.answers-per-row", 2, **more)
+    for name in ("mesh", "parts"):
+        np.testing.assert_allclose(figures(folder, name), figures(folder, "one"), rtol=1e-3, atol=1e-4)
+    assert steps_of(folder / "one")[-1]["k1"] != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rl.critic.learning-rate 0.05",
+        "--rl.critic.clip 0.01 --rl.critic.updates 4",
+        "--rl.critic.gamma 0.5",
+        "--rl.critic.lam 0.5 --rl.critic.no-bootstrap",  # the bootstrap is that of answers that were cut
+        "--rl.no-whiten --rl.samples 1 --rl.prompts 12",
+        "--lora-rank 2 --rl.kl 0.1",
+        "--rl.critic.init-from judge --rl.reward-model judge",
+        "--optimizer.name muon --optimizer.ema-decay 0.5",
+    ],
+)
+def test_settings_change_what_is_learned(folder, flags):
+    if not (folder / "plain").exists():
+        ed.save_hf(add_score_head(ed.load_hf(BASE), key=jax.random.key(1)), folder / "judge", tokenizer=BASE)
+        ppo(folder, "plain", batch_size=8)
+    name = "".join(re.findall(r"\w+", flags))
+    words = flags.replace("judge", str(folder / "judge")).split()
+    ppo(folder, name, *words, batch_size=8)
+    rows = steps_of(folder / name)
+    assert all(np.isfinite(row["loss"]) and row["log_prob_gap"] <= 1e-5 for row in rows)
+    assert figures(folder, name) != figures(folder, "plain")
+    assert (rows[0]["value"] == 0) == ("init" not in flags)
+    ppo(folder, name, *words, steps=4, batch_size=8)
+    assert len(steps_of(folder / name)) == 4
+
+
+@pytest.mark.slow
+def test_a_value_is_read_before_its_token(folder):
+    """Of a critic that begins with a reward model; and all answers were cut, so that the last value goes on."""
+    scorer = add_score_head(ed.load_hf(BASE), key=jax.random.key(1))
+    ed.save_hf(scorer, folder / "scorer", tokenizer=BASE)
+    ppo(folder, "read", steps=1, rl__critic__init_from=folder / "scorer", rl__critic__gamma=0.5, rl__critic__lam=0.0)
+    values, returns = [], []
+    for answer in answers_of(folder, "read", 1).answers:
+        tokens = np.asarray([*answer.prompt.tokens, *answer.rollout.tokens])
+        behind = np.asarray(scorer(tokens[None]).logits[0, len(answer.prompt.tokens) - 1 :, 0])
+        values += behind[:-1].tolist()
+        last = answer.reward + 0.5 * behind[-1] * (answer.rollout.finish_reason == "length")
+        returns += [*(0.5 * behind[1:-1]), last]
+    (row,) = steps_of(folder / "read")
+    assert row["value"] == pytest.approx(np.mean(values), abs=1e-5) and np.ptp(values) > 0.1
+    assert row["return"] == pytest.approx(np.mean(returns), abs=1e-5) and row["truncated"] > 0
+
+
+@pytest.mark.slow
+def test_another_optimizer_goes_on(folder):
+    ppo(folder, "adam", steps=1)
+    _, err = ppo(folder, "adam", "--allow-changes", steps=2, optimizer__name="muon")
+    assert "optimizer's state: new, of muon" in err and len(steps_of(folder / "adam")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["ppo", "grpo"])
+def test_turns_of_environments(folder, preset):
+    """Rewards of turns, with and without a critic; tools' tokens have no value, and are not trained."""
+    games = folder / "games"
+    games.mkdir(exist_ok=True)
+    (games / "rewards.py").write_text(GAMES)
+    (games / "prompts.jsonl").write_text("\n".join(json.dumps({"number": number}) for number in range(10)))
+    for returns in ("turn", "episode"):
+        name = f"{preset}-{returns}"
+        settings: Any = {"rl__environment": f"{games / 'rewards.py'}:Guess", "rl__max_turns": 3, "batch_size": 12}
+        more: Any = dict(rl__preset=preset, rl__returns=returns, reward=None, rl__kl=0.1)
+        ppo(games, name, **settings, **more)
+        rows = steps_of(games / name)
+        assert all(row["log_prob_gap"] <= 1e-5 and row["turns"] > 1 and row["grad_norm"] > 0 for row in rows)
+        for answer in answers_of(games, name, 1).answers:
+            assert answer.episode is not None and sum(answer.episode.turn_tokens) == answer.length
+            assert sum(answer.episode.turn_rewards) == pytest.approx(answer.reward)
+    losses = [[row["grad_norm"] for row in steps_of(games / f"{preset}-{each}")] for each in ("turn", "episode")]
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rl__critic__warmup_steps": 3}, "--rl.critic.warmup-steps=3 must be less than --steps=3"),
+        (
+            {"rl__critic__init_from": BASE.parent / "chats"},
+            "--rl.critic.init-from=.* has another vocabulary",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(folder, changes, says):
+    _, err = ppo(folder, "refused", code=2, **changes)
+    assert re.search(says, " ".join(err.split())), err

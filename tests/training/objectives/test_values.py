@@ -1,0 +1,68 @@
+"""A critic's values and their loss: read before each token, the same for any packing, microbatches and mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.batch import Batch
+from eqx_decoders.data.host_rows import place
+from eqx_decoders.data.signals import Signals
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.model.decoder_config import with_scores
+from eqx_decoders.training.objectives.policy_loss import value_loss
+from eqx_decoders.training.objectives.values import ValueObjective, values_behind
+from tests.compare import assert_close
+from tests.models import filled, rich_decoder
+from tests.training.objectives.test_objectives import FORMS, after_a_step, batch_of
+
+
+CLIP = 0.3
+
+
+def critic():
+    return filled(dataclasses.replace(with_scores(rich_decoder(1), 1)))
+
+
+def with_returns(batch: Batch) -> Batch:
+    """Old values and returns in place of other signals."""
+    signals = batch.signals
+    assert signals is not None
+    kept = Signals(policy=signals.policy, values=signals.old, returns=signals.advantages, answers=signals.answers)
+    return dataclasses.replace(batch, signals=dataclasses.replace(kept, most_answers=signals.most_answers))
+
+
+def test_values_are_those_behind_each_token():
+    model, batch = critic(), with_returns(batch_of(*FORMS[1]))
+    found = values_behind(model, batch)
+    arrays = dict(segment_ids=batch.segment_ids, positions=batch.positions)
+    assert_close(found, model(batch.tokens, **arrays).logits[..., 0])
+    with pytest.raises(ConfigError, match=r"values_behind: DecoderConfig\.scores=None must be 1"):
+        values_behind(filled(rich_decoder(1)), batch)
+
+
+@pytest.mark.slow
+def test_a_step_is_that_of_the_formula():
+    model, objective = critic(), ValueObjective(clip=CLIP)
+    rows, packed = (with_returns(batch_of(*each)) for each in FORMS)
+    values = values_behind(model, rows)
+    signals = rows.signals
+    assert signals is not None
+    weights, old, returns = (jnp.asarray(x)[:, 1:] for x in (signals.policy, signals.values, signals.returns))
+    want = value_loss(values[:, :-1], returns, weights=weights, old=old, clip=CLIP)  # behind the token before it
+    new, metrics = after_a_step(objective, model, rows)
+    assert_close(metrics.loss, want, units=128)
+    assert 0 < metrics.objective["value_clip"] < 1
+    layout = ed.Layout.create(fsdp=2, context=2, tensor=2)
+    placed = model.place(layout).replace(context_order="zigzag")
+    for other, batch, step in ((model, rows, dict(gradient_accumulation_steps=2)), (placed, packed, {})):
+        other_new, other_metrics = after_a_step(objective, other, batch, **step)
+        assert_close(other_metrics, metrics, units=1024)
+        for a, b in zip(jax.tree.leaves(other_new), jax.tree.leaves(new), strict=True):
+            assert_close(a, b, units=1024)
+    assert_close(values_behind(placed, place(packed, layout, 2)), values_behind(model, packed), units=256)
+    wider, _ = after_a_step(ValueObjective(clip=10.0), model, rows)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(wider), jax.tree.leaves(new), strict=True))
