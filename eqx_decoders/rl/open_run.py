@@ -81,8 +81,8 @@ def _opened(start: MethodStart, run: type[RLRun]) -> OpenedMethod:
     stop_ids = ends_of_answers(tokenizer, template, start.target.generation_config.stop_ids)
     if rl.routing_replay:
         check_choices(start.target.config, "rl.routing_replay=True")
-    layout = _sampler_layout(start)
-    engine = SamplerEngine(Engine, _engine_config(rl, longest or limit, limit), layout)
+    layout, sizes = _sampler_layout(start), _engine_config(rl, longest or limit, limit)
+    engine = SamplerEngine(Engine, sizes, layout, compute_dtype=config.sampler.compute_dtype)
     more: dict[str, Any] = {"stop_ids": stop_ids, "engine": engine}
     if rl.environment is None:
         answerer = Answerer(rl, tokenizer, **more)

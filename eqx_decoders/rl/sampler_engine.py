@@ -11,6 +11,7 @@ import jax
 from eqx_decoders.context import Execution
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import EqxDecodersError, check
+from eqx_decoders.inference.compute_dtype import multiplied_weights, with_multiplied
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.serving.engine.request import Request, RequestOutput
@@ -29,10 +30,19 @@ class SamplerEngine:
 
     - `make`: makes the engine with its `config`, as `Engine` does with an `EngineConfig`.
     - `layout`: where it has the weights, copies of those that are loaded; None: they are the same arrays.
+    - `compute_dtype`: whether it has copies in the compute dtype of those that are read in no other.
     """
 
-    def __init__(self, make: Callable[[Decoder, Any], Any], config: Any, layout: Layout | None = None):
+    def __init__(
+        self,
+        make: Callable[[Decoder, Any], Any],
+        config: Any,
+        layout: Layout | None = None,
+        *,
+        compute_dtype: bool = False,
+    ):
         self.config, self._make, self._layout = config, make, layout
+        self._cast: frozenset[str] | None = None if compute_dtype else frozenset()
         self._engine: Any = None
         self._shardings: Any = None
         self._stopped = False
@@ -70,7 +80,10 @@ class SamplerEngine:
         self._stopped = True
 
     def _placed(self, model: Decoder) -> Decoder:
-        """Return a model with copies of its weights where the layout has them."""
+        """Return a model with its weights in their dtypes, and with copies where the layout has them."""
+        if self._cast is None:
+            self._cast = multiplied_weights(model)
+        model = with_multiplied(model, self._cast) if self._cast else model
         if self._layout is None:
             return model
         execution = drawing(model.execution, self._layout)

@@ -27,10 +27,14 @@ class SamplerConfig(CheckedFields):
     expert: PositiveInt = 1
     """Parts into which its experts are cut."""
 
+    compute_dtype: bool = True
+    """Read weights from copies in the dtype in which they are multiplied, where the trainer has them in a larger one:
+    the same numbers, and half of the bytes of float32 ones or less; False: from the trainer's own arrays."""
+
     @property
     def is_separate(self) -> bool:
         """Whether the model that draws is split another way than the one that is trained."""
-        return self != SamplerConfig()
+        return dataclasses.replace(self, compute_dtype=True) != SamplerConfig()
 
     def layout(self, devices: Sequence[Any], model: Any) -> Layout:
         """Return the layout of a model (of arrays or shapes) that draws on these devices. Raises ConfigError."""

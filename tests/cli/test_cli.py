@@ -64,6 +64,7 @@ FLAGS = """
 --rl.reward-weights --rl.reward-workers --rl.samples --rl.scale --rl.slots --rl.temperature --rl.truncated --rl.whiten
 --rl.routing-replay --rl.no-routing-replay
 --rl.max-staleness --sampler.devices --sampler.data --sampler.fsdp --sampler.tensor --sampler.expert
+--sampler.compute-dtype --sampler.no-compute-dtype
 --rl.environment --rl.episode-tokens --rl.max-turns --rl.strict-prefix --rl.no-strict-prefix
 --config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
 --checkpoint-dir

@@ -105,6 +105,17 @@ def test_answers_of_another_layout_are_the_same(folder, base):  # noqa: F811
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
+def test_copies_in_the_compute_dtype_draw_the_same(folder):  # noqa: F811
+    for name in ("compute-dtype", "no-compute-dtype"):
+        train(folder, name, f"--sampler.{name}", "--dtype", "bfloat16", steps=3)
+    rows = [
+        [(row["loss"], row["reward"]) for row in steps_of(folder / name)]
+        for name in ("compute-dtype", "no-compute-dtype")
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 3
+
+
 DEVICES = "--xla_force_host_platform_device_count=4"
 AHEAD = ("--sampler.devices", 2, "--sampler.tensor", 2, "--mesh.fsdp", 2, "--rl.max-staleness", 1)
 

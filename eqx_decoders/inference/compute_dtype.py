@@ -1,0 +1,122 @@
+"""Weights in the dtype in which they are multiplied: a model that only draws need not read larger ones."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from eqx_decoders.model.caches import init_cache
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.axes import named_leaves, path_name
+
+
+# Operations that move numbers and change none: what is cast before or after them is the same.
+_WHOLE = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "rev"})
+_PARTS = frozenset({"slice", "dynamic_slice", "gather", "split"})
+_MOVES = _WHOLE | _PARTS | {"sharding_constraint", "reshard", "optimization_barrier"}
+
+
+def multiplied_weights(model: Decoder) -> frozenset[str]:
+    """Return the names of the weights that a forward pass reads in the compute dtype alone, and has in a larger one.
+
+    A copy in that dtype gives the same numbers. Found in the programs of a prompt and of a token: each use of such a
+    weight is a cast, maybe of a part of it.
+    """
+    dtype = jnp.dtype(model.execution.precision.compute)
+    large = {name for name, leaf in named_leaves(model).items() if _is_larger(leaf, dtype)}
+    if not large:
+        return frozenset()
+    arrays, static = eqx.partition(model, eqx.is_array)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays)
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    cache = jax.eval_shape(lambda: init_cache(model.config, 1, 8, layout=model.execution.layout))
+    for length in (4, 1):
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+        def forward(arrays: Any, tokens: Any, cache: Any) -> Any:
+            return eqx.combine(arrays, static)(tokens, cache=cache).logits
+
+        program = jax.make_jaxpr(forward)(shapes, tokens, cache).jaxpr
+        read = dict(zip(names, program.invars, strict=False))
+        large = {name for name in large if _only_cast(program, read[name], dtype)}
+    return frozenset(large)
+
+
+def with_multiplied(model: Decoder, names: frozenset[str]) -> Decoder:
+    """Return a model with copies of these weights in its compute dtype, sharded as they are; others are the same."""
+    chosen = {name: leaf for name, leaf in named_leaves(model).items() if name in names}
+    copies = _cast(chosen, jnp.dtype(model.execution.precision.compute))
+    copies = {name: jax.device_put(leaf, chosen[name].sharding) for name, leaf in copies.items()}
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: copies.get(path_name(path), leaf), model)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(leaves: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), leaves)
+
+
+def _is_larger(leaf: Any, dtype: np.dtype) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > dtype.itemsize
+
+
+def _only_cast(program: core.Jaxpr, variable: Any, dtype: np.dtype) -> bool:
+    """Return whether all that a program does with a variable is to move it and to cast it to a dtype."""
+    return _results(program, variable, dtype) == set()
+
+
+def _results(program: core.Jaxpr, variable: Any, dtype: np.dtype) -> set[int] | None:
+    """Return the numbers of a program's results that are a variable, moved and not cast; None if it is used else."""
+    results = {index for index, each in enumerate(program.outvars) if each is variable}
+    for equation in program.eqns:
+        for place, each in enumerate(equation.invars):
+            if each is not variable or _casts(equation, dtype):
+                continue
+            moved = _moved(equation, place, dtype)
+            more = None if moved is None else [_results(program, each, dtype) for each in moved]
+            if more is None or None in more:
+                return None
+            results = results.union(*(each for each in more if each is not None))
+    return results
+
+
+def _casts(equation: Any, dtype: np.dtype) -> bool:
+    return equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == dtype
+
+
+def _moved(equation: Any, place: int, dtype: np.dtype) -> list[Any] | None:
+    """Return the results of an operation that are one of its arguments, moved; None if it computes with that."""
+    name, params = equation.primitive.name, equation.params
+    if name in _MOVES:
+        return [equation.outvars[place]] if len(equation.outvars) == len(equation.invars) else equation.outvars
+    leaves = jax.tree.leaves(list(params.values()), is_leaf=_is_program)
+    programs = [getattr(each, "jaxpr", each) for each in leaves if _is_program(each)]
+    chosen = 1 if name == "cond" else 0  # the first argument says which program runs
+    replaced = _replaced(equation, programs[0]) if name == "scan" else range(0)
+    if not programs or name == "while" or place in replaced or place < chosen:
+        return None
+    moved = []
+    for part in programs:
+        if len(part.invars) + chosen != len(equation.invars):
+            return None
+        results = _results(part, part.invars[place - chosen], dtype)
+        if results is None or not results.isdisjoint(range(len(replaced))):
+            return None
+        moved += [equation.outvars[index] for index in results]
+    return moved
+
+
+def _replaced(equation: Any, body: core.Jaxpr) -> range:
+    """Return the places of the arguments that each turn of a scan replaces: behind those without an axis of turns."""
+    pairs = [
+        list(zip(*each, strict=True)) for each in ((equation.invars, body.invars), (equation.outvars, body.outvars))
+    ]
+    whole, carried = (sum(one.aval.shape == other.aval.shape for one, other in each) for each in pairs)
+    return range(whole - carried, whole)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)

@@ -1,0 +1,75 @@
+"""Copies of weights in the compute dtype change no number; what is read in float32 has none."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.inference.compute_dtype import multiplied_weights, with_multiplied
+from eqx_decoders.sharding.axes import named_leaves
+from tests.commands import ROOT
+from tests.models import filled, rich_decoder
+from tests.steps import SPARSE
+
+
+BF16 = ed.Precision(compute=jnp.bfloat16)
+
+
+def pair(model):
+    """A model, and one with copies; with the names of the weights that were copied."""
+    names = multiplied_weights(model)
+    return model, with_multiplied(model, names), names
+
+
+def test_no_number_changes():
+    """All matrices are copied, norms and routers are the same arrays."""
+    config = rich_decoder(2)
+    config = dataclasses.replace(config, blocks=(*config.blocks, SPARSE))
+    model, other, names = pair(filled(config, precision=BF16))
+    kept = {name.rsplit(".", 1)[-1] for name in named_leaves(model) if name not in names}
+    assert {"query", "qkv", "up", "down", "table"} <= {name.rsplit(".", 1)[-1] for name in names}
+    assert "scale" in kept and "mlp.router.kernel" in " ".join(set(named_leaves(model)) - names)
+    for name, leaf in named_leaves(other).items():
+        assert leaf.dtype == (jnp.bfloat16 if name in names else jnp.float32)
+        assert name in names or leaf is named_leaves(model)[name]
+    tokens = np.asarray([[3, 1, 4, 1, 5]], np.int32)
+    assert jnp.array_equal(*(each(tokens).logits for each in (model, other)))
+    assert multiplied_weights(filled(config)) == frozenset()
+
+
+@pytest.mark.slow
+def test_no_number_of_later_tokens_changes():
+    config = rich_decoder(3)
+    model, other, _ = pair(filled(config, precision=BF16))
+    cache, tokens = ed.init_cache(config, 2, 8), jnp.asarray([[3, 1, 4, 1, 5], [2, 6, 5, 3, 5]])
+    for part in (tokens, tokens[:, :1], tokens[:, :1]):
+        outputs = [each(part, cache=cache) for each in (model, other)]
+        assert jnp.array_equal(outputs[0].logits, outputs[1].logits)
+        cache = outputs[0].cache
+
+
+@pytest.mark.slow
+def test_copies_are_split_as_the_weights():
+    layout = ed.Layout.create(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    model, other, names = pair(filled(rich_decoder(3), precision=BF16).place(layout))
+    first, second = named_leaves(model), named_leaves(other)
+    assert names and all(first[name].sharding == second[name].sharding for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek3_groups", "gemma3_pattern", "gpt_oss_yarn", "mamba2", "qwen3_next", "rwkv", "lfm2_bias", "kimi_linear"],
+)
+def test_families(name):
+    """What is left are norms, routers, and what recurrences read in float32."""
+    load = functools.partial(ed.load_hf, ROOT / "tests" / "fixtures" / name, precision=BF16)
+    model, other, names = pair(load())
+    sizes = {name: leaf.size for name, leaf in named_leaves(model).items()}
+    assert sum(sizes[name] for name in names) > 0.6 * sum(sizes.values())
+    tokens = np.random.default_rng(0).integers(0, 40, (1, 7)).astype(np.int32)
+    assert jnp.array_equal(model(tokens).logits, other(tokens).logits)
