@@ -111,10 +111,11 @@ def _moved(equation: Any, place: int, dtype: np.dtype) -> list[Any] | None:
 
 def _replaced(equation: Any, body: core.Jaxpr) -> range:
     """Return the places of the arguments that each turn of a scan replaces: behind those without an axis of turns."""
-    pairs = [
-        list(zip(*each, strict=True)) for each in ((equation.invars, body.invars), (equation.outvars, body.outvars))
-    ]
-    whole, carried = (sum(one.aval.shape == other.aval.shape for one, other in each) for each in pairs)
+
+    def alike(ones: Any, others: Any) -> int:
+        return sum(one.aval.shape == other.aval.shape for one, other in zip(ones, others, strict=True))
+
+    whole, carried = alike(equation.invars, body.invars), alike(equation.outvars, body.outvars)
     return range(whole - carried, whole)
 
 
