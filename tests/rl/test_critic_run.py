@@ -101,7 +101,7 @@ def test_microbatches_packing_and_meshes(folder):
         "--rl.critic.clip 0.01 --rl.critic.updates 4",
         "--rl.critic.gamma 0.5",
         "--rl.critic.lam 0.5 --rl.critic.no-bootstrap",  # the bootstrap is that of answers that were cut
-        "--rl.no-whiten --rl.samples 1 --rl.prompts 12",
+        "--rl.samples 1 --rl.prompts 12",
         "--lora-rank 2 --rl.kl 0.1",
         "--rl.critic.init-from judge --rl.reward-model judge",
         "--optimizer.name muon --optimizer.ema-decay 0.5",
@@ -138,6 +138,23 @@ def test_a_value_is_read_before_its_token(folder):
     (row,) = steps_of(folder / "read")
     assert row["value"] == pytest.approx(np.mean(values), abs=1e-5) and np.ptp(values) > 0.1
     assert row["return"] == pytest.approx(np.mean(returns), abs=1e-5) and row["truncated"] > 0
+
+
+@pytest.mark.slow
+def test_answers_drawn_one_step_ahead(folder):
+    """Also by the weights of steps that are the critic's alone, which are the same, and behind each of them."""
+    words = ("--mesh.fsdp", 2, "--sampler.devices", 4, "--rl.max-staleness", 1)
+    more: Any = dict(steps=4, batch_size=8, rl__critic__warmup_steps=2, max_checkpoints=5)
+    ppo(folder, "ahead", *words, **more)
+    assert [row["staleness"] for row in steps_of(folder / "ahead")] == [0, 1, 1, 1]
+    for last in (1, 2, 3):
+        name = f"ahead-{last}"
+        shutil.copytree(folder / "ahead", folder / name)
+        for step in range(last + 1, 5):
+            shutil.rmtree(next((folder / name / "checkpoints").glob(f"*{step}")))
+            (folder / name / "rollouts" / f"step-{step + 1:06d}.jsonl.zst").unlink(missing_ok=True)
+        ppo(folder, name, *words, **more)
+        assert figures(folder, name) == figures(folder, "ahead")
 
 
 @pytest.mark.slow

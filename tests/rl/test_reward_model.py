@@ -25,6 +25,7 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods.rl_config import RLConfig
 from eqx_decoders.training.objectives.reward_scores import reward_scores
 from tests.commands import call, steps_of
+from tests.programs import compilations
 from tests.rl.test_rl_run import BASE, REWARDS, answers_of, figures, train
 
 
@@ -76,6 +77,9 @@ def test_a_score_is_that_of_the_answer_alone(folder):
         want = float(reward_scores(scorer._model, batch)[0, 0])
         assert each.columns == {"reward_model": pytest.approx(want, abs=1e-5)} and abs(want) > 1e-3
         assert each.reward == pytest.approx(0.5 * want, abs=1e-5) and each.error is None
+    with compilations() as compiled:  # one program for all lengths
+        scorer.scored([[answer([3] * 9, rollout(4, 5)), answer([6], rollout(7, 8, 9, 10))]] * 2)
+    assert not compiled
     nothing = scores[2][1]
     assert math.isnan(nothing.reward) and not nothing.columns  # what could not be judged has no score either
     scorer._model = replaced(scorer._model, {"head.kernel": named_leaves(scorer._model)["head.kernel"] * np.nan})

@@ -128,7 +128,7 @@ class RLConfig(RewardSettings, EnvironmentSettings):
 
     checked_name = "rl."
     preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++", "ppo"] | None = None
-    """Published settings by their name, for what is not set: baseline, scale, aggregation, policy and so on."""
+    """Published settings by their name, for what has its default: baseline, scale, aggregation, policy and so on."""
     prompts: PositiveInt = 16
     """Prompts of a step."""
     samples: PositiveInt = 8
