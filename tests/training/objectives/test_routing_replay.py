@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
@@ -87,6 +88,38 @@ def test_a_program_that_replays_computes_the_same(model, own):
     plain, replayed = loss(model, batch_of(None)), loss(model, batch_of(own))
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(replayed), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "execution",
+    [
+        dict(batch_split=2),
+        dict(layout=dict(stage=2, data=2), pipeline=ed.Pipeline(microbatches=2)),
+        dict(layout=dict(context=2, data=2), context_order="zigzag"),
+        dict(layout=dict(expert=2, fsdp=2), remat="full"),
+    ],
+)
+def test_choices_are_reported_and_replayed_in_parts(execution):
+    model = filled(dataclasses.replace(CONFIG, blocks=(TWO,) * 4))
+    tokens = np.random.default_rng(1).integers(0, 32, (8, 8)).astype(np.int32)
+    experts = np.random.default_rng(2).permuted(np.tile(np.arange(6), (8, 8, 4, 1)), axis=-1)[..., :2].astype(np.int16)
+    batch = Batch(tokens=tokens, loss_mask=np.ones((8, 8), bool), signals=Signals(experts=experts))
+    options = dict(execution)
+    if "layout" in options:
+        options["layout"] = ed.Layout.create(devices=jax.devices()[:4], **options["layout"])
+        split = model.place(options["layout"])
+    else:
+        split = model
+    split = split.replace(**options)
+    (wanted, _), gradient = loss(model, batch)
+    (found, _), split_gradient = loss(split, batch)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(split_gradient), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+    if "context_order" not in options:
+        one, other = (each.replace(expert_choices=True)(tokens).stats.choices for each in (model, split))
+        np.testing.assert_array_equal(one, other)
 
 
 def test_models_without_a_choice_are_refused(model):
