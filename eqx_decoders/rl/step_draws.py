@@ -53,6 +53,7 @@ class StepDraws:
         self._ahead: StepAhead | None = None
         self._thread: threading.Thread | None = None
         self._written: tuple[int, str] | None = None  # step and key of the last answers that were drawn ahead
+        self._waited = 0.0  # seconds in which they were waited for
 
     def answers(self, rows: list[Prompt], state: TrainState) -> StepAnswers:
         """Return the answers that the next step of a state learns from, to the prompts that were dealt out for it.
@@ -73,8 +74,10 @@ class StepDraws:
 
     def wait(self) -> None:
         """Wait until no thread uses the engine. Raises what it has raised."""
+        started = time.perf_counter()
         if self._ahead is not None:
             self._ahead.answers.result()
+        self._waited += time.perf_counter() - started
 
     def settle(self, state: TrainState) -> None:
         """Wait for the answers of the next step of a state, where they are being drawn, and write them."""
@@ -94,7 +97,7 @@ class StepDraws:
         cursor = copy.copy(self._prompts)
         drawn_by = f"{key} {cursor.get_state()['prompt']}"
         drawn, future = self._files.read(step, drawn_by, field="drawn_by"), Future[StepAnswers]()
-        self._ahead = StepAhead(step, drawn_by, future)
+        self._ahead, self._waited = StepAhead(step, drawn_by, future), 0.0
         if drawn is not None:
             future.set_result(drawn)
             return
@@ -106,14 +109,15 @@ class StepDraws:
 
     def _finished(self, step: int, key: str) -> StepAnswers | None:
         """Return the answers of a step that were drawn ahead, and write them; None if it has none."""
-        ahead, started = self._ahead, time.perf_counter()
+        ahead = self._ahead
         if ahead is None or ahead.step != step:
             return None
+        self.wait()
         drawn = ahead.answers.result()
         if self._written != (step, key):  # the weights of steps that change nothing have one key
             self._files.write(step, key, drawn, drawn_by=ahead.drawn_by)
             self._written = (step, key)
-        return drawn._replace(waited=time.perf_counter() - started)
+        return drawn._replace(waited=self._waited)
 
     # --- one step ---
 

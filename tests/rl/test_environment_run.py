@@ -91,6 +91,18 @@ def test_episodes_are_drawn_by_the_weights_that_learn_from_them(folder):
 
 
 @pytest.mark.slow
+def test_episodes_are_played_one_step_ahead(folder):
+    ahead: Any = dict(sampler__devices=4, rl__max_staleness=1, mesh__fsdp=2)
+    play(folder, "ahead", **ahead)
+    assert [row["staleness_max"] for row in steps_of(folder / "ahead")] == [0, 1, 1, 1]
+    shutil.copytree(folder / "ahead", folder / "ahead-killed")
+    (newest,) = (each for each in (folder / "ahead-killed" / "checkpoints").iterdir() if each.name.endswith("4"))
+    shutil.rmtree(newest)
+    play(folder, "ahead-killed", **ahead)
+    assert figures(folder, "ahead-killed") == figures(folder, "ahead")
+
+
+@pytest.mark.slow
 def test_each_token_is_scored_as_it_was_drawn(folder):
     """`|log p of the trainer - log p of the draws| <= 1e-5` of each token of each turn: ids and positions agree."""
     model, tokenizer, template = load_hf(BASE, dtype="float32"), load_tokenizer(BASE), load_chat_template(BASE)

@@ -52,12 +52,12 @@ def test_experts_lie_with_their_tokens(tmp_path, first):
         assert experts.dtype == np.int16
         np.testing.assert_array_equal(one.rollout.experts, experts)
     options: Any = dict(choices=[1], seq_len=20, answers_per_row=4)
-    signals: Any = pack_answers(found.answers, AnswerNumbers(*np.ones((2, 3))), **options).batch.signals
+    signals: Any = pack_answers(found.answers, AnswerNumbers(np.ones(3), np.ones(3)), **options).batch.signals
     wanted = np.full((20, LAYERS, CHOICES), -1)
     wanted[:5], wanted[5:10] = experts_of(5, first), experts_of(5)
     np.testing.assert_array_equal(signals.experts, wanted[None])
     assert signals.experts.dtype == np.int16
-    nothing: Any = pack_answers(answers[2:], AnswerNumbers(*np.ones((2, 1))), **options).batch.signals
+    nothing: Any = pack_answers(answers[2:], AnswerNumbers(np.ones(1), np.ones(1)), **options).batch.signals
     assert nothing.experts is None
 
 
