@@ -18,6 +18,7 @@ from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedR
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families._mobilenet import architectures
+from eqx_decoders.planning.traced_memory import abstract_media
 from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows
 from eqx_decoders.sharding.rules import WEIGHTS
 from tests.families.samples import FIXTURES, decode
@@ -275,3 +276,12 @@ MESSAGES = [
 def test_what_does_not_fit_is_refused(given, message):
     with pytest.raises(ed.DataError, match=message):
         refused(**given)
+
+
+def test_images_of_a_planned_step_are_whole():
+    """Of the nearest size below that the network takes."""
+    config = decode(CONTENT)
+    media = abstract_media(config, ed.Layout(), 2, 10, images=2, side=40)
+    assert media.images.patches.shape == (4, 4, 3 * 16 * 16) and media.index.shape == (2, 10)
+    with pytest.raises(ed.ConfigError, match="images=3 of 40 x 40 pixels are 12 tokens: seq_len=10 must be above"):
+        abstract_media(config, ed.Layout(), 2, 10, images=3, side=40)
