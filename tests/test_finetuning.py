@@ -167,6 +167,7 @@ def test_an_export_is_refused_before_the_training(full):
     assert not (full / "other" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_imported_directory_can_be_trained(full):
     """A run directory of the convert program: weights without a training state."""
     call("convert", "import", full / "base", full / "imported")

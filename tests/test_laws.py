@@ -32,7 +32,7 @@ COVERING = covering_array()
 OF_FORMS = array_of_forms(COVERING)
 REPRESENTATIVE = representative(COVERING)
 # Cheap ones, of `make test`; and one with a state, which is in no cheap one of them.
-QUICK = [REPRESENTATIVE[number] for number in (0, 3)]
+QUICK = [REPRESENTATIVE[0], REPRESENTATIVE[3] | dict(mtp=0, length=13)]
 STATE = REPRESENTATIVE[0] | dict(mixer="delta net", mesh="fsdp x tensor", length=13, packing="packed", cache="pieces")
 FRESH = 24
 
@@ -63,7 +63,7 @@ def test_the_quick_cases_have_many_options():
         pytest.param(case, id=str(number), marks=() if case in QUICK else pytest.mark.slow)
         for number, case in enumerate(COVERING)
     ]
-    + [pytest.param(STATE, id="state", marks=pytest.mark.slow)],
+    + [pytest.param(QUICK[1], id="mesh"), pytest.param(STATE, id="state", marks=pytest.mark.slow)],
 )
 def test_the_fast_form_of_a_case_equals_the_plain_one(case, record_property):
     drop_compiled_programs()

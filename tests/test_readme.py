@@ -94,6 +94,7 @@ def test_many_devices_train_save_and_restore():
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_tuned_exported_and_answers():
     out, expected = run_example("save_peft")
     assert_printed(out, expected)

@@ -145,6 +145,7 @@ def test_both_spellings_of_a_mesh():
     assert parse(["--set", "a=b", "--rows", "3", "tiny", "--json"]).rows == 3
 
 
+@pytest.mark.slow
 def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(monkeypatch):
     """Meshes of eight devices; what is kept without checkpoints does not fit anywhere."""
     chip = {chip.name: chip for chip in CHIPS}["v5p"]

@@ -74,6 +74,7 @@ def test_a_template_has_written_what_texts_begin_with():
     assert name.startswith("chat__llama-") and chat_model().chat.content_hash in name
 
 
+@pytest.mark.slow
 def test_log_likelihoods_are_those_of_a_forward_pass():
     """lm-eval's requests: several continuations of each context, some of which the model would write."""
     contexts = ["the quick brown", "a lazy dog while many small birds", "", "sing in old "]

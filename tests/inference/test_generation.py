@@ -161,6 +161,7 @@ def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, siz
     np.testing.assert_array_equal(pieces, want[:, : pieces.shape[1]])
 
 
+@pytest.mark.slow
 def test_what_the_host_reads_is_on_every_device(model):
     """Or one of several processes could not read it: tokens, and of a stream's state what it shows."""
     placed = model.place(ed.Layout.create(data=4, tensor=2))

@@ -88,6 +88,7 @@ def test_pieces_of_several_sequences_have_the_logits_of_each_alone(fixture):
         np.testing.assert_allclose(logits, np.asarray(model(text[None]).logits[0]), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_equal_layers_that_share_keys_share_the_last_ones():
     """Two equal layers write, each for itself, and two later ones read what the second has written."""
     config, full = rich_decoder(1), AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)

@@ -143,6 +143,7 @@ def test_a_program_of_ones_own_is_explicit_before_and_after(models):
         assert same_bits(jax.jit(update)(explicit, rows_of(explicit)), (value, new))
 
 
+@pytest.mark.slow
 def test_calls_and_gradients_are_the_same(models):
     """Outside of `jax.jit`, too, where `jax.grad` needs the mesh."""
     found = []

@@ -55,7 +55,10 @@ def test_activations_that_do_not_divide_stay_whole():
     assert layout.activation_spec("batch length mlp", (4, 1, 11)) == P(("data",), None, None)
 
 
-@pytest.mark.parametrize("sizes", [dict(fsdp=4, tensor=2), dict(expert=2, fsdp_transpose=2, data=2)])
+OTHER_MESH = pytest.param(dict(expert=2, fsdp_transpose=2, data=2), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=4, tensor=2), OTHER_MESH])
 def test_init_is_born_sharded_and_the_same_on_every_mesh(sizes):
     layout = ed.Layout.create(**sizes)
     config = rich_decoder(1)
@@ -156,6 +159,7 @@ def test_refusals_say_what_and_how(make, words):
         assert word.lower() in str(caught.value).lower(), str(caught.value)
 
 
+@pytest.mark.slow
 def test_generation_runs_sharded():
     model = filled(rich_decoder(2))
     prompt = some_tokens(4, 5)

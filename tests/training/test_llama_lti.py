@@ -238,6 +238,7 @@ def test_a_teacher_with_low_rank_pairs_is_refused(teacher):
         with_teacher(filled(CONFIGS[False]), pairs)
 
 
+@pytest.mark.slow
 def test_pairs_beside_other_weights_stay_when_the_kernels_are_computed(teacher):
     """Low-rank pairs never stand beside what is frozen, and go with the model that is made of it."""
     model = taught(teacher, False)

@@ -55,7 +55,7 @@ def rewritten(directory, change) -> pathlib.Path:
 
 # further checkpoints of kinds of which another is tried in the quick tests
 MORE = (
-    *("dbrx", "mpt", "opt_narrow", "bamba", "ernie4_5_moe"),
+    *("dbrx", "mpt", "opt_narrow", "bamba", "ernie4_5_moe", "kimi_linear", "granite_hybrid", "deepseek2_groups"),
     *("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense"),
     *("gpt_oss_yarn", "deepseek3_groups", "llama_bf16", "glm", "dots1", "hy_v3", "solar_open", "flex_olmo", "youtu"),
     *("falcon_mqa", "cohere_bias", "ministral_mixed", "vaultgemma", "gptj_tied", "opt", "falcon_mamba", "jamba"),

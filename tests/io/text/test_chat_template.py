@@ -233,6 +233,7 @@ def test_a_template_has_a_second_of_processor_time():
     assert 0.8 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
 
 
+@pytest.mark.slow
 def test_the_time_is_that_of_each_and_of_all(monkeypatch):
     """Long ones among many get their second; but not all of them, and one that never ends doesn't get that of all."""
     monkeypatch.setattr(chat_template, "SECONDS", 0.4)

@@ -95,6 +95,7 @@ def test_bfloat16_subtracts_in_float32():
     assert_close(out, differential_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=24, dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_layers_know_their_number():
     """In cycles of two layers and in a rest, as a new model has them and as they are computed for a loaded one."""
     plain = ed.BlockConfig(mixer=differential().attention, mlp=None)

@@ -319,6 +319,7 @@ def test_shared_choices_decode_as_the_whole():
     check_ragged_pieces(model, ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
+@pytest.mark.slow
 def test_generation_chooses_like_the_whole():
     model, prompt = filled(decoder(1)), some_tokens(2, 6)
     tokens = ed.generate(model, prompt, max_new_tokens=5)

@@ -228,6 +228,7 @@ def test_videos_leave_a_process_to_images(reading, runner):
     runner.run(run())
 
 
+@pytest.mark.slow
 def test_what_waits_is_bounded(reading, runner):
     """Requests, letters of their files, and the memory of what they have become."""
 

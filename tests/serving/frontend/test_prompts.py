@@ -207,7 +207,10 @@ def test_an_error_of_a_batch_is_that_of_the_one_that_causes_it():
     assert max(Slow.batches) > 1  # later ones share again
 
 
-@pytest.mark.parametrize("size", [1, chat_rendering.LONG], ids=["short", "long"])
+LONG = pytest.param(chat_rendering.LONG, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("size", [1, LONG], ids=["short", "long"])
 def test_clients_take_turns_at_texts_and_their_ids(size, monkeypatch):
     """However many one of them has sent before, and whatever of its texts takes long."""
     monkeypatch.setattr(chat_rendering, "BATCH", 1)

@@ -89,7 +89,7 @@ def test_a_step_is_that_of_the_formula(models):
     assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, teacher)), strict=True))
 
 
-@pytest.mark.parametrize("distance", ["cosine", "mse"])
+@pytest.mark.parametrize("distance", ["cosine", pytest.param("mse", marks=pytest.mark.slow)])
 def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
     """What a step adds to the loss is the formula on the streams behind the named layers of both."""
     student, teacher = deeper

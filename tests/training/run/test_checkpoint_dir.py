@@ -56,6 +56,7 @@ def first(elsewhere, corpus, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_a_new_machine_goes_on_with_what_is_beside_the_checkpoints(first, elsewhere, corpus, tmp_path):
     """No flag but the two directories is given: the same run, to the bit, and all of its metrics."""
     assert not (first / "checkpoints").exists() and Checkpoints(elsewhere).steps == (2, 4)

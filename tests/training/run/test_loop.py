@@ -325,6 +325,7 @@ def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(f
     assert np.array_equal(*(jax.tree.leaves(load_run(run.dir, 2, ema=ema))[0] for ema in (True, False)))
 
 
+@pytest.mark.slow
 @shows("TrainConfig.max_skipped")
 def test_a_run_that_diverges_keeps_its_good_checkpoints_however_often_it_is_started(base, folder):
     """What the last finite step made may be of no use already: one more is kept until a finite step follows it."""
@@ -476,6 +477,7 @@ def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_the_devices_do_not_wait_for_the_host(folder):
     """A step is begun before the metrics of the last two are read; all are read before a checkpoint, in order."""
     seen = []
@@ -594,6 +596,7 @@ def test_more_steps_on_a_finished_run_go_on(folder):
     assert "steps=1, but" in err and "has done 4 already" in err
 
 
+@pytest.mark.slow
 @shows("TrainConfig.allow_changes", "TrainConfig.config")
 def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     """Its model, data, tokenizer and rates; a changed optimizer is asked for, and stays in the settings' history."""

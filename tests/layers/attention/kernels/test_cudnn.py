@@ -153,6 +153,7 @@ VARIANTS = dict(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_auto_is_exact_in_every_combination():
     """Over all combinations: it can do the call; on GPU it is cuDNN where that is exact, else ours where that can."""
     taken = {}
