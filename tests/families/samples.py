@@ -15,11 +15,12 @@ SAMPLES = {
 }
 
 
-# Of families with encoders that have no checkpoint there, what describes a published model.
-SEEING = {
+# Of families that have no checkpoint there (most have encoders), what describes a published model.
+PUBLISHED = {
     "gemma3": "gemma3-4b-vision",
     "gemma4": "gemma4-e2b-vision",
     "llama4": "llama4-17b-16e-vision",
+    "mimo": "mimo-7b",
     "idefics3": "smolvlm2-256m",
     "glm46v": "glm4.6v-flash-9b",
     "qwen3_vl": "qwen3-vl-2b",
@@ -27,7 +28,7 @@ SEEING = {
     "qwen3_5": "qwen3.5-0.8b-vision",
     "qwen3_5_moe": "qwen3.5-35b-a3b-vision",
 }
-SAMPLES |= {f"{kind}/model": FAMILIES[kind].encode(ed.get_config(name)) for kind, name in SEEING.items()}
+SAMPLES |= {f"{kind}/model": FAMILIES[kind].encode(ed.get_config(name)) for kind, name in PUBLISHED.items()}
 
 
 def decode(content) -> ed.DecoderConfig:
