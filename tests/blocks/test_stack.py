@@ -1,6 +1,7 @@
 """The structure of a list of blocks, and stacked weights."""
 
 import dataclasses
+import functools
 import itertools
 
 import equinox as eqx
@@ -73,22 +74,30 @@ def test_stacked_weights_are_those_of_single_layers():
     blocks = model.unstacked()
     assert len(blocks) == 4
     keys = jax.random.split(jax.random.split(jax.random.key(0), 4)[3], 4)
-    for block, single, key in zip(blocks, config.blocks, keys, strict=True):
-        for got, want in zip(
-            jax.tree.leaves(block), jax.tree.leaves(single.build(config.embed_dim, key=key)), strict=True
-        ):
+    builds = [functools.partial(single.build, config.embed_dim) for single in config.blocks]
+    singles = eqx.filter_jit(lambda keys: [build(key=key) for build, key in zip(builds, keys, strict=True)])(keys)
+    for block, single in zip(blocks, singles, strict=True):
+        for got, want in zip(jax.tree.leaves(block), jax.tree.leaves(single), strict=True):
             np.testing.assert_allclose(got, want, atol=1e-6)
     assert not np.array_equal(blocks[0].mlp.up, blocks[2].mlp.up)
+
+
+@eqx.filter_jit
+def block_by_block(model, tokens, segments, positions):
+    """What comes out of each block."""
+    ctx, outs = ed.Context(positions=positions, segment_ids=segments), []
+    x = model.embedding(tokens, ctx)
+    for block in model.unstacked():
+        x, _, _ = block(x, ctx)
+        outs.append(x)
+    return outs
 
 
 def test_unstacked_blocks_run_by_hand_equal_the_model():
     model = filled(rich_decoder(3))
     tokens, segments = packed(2)
     out = model(tokens, segment_ids=segments)
-    ctx = ed.Context(positions=positions_of(segments), segment_ids=segments)
-    x = model.embedding(tokens, ctx)
-    for block in model.unstacked():
-        x, _, _ = block(x, ctx)
+    x = block_by_block(model, tokens, segments, positions_of(segments))[-1]
     np.testing.assert_allclose(x, out.hidden, atol=1e-5)
 
 
@@ -106,17 +115,13 @@ def test_layer_stats_describe_each_layer_in_order():
     tokens, segments = packed(2)
     stats = eqx.filter_jit(model)(tokens, segment_ids=segments).stats.activations
     loop = eqx.filter_jit(model.replace(scan=False))(tokens, segment_ids=segments).stats.activations
-    ctx = ed.Context(positions=positions_of(segments), segment_ids=segments)
-    x, means, stds = model.embedding(tokens, ctx), [], []
-    for block in model.unstacked():
-        x, _, _ = block(x, ctx)
-        means.append(float(x.mean()))
-        stds.append(float(x.std()))
+    outs = [np.asarray(x) for x in block_by_block(model, tokens, segments, positions_of(segments))]
+    means, stds = [x.mean() for x in outs], [x.std() for x in outs]
     for found in (stats, loop):
         np.testing.assert_allclose(found.mean, means, atol=1e-5)
         np.testing.assert_allclose(found.std, stds, rtol=1e-4)
         np.testing.assert_allclose(found.zero_fraction, np.zeros(5), atol=1e-6)
-    assert model.replace(layer_stats=False)(tokens).stats.activations is None
+    assert eqx.filter_eval_shape(model.replace(layer_stats=False), tokens).stats.activations is None
 
 
 def test_zeros_are_counted():
@@ -147,8 +152,9 @@ def test_weights_of_a_cycle_wait_for_their_layer():
     config, mesh = dataclasses.replace(config, blocks=pair * 2), ed.Layout.create(fsdp=8)
 
     def barriers(layout, remat):
-        model = ed.init(config, key=jax.random.key(0), layout=layout, remat=remat)
-        return str(jax.make_jaxpr(lambda x: model(x).logits)(tokens)).count("optimization_barrier")
+        model = ed.abstract(config, layout=layout, remat=remat)
+        text = str(eqx.filter_make_jaxpr(lambda model, x: model(x).logits)(model, tokens)[0])
+        return text.count("optimization_barrier")
 
     others = barriers(mesh, "none")
     assert barriers(ed.Layout(), "full") == others and barriers(mesh, "full") == others + len(pair)

@@ -70,7 +70,7 @@ def check_batches():
         found[json.dumps([axes, order])] = [list(held), int(jax.jit(lambda x: x.sum())(batch.tokens))]
     (folder / f"rows{number}.json").write_text(json.dumps(found))
 
-QUIET = ("--sample-tokens", "0")  # of runs that are about how they end and go on
+QUIET = ("--sample-tokens", "0", "--eval-every", "0")  # of runs that are about how they end and go on
 
 def train(name, *more):
     return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])

@@ -43,15 +43,15 @@ def close(one, other, tolerance=2e-5):
     np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=tolerance, rtol=0)
 
 
-def test_features_of_an_image_alone_are_those_among_others(model, media):
-    together, begin = np.asarray(model.encode(media).features), 0
-    for grid, own in zip(GRIDS, bits(GRIDS), strict=True):
-        count = grid[1] * grid[2] // 4
-        tokens = np.full((1, count), IMAGE)
-        alone = ed.Media.create(model.config, tokens, pixel_values=own, image_grid_thw=np.asarray([grid]))
-        encoded = model.encode(alone)
-        close(encoded.features[:count], together[begin : begin + count])
-        begin += count
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_features_of_an_image_alone_are_those_among_others(model, media, number):
+    together, counts = np.asarray(model.encode(media).features), [rows * columns // 4 for _, rows, columns in GRIDS]
+    begin, count = sum(counts[:number]), counts[number]
+    given = dict(pixel_values=bits(GRIDS)[number], image_grid_thw=np.asarray([GRIDS[number]]))
+    encoded = model.encode(ed.Media.create(model.config, np.full((1, count), IMAGE), **given))
+    close(encoded.features[:count], together[begin : begin + count])
 
 
 def test_features_replace_placeholders_in_order(model, media, whole):
@@ -79,7 +79,15 @@ def test_merging_is_the_loop():
     np.testing.assert_array_equal(merge_features(*map(jnp.asarray, (embeds, features, index))), merged)
 
 
-@pytest.mark.parametrize("options", [dict(scan=False), dict(remat="full"), dict(attention="chunked")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(scan=False), marks=pytest.mark.slow),
+        pytest.param(dict(remat="full"), marks=pytest.mark.slow),
+        dict(attention="chunked"),
+    ],
+    ids=str,
+)
 def test_every_way_to_run_gives_the_same(model, media, whole, options):
     close(model.replace(**options)(TOKENS, media=media).logits, whole.logits)
 
@@ -178,15 +186,14 @@ def test_groups_of_rows_have_images_of_their_own(model, media, whole):
     close(model(TOKENS, media=groups).logits, whole.logits)
 
 
-def test_a_mesh_gives_the_same(media, whole):
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_mesh_gives_the_same(whole, groups):
     layout = ed.Layout.create(data=2, fsdp=2, context=2)
     model = filled(media_decoder(), 1, attention="dot").place(layout)
-    given = dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
     tokens = np.tile(TOKENS, (2, 1))
-    given = dict(pixel_values=np.tile(given["pixel_values"], (2, 1)), image_grid_thw=np.tile(np.asarray(GRIDS), (2, 1)))
-    for groups in (1, 4):
-        split = ed.Media.create(model.config, tokens, **given, groups=groups)
-        close(np.asarray(model(tokens, media=split).logits), np.tile(np.asarray(whole.logits), (2, 1, 1)))
+    given = dict(pixel_values=np.tile(patches(GRIDS), (2, 1)), image_grid_thw=np.tile(np.asarray(GRIDS), (2, 1)))
+    split = ed.Media.create(model.config, tokens, **given, groups=groups)
+    close(np.asarray(model(tokens, media=split).logits), np.tile(np.asarray(whole.logits), (2, 1, 1)))
 
 
 def test_gradients_are_finite_differences(model, media):
@@ -200,14 +207,14 @@ def test_gradients_are_finite_differences(model, media):
         lambda m: m.vision.projector.layers[1].kernel,
         lambda m: m.vision.deepstack[1].layers[0].kernel,
     )
-    gradient = eqx.filter_jit(eqx.filter_grad(loss))(model)
-    value = eqx.filter_jit(loss)
+    run = eqx.filter_jit(eqx.filter_value_and_grad(loss))  # one program for both
+    gradient = run(model)[1]
     generator = np.random.default_rng(0)
     for place in places:
         way = generator.normal(size=place(model).shape).astype(np.float32)
         way /= np.linalg.norm(way)
         sides = [eqx.tree_at(place, model, place(model) + step * way) for step in (0.01, -0.01)]
-        slope = (float(value(sides[0])) - float(value(sides[1]))) / 0.02
+        slope = (float(run(sides[0])[0]) - float(run(sides[1])[0])) / 0.02
         assert float(jnp.sum(place(gradient) * way)) == pytest.approx(slope, rel=3e-2, abs=2e-2)
 
 

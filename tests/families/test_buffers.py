@@ -51,7 +51,13 @@ def ending(path: str) -> str:
     return last if last in CLIPS else ".".join(path.split(".")[-2:])
 
 
-@pytest.mark.parametrize("name", DIRECTORIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in PUBLISHED or number % 6 == 0 else pytest.mark.slow)
+        for number, name in enumerate(DIRECTORIES)
+    ],
+)
 def test_buffers_are_not_trained_unless_they_are_named(name):
     model = abstract_hf(FIXTURES / name)
     kept = buffers(model) | frozen(model)

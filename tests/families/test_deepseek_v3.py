@@ -66,6 +66,12 @@ def test_depths_are_read_and_change_no_logit(tmp_path):
             np.testing.assert_array_equal(got, tensors[f"model.layers.{layer}.{name}"])
     logits = eqx.filter_jit(model)(jnp.asarray(expected["input_ids"], jnp.int32)).logits
     assert_close(logits, expected["logits"])
+
+
+@pytest.mark.slow
+def test_depths_that_are_read_guess_and_change_no_token(tmp_path):
+    written(tmp_path / "model")
+    model, expected = ed.load_hf(tmp_path / "model"), np.load(FIXTURE / "expected.npz")
     prompt = jnp.asarray(expected["prompt_ids"], jnp.int32)
     new = ed.generate(model, prompt, max_new_tokens=expected["generated_ids"].shape[1], num_draft_tokens=1)
     np.testing.assert_array_equal(new, expected["generated_ids"])

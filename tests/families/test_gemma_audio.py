@@ -241,12 +241,15 @@ def test_what_stands_in_padding_is_not_seen(model, media):
     jax.tree.map(np.testing.assert_array_equal, again, media)
 
 
-def test_every_way_to_run_gives_the_same(model, encode):
+@pytest.mark.parametrize(
+    "options",
+    [dict(scan=False), *(pytest.param(dict(remat=remat), marks=pytest.mark.slow) for remat in ("full", "none"))],
+    ids=str,
+)
+def test_every_way_to_run_gives_the_same(model, encode, options):
     """Layers in a scan or one by one, computed again or kept."""
-    wanted = encode([33, 5])
-    for options in (dict(scan=False), dict(remat="full"), dict(remat="none")):
-        for one, other in zip(encode([33, 5], by=model.replace(**options)), wanted, strict=True):
-            np.testing.assert_allclose(one, other, atol=2e-5)
+    for one, other in zip(encode([33, 5], by=model.replace(**options)), encode([33, 5]), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -261,7 +261,9 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 4 else ()) for number, name in enumerate(PARAMETERS)]
+)
 def test_parameters_are_the_published_ones(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
 

@@ -71,7 +71,7 @@ def opened(name):
     return model, ed.Media.create(model.config, **inputs), inputs, arrays
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.slow), *NAMES[1:]])
 def test_features_logits_and_positions_are_those_of_transformers(name):
     model, media, inputs, wanted = opened(name)
     features = model.encode(media).features[: len(wanted["features"])]

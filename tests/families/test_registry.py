@@ -280,7 +280,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(PARAMETERS)]
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 9 else ()) for number, name in enumerate(PARAMETERS)]
 )
 def test_parameters_are_the_published_ones(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
@@ -288,7 +288,7 @@ def test_parameters_are_the_published_ones(name):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(ed.list_models())],
+    [pytest.param(name, marks=pytest.mark.slow if number % 9 else ()) for number, name in enumerate(ed.list_models())],
 )
 def test_every_listed_model_is_a_value(name):
     config = ed.get_config(name)

@@ -119,10 +119,8 @@ def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.nd
     return found
 
 
-SLOW = [pytest.param(kind, marks=() if kind == "mimo" else pytest.mark.slow) for kind in KINDS]
-
-
-@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_stored_depths_are_read_written_and_run_by_the_formula(kind, tmp_path):
     tensors, (fixture, _, depths, _) = written(kind, tmp_path / "model"), KINDS[kind]
     model = ed.load_hf(tmp_path / "model")

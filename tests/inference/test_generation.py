@@ -88,7 +88,10 @@ def test_the_same_key_gives_the_same_tokens(model):
     assert not np.array_equal(*run(even, 0))
 
 
-@pytest.mark.parametrize("call", [ed.generate, lambda *args, **options: list(ed.stream(*args, **options))])
+@pytest.mark.parametrize(
+    "call",
+    [ed.generate, pytest.param(lambda *args, **options: list(ed.stream(*args, **options)), marks=pytest.mark.slow)],
+)
 def test_prompts_and_budgets_of_many_lengths_share_few_programs(model, call):
     """And so do stop ids, keys and the numbers of a sampler, as long as its filters are the same."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,9 +33,14 @@ CONFIG = ParallelMixersConfig(
 def test_it_is_the_sum():
     layer, x = drawn(lambda key: CONFIG.build(6, key=key)), jnp.asarray(normal(2, 5, 6))
     ctx = context(np.tile(np.arange(5), (2, 1)))
-    got, entries = layer(x, ctx)
-    parts = layer.mixers
-    want = 3.0 * parts["near"](x, ctx)[0] + parts["convolution"](0.5 * x, ctx)[0] + 0.25 * parts["far"](2.0 * x, ctx)[0]
+
+    @eqx.filter_jit
+    def both(layer):
+        near, convolution, far = (layer.mixers[name] for name in ("near", "convolution", "far"))
+        want = 3.0 * near(x, ctx)[0] + convolution(0.5 * x, ctx)[0] + 0.25 * far(2.0 * x, ctx)[0]
+        return *layer(x, ctx), want
+
+    got, entries, want = both(layer)
     assert_close(got, np.asarray(want), units=32)
     assert entries.keys() == CONFIG.cache_shape(8).keys() == {"near", "convolution", "far"}
     assert CONFIG.token_products(9) == sum(each.mixer.token_products(9) for each in CONFIG.mixers)

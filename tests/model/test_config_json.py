@@ -17,15 +17,16 @@ from tests.models import rich_decoder
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if number % 6 else ()) for number, name in enumerate(ed.list_models())],
+    [pytest.param(name, marks=pytest.mark.slow if number % 24 else ()) for number, name in enumerate(ed.list_models())],
 )
 def test_every_model_comes_back(name):
     config = ed.get_config(name)
     assert ed.DecoderConfig.from_json(config.to_json()) == config
 
 
-def test_drawn_configurations_come_back():
-    for case in covering_array():
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
+def test_drawn_configurations_come_back(part):
+    for case in covering_array()[part::6]:
         config = decoder_config(case)
         assert ed.DecoderConfig.from_json(config.to_json()) == config
 

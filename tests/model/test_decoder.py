@@ -142,7 +142,7 @@ def test_tied_head_equals_an_untied_one_with_the_transposed_table():
     assert counts[0] - counts[1] == VOCAB * EMBED
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bias_of_the_head_comes_after_the_divisor_and_before_the_cap(tied):
     """`cap(x / divisor)` of the products with the bias, in every product of the head."""
     biased = filled(rich_decoder(2, tied=tied, head_bias=True, logit_divisor=2.0, logit_soft_cap=1.5))

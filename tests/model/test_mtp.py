@@ -96,7 +96,11 @@ def formula(model, tokens, count):
 NORMED: Any = dict(normed_stream=True, normed_depths=True)
 
 
-@pytest.mark.parametrize("changes", [{}, NORMED, dict(block=STREAMS)], ids=["as they are", "normed", "all streams"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), NORMED, dict(block=STREAMS)],
+    ids=["as they are", "normed", "all streams"],
+)
 def test_depths_are_the_formula_and_know_their_own_document_only(changes):
     """In a packed row as in the document alone: norms, projection and block of h_{k-1}[t] and token t + k."""
     model, batch = filled(small(2, positions=PLACES, **changes)), batch_of()
@@ -289,7 +293,7 @@ SPECULATIVE = {
     "learned positions": (small(2, vocab_size=3, positions=LearnedPositions(max_positions=64)), 2),
     "no mixer": (small(2, vocab_size=4, block=dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None)), 3),
 }  # fmt: skip
-RARE = [pytest.param(name, marks=pytest.mark.slow) for name in ("window", "all streams")]
+RARE = [pytest.param(name, marks=pytest.mark.slow) for name in ("three depths, normed", "all streams")]
 NEW, LENGTHS = 14, [6, 1, 2, 4, 3]
 
 
@@ -324,7 +328,7 @@ def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
     assert 0 < np.sum(steps) < needed.sum()
 
 
-@pytest.mark.parametrize("name", ["three depths, normed", *RARE])
+@pytest.mark.parametrize("name", ["window", *RARE])
 def test_guesses_with_caches_are_those_of_the_whole_text(name):
     """Steps are counted as by a loop without any cache, which reads everything anew."""
     config, seed = SPECULATIVE[name]

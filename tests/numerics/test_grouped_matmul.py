@@ -118,7 +118,9 @@ def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(form):
     assert_close(gradient[0], rows[:19].T.astype(np.float64) @ want[:19], units=2, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    "form", [*FORMS[:2], *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[2:])], ids=str
+)
 def test_a_weight_in_parts_is_that_of_its_merged_one(form):
     counts, x = jnp.asarray((3, 1, 2, 2)), jnp.asarray(draws(8 + form.block, INNER))
     pair = LowRank(

@@ -211,7 +211,7 @@ def test_a_long_product_is_added_up_group_by_group(mode, monkeypatch):
     assert_close(got, x @ node.dequantized(), units=8)
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["int4", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("int8", "fp8"))])
 def test_grouped_products_are_those_of_the_arrays(mode):
     """Of sorted rows with experts, in all forms, with gradients of the rows; also below a low-rank pair."""
     counts, rows = jnp.asarray((9, 0, 4, 3)), 24

@@ -68,7 +68,7 @@ def test_what_is_read_is_what_is_stored():
 
 @pytest.mark.parametrize(
     ("kind", "bound"),
-    [("keys", 0.2), ("indexed", 0.3), *(pytest.param(k, 0.3, marks=SLOW) for k in ("latents", "chunks", "blocks"))],
+    [("keys", 0.2), *(pytest.param(k, 0.3, marks=SLOW) for k in ("indexed", "latents", "chunks", "blocks"))],
 )
 def test_pieces_are_one_call(kind, bound):
     model = filled(decoder(kind))
@@ -112,9 +112,8 @@ def test_many_devices_read_and_write_what_one_does(kind, block, sizes):
     assert max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in pairs) < 0.02
 
 
-@pytest.mark.parametrize(
-    "pages", [pytest.param(None, id="slots", marks=SLOW), pytest.param(PageConfig(page_size=8), id="pages")]
-)
+@SLOW
+@pytest.mark.parametrize("pages", [pytest.param(None, id="slots"), pytest.param(PageConfig(page_size=8), id="pages")])
 def test_engines_write_what_generate_writes(pages):
     engine = engine_for("llama_rope", cache_dtype=BLOCKS, pages=pages)
     prompt = tuple(range(5, 5 + SMALL["prefill_chunk"]))

@@ -293,7 +293,8 @@ def test_rows_travel_as_they_are_on_tpu(monkeypatch):
     assert exchange.called
 
 
-@pytest.mark.parametrize("name", ["pieces", pytest.param("travel", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pieces", "travel"])
 def test_rows_are_multiplied_by_kernels_on_gpus(name, monkeypatch):
     """Interpreted on CPU, on a mesh: rows without an expert stay out of results, gradients and biases."""
     chosen = Mock(return_value=TRITON)

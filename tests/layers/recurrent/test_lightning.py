@@ -1,5 +1,6 @@
 """Lightning attention, against loops."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +45,7 @@ def test_it_is_the_loop():
     layer, x = drawn(lambda key: CONFIG.build(5, key=key)), normal(2, 9, 5)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0]])
     positions = np.array([[0, 1, -1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 0, 1, -1]])
-    got, _ = layer(jnp.asarray(x), context(positions, segments))
+    got, _ = eqx.filter_jit(layer)(jnp.asarray(x), context(positions, segments))
     real = positions >= 0
     assert_close(np.asarray(got)[real], by_hand(layer, wide(x), positions, segments)[real], units=64)
 

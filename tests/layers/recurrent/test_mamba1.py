@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +65,7 @@ def test_it_is_the_loop(options):
     layer, x = drawn(lambda key: config.build(5, key=key)), normal(2, 9, 5)
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 3, 3, 0]])
     positions = np.array([[0, 1, -1, 2, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 0, 1, -1]])
-    got, entries = layer(jnp.asarray(x), context(positions, segments))
+    got, entries = eqx.filter_jit(layer)(jnp.asarray(x), context(positions, segments))
     real = positions >= 0
     assert_close(np.asarray(got)[real], by_hand(layer, wide(x), positions, segments)[real], units=64)
     assert entries["state"].steps.shape == (2, 9, 6) and config.token_products(100) == 36
@@ -105,8 +106,12 @@ def test_chunks_are_single_tokens(chunk):
     same(results(args, starts, functools.partial(selective_scan, chunk=chunk)), want)
 
 
-@pytest.mark.parametrize("sizes", [dict(context=2, tensor=2, data=2), dict(context=4, tensor=2)], ids=str)
-@pytest.mark.parametrize("stateless", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(context=2, tensor=2, data=2), pytest.param(dict(context=4, tensor=2), marks=pytest.mark.slow)],
+    ids=str,
+)
+@pytest.mark.parametrize("stateless", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_pieces_of_a_row(sizes, stateless):
     *args, state, starts = inputs(80)
     args = [*args, None if stateless else state]

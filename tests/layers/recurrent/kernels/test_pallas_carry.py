@@ -33,8 +33,8 @@ def carried(*args, chunk=16):
     ("length", "kind", "options"),
     [
         (67, "head", dict(value_dim=48)),
-        (67, "channel", {}),
-        (67, "linear", dict(key_heads=1, value_dim=32)),
+        pytest.param(67, "channel", {}, marks=slow),
+        pytest.param(67, "linear", dict(key_heads=1, value_dim=32), marks=slow),
         pytest.param(16, "head", dict(key_heads=4), marks=slow),
         pytest.param(70, "channel", dict(key_heads=4), marks=slow),
         pytest.param(33, "linear channel", {}, marks=slow),

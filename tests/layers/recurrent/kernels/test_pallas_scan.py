@@ -33,8 +33,8 @@ def inputs(length, kind, **options):
 @pytest.mark.parametrize(
     ("length", "kind", "options"),
     [
-        (33, "head", {}),
-        (33, "linear", dict(key_heads=1)),
+        pytest.param(33, "head", {}, marks=slow),
+        pytest.param(33, "linear", dict(key_heads=1), marks=slow),
         (33, "channel", {}),
         pytest.param(97, "channel", dict(key_heads=4), marks=slow),
         pytest.param(33, "linear channel", {}, marks=slow),

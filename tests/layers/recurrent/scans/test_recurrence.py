@@ -13,6 +13,8 @@ from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule, linear_re
 
 
 KINDS = ["head", "channel", "linear"]  # decay by head or by channel, and no delta rule
+# where the path through chunks says it already for all of them
+MOST_GENERAL = [pytest.param(kind, marks=() if kind == "channel" else pytest.mark.slow) for kind in KINDS]
 
 
 def make(length, kind="head", *, batch=2, key_heads=2, heads=4, key_dim=8, value_dim=6, seed=0):
@@ -70,7 +72,7 @@ def documents(length, batch=2):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [13, 97])
+@pytest.mark.parametrize("length", [pytest.param(13, marks=pytest.mark.slow), 97])
 def test_chunks_are_tokens(kind, length):
     args, resets = make(length, kind), documents(length)
     same(all_of(args, resets, kind, 64), all_of(args, resets, kind, None))
@@ -117,7 +119,7 @@ def test_definition():
     np.testing.assert_allclose(again, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST_GENERAL)
 def test_strong_decays(kind):
     """Neither overflow nor digits lost where some tokens or channels forget all and others nothing."""
     args = list(make(130, kind))
@@ -128,7 +130,7 @@ def test_strong_decays(kind):
     same(all_of(tuple(args), None, kind, 64), all_of(tuple(args), None, kind, None))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST_GENERAL)
 def test_documents_do_not_touch(kind):
     """Not a bit of what a document gives depends on those beside it; nor do its gradients."""
     args, length = make(90, kind), 90
@@ -147,7 +149,7 @@ def test_documents_do_not_touch(kind):
     same(out[:, 21:70], all_of(alone, None, kind, 64)[0][0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST_GENERAL)
 def test_padding_is_the_identity(kind):
     """Anywhere in a row, and exactly where a state has nothing but padding."""
     args, length = make(60, kind), 97
@@ -159,7 +161,7 @@ def test_padding_is_the_identity(kind):
     np.testing.assert_array_equal(results_of((*nothing, args[-1]), kind, 64)[-1], args[-1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST_GENERAL)
 def test_states_are_handed_on(kind):
     args, outs = make(97, kind), []
     state = args[-1]

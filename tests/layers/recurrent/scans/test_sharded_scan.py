@@ -41,7 +41,7 @@ def results(function, args, rest, options=()):
     ("sizes", "kind", "options"),
     [
         (TWO, "head", {}),
-        (FOUR, "linear", dict(stateless=True)),
+        pytest.param(FOUR, "linear", dict(stateless=True), marks=slow),
         pytest.param(FOUR, "channel", {}, marks=slow),
         pytest.param(EIGHT, "head", {}, marks=slow),
         pytest.param(EIGHT, "channel", dict(key_heads=4), marks=slow),
