@@ -16,6 +16,7 @@ from eqx_decoders.families.weight_rows import Section, Weight, sharing
 from eqx_decoders.io.huggingface import load, peft
 from eqx_decoders.io.huggingface.directory import StoredTensor
 from eqx_decoders.sharding.axes import named_leaves
+from tests.models import filled
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -54,9 +55,7 @@ def saved(request, monkeypatch, tmp_path):
     family = dataclasses.replace(llama.FAMILY, weights=(*own, *TABLES[request.param], *biases))
     for table in (families.FAMILIES, families._NAMES):
         monkeypatch.setitem(table, "llama", family)
-    model = ed.init(llama.llama(SHAPE), key=jax.random.key(0))
-    # biases begin as zeros, which all places of a tensor would fit
-    model = jax.tree.map(lambda x: x + np.random.default_rng(x.size).normal(size=x.shape).astype(np.float32), model)
+    model = filled(llama.llama(SHAPE))  # biases of a new one are zeros, which all places of a tensor would fit
     ed.save_hf(model, tmp_path / "saved", family="llama")
     return request.param, model, tmp_path / "saved"
 

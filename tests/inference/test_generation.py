@@ -61,12 +61,12 @@ def test_stream_gives_the_tokens_of_generate(model, sampler):
 
 def test_stop_ids_end_a_row_and_padding_follows(model):
     prompt = some_tokens(3, 5)
-    free = np.asarray(ed.generate(model, prompt, max_new_tokens=8))
+    free = np.asarray(ed.generate(model, prompt, max_new_tokens=9))  # by a program of the test above
     stop = int(free[0, 2])
-    got = np.asarray(ed.generate(model, prompt, max_new_tokens=8, stop_ids=(stop,), pad_id=31))
+    got = np.asarray(ed.generate(model, prompt, max_new_tokens=9, stop_ids=(stop,), pad_id=31))
     for row in range(3):
         hits = np.flatnonzero(free[row] == stop)
-        end = hits[0] + 1 if len(hits) else 8
+        end = hits[0] + 1 if len(hits) else 9
         np.testing.assert_array_equal(got[row, :end], free[row, :end])
         assert (got[row, end:] == 31).all()
 

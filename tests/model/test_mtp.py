@@ -243,12 +243,13 @@ def test_microbatches_add_up_with_depths_and_experts(expert_states):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow  # a quick case of tests/test_laws.py has a depth on a mesh
 @pytest.mark.parametrize(
     "mesh, block",
     [
         (dict(fsdp=2, tensor=2, data=2), BLOCK),
-        pytest.param(dict(fsdp=4, context=2), BLOCK, marks=pytest.mark.slow),
-        pytest.param(dict(fsdp=2, tensor=2, context=2), STREAMS, marks=pytest.mark.slow),
+        (dict(fsdp=4, context=2), BLOCK),
+        (dict(fsdp=2, tensor=2, context=2), STREAMS),
     ],
     ids=["fsdp and tensor", "context", "all streams"],
 )

@@ -123,6 +123,7 @@ def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     assert_close(pair, added, units=64)
 
 
+@pytest.mark.slow
 def test_a_model_is_that_of_its_arrays(model):
     plain, ids = ed.dequantize(model), some_tokens(2, 9)
     assert all(isinstance(node, NF4Weight) for node in quantized_weights(model).values())
