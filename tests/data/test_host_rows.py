@@ -70,7 +70,8 @@ def check_batches():
         found[json.dumps([axes, order])] = [list(held), int(jax.jit(lambda x: x.sum())(batch.tokens))]
     (folder / f"rows{number}.json").write_text(json.dumps(found))
 
-QUIET = ("--sample-tokens", "0", "--eval-every", "0")  # of runs that are about how they end and go on
+QUIET = ("--sample-tokens", "0")  # of runs that are about how they end and go on
+RESUMED = (*QUIET, "--eval-every", "0")
 
 def train(name, *more):
     return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
@@ -114,12 +115,12 @@ with connected(60):
         again = mock.patch.object(reading, "_load", flipped)
         read = mock.patch.object(reading, "read_manifest", flaky)
         with again, read, mock.patch.object(reading, "PAUSES", (0.1,)):
-            assert train("stopped", *QUIET) == 0  # the step that could not be read at once is not set aside
+            assert train("stopped", *RESUMED) == 0  # the step that could not be read at once is not set aside
         with mock.patch.object(reading, "read_manifest", torn):
-            assert train("stopped", *QUIET, "--steps", "4") == 0
+            assert train("stopped", *RESUMED, "--steps", "4") == 0
     print("done", number, flush=True)
     with mock.patch.object(Batches, "__next__", broken):
-        train("steps", *QUIET, "--steps", "6")
+        train("steps", *RESUMED, "--steps", "6")
 """
 
 
