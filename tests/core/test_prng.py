@@ -27,7 +27,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("seed", [0, 2**63 + 12345])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 2**63 + 12345])
 def test_draws_are_those_of_jax(name, seed):
     key = jax.random.key(np.uint32(seed % 2**32))
     np.testing.assert_array_equal(DRAWS[name](fast_key(key)), DRAWS[name](key))

@@ -54,7 +54,7 @@ def test_json_gives_the_same_configuration():
 
 
 def test_dropout_of_streams():
-    config = dataclasses.replace(SMALL, blocks=tuple(dataclasses.replace(block, dropout=0.5) for block in SMALL.blocks))
-    model = filled(config)
+    blocks = tuple(dataclasses.replace(block, dropout=0.5) for block in SMALL.blocks[:2])
+    model = filled(dataclasses.replace(SMALL, blocks=blocks))
     one, two = (model(some_tokens(2, 5), key=jax.random.key(seed)).hidden for seed in (0, 1))
     assert not (one == two).all()

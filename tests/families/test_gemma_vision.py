@@ -112,7 +112,7 @@ def with_bounds_drawn(model):
     return jax.tree_util.tree_map_with_path(changed, model)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("whole", marks=pytest.mark.slow), "clipped"])
 def model(request):
     return with_bounds_drawn(filled(MODELS[request.param], attention="dot"))
 

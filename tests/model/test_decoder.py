@@ -43,7 +43,7 @@ def packed_arguments():
 # --- what comes back ---
 
 
-@pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("compute", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize("scan", [True, False])
 def test_shapes_and_dtypes(compute, scan):
     model = ed.abstract(rich_decoder(), precision=ed.Precision(compute=compute), scan=scan, layer_stats=True)
@@ -76,6 +76,7 @@ def test_soft_cap_bounds_the_logits(model, out):
     assert np.abs(capped).max() <= 1.5 < np.abs(out.logits).max()
 
 
+@pytest.mark.slow  # a quick test of tests/blocks/test_stack.py says it, too
 def test_stats_describe_each_layer_in_order():
     model, tokens = filled(rich_decoder(2), layer_stats=True), some_tokens(2, 5)
 

@@ -102,7 +102,7 @@ BLOCKS = {"int8": (99, 1), "int4": (4, 1), "fp8": (12, 1), "fp8_block": (5, 4)}
 ERRORS = {"int8": 0.5 / 127, "int4": 0.5 / 7, "fp8": 2**-4, "fp8_block": 2**-4}
 
 
-@pytest.mark.parametrize("mode", BLOCKS)
+@pytest.mark.parametrize("mode", ["int8", "int4", pytest.param("fp8", marks=pytest.mark.slow), "fp8_block"])
 def test_numbers_are_the_nearest_ones(mode):
     """Values times scales are within half a step of the weight, in every block; and rounded again they don't change."""
 
@@ -165,7 +165,10 @@ PRODUCTS = {  # pattern, shapes of both, and dimensions that the weight contract
 }
 
 
-@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind in ("query", "fewer") else ()) for kind in PRODUCTS],
+)
 def test_products_are_those_of_the_array(kind):
     """And their gradients, plain and flattened, in f32 and bf16, for every kind of scales."""
     pattern, left, right, inner, outer = PRODUCTS[kind]

@@ -65,6 +65,9 @@ CASES = {
 }
 
 
+COMPILED = [pytest.param(name, marks=pytest.mark.slow if name == "fsdp" else ()) for name in CASES]  # and looked at
+
+
 @functools.cache
 def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
     """Every weight drawn by NumPy; with pairs, low-rank ones with magnitudes for two of the projections."""
@@ -366,13 +369,13 @@ def test_rows_travel_and_weights_stay():
     assert not any(shape[-1:] == (EMBED,) and len(shape) == 2 for shape in shapes("travel", "all-gather"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_no_device_chooses_for_all_tokens(name):
     """XLA gathers what a partitioned `lax.top_k` reads: logits of all tokens and experts, here 8 x 6 x 8."""
     assert (8, 6, 8) not in shapes(name, "all-gather")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_every_device_sorts_its_own_tokens(name):
     """No token of a device that does not share experts with it."""
     most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, pieces=48 * 3)[name]

@@ -181,7 +181,7 @@ def test_gradients_are_finite_differences_in_double_precision():
         check_grads(jax.jit(call), (free, jnp.asarray(x, jnp.float64)), order=1, modes=["rev"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["dropless", "capacity"])
+@pytest.mark.parametrize("form", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])
 def test_half_precision_stays_near_single(form):
     layer, (x, positions) = drawn(CASES["gpt_oss"][0]), tokens((3, 5))
     x = jnp.asarray(x, jnp.bfloat16)
