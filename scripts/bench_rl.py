@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from bench_grpo import show_grpo
 from bench_inference import SIZES, Work, our_model
 
 from eqx_decoders.serving import Engine, EngineConfig, Request, SamplingParams, rollout
@@ -79,3 +80,4 @@ def show_rl(options: argparse.Namespace) -> None:
     print(f"{SAMPLES} answers of {NEW} tokens to each: {max(rates['drawn']):.0f} tokens/s drawn with log-probs")
     print(f"{max(rates['served']):.0f} tokens/s of the same requests served without; median ratio {ratio:.2f}")
     print(f"new weights: {1000 * statistics.median(rates['load']):.1f} ms, {max(rates['copied']):.0f} bytes copied")
+    show_grpo(options)
