@@ -1,6 +1,6 @@
 """Take steps of GRPO here and with TRL, in turns: the same model, prompts, reward and numbers of answers.
 
-    python scripts/bench.py --only rl --peer PYTHON      # an interpreter that has torch and trl
+python scripts/bench.py --only rl --peer PYTHON      # an interpreter that has torch and trl
 """
 
 import argparse
@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 ROOT = Path(__file__).parents[1]
 LEARNER = dict(num_layers=6, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768)  # 5 M weights
 PROMPTS, ANSWERS, NEW = 8, 8, 64  # prompts, answers to each, and most tokens of an answer
-STEPS, SKIPPED = 10, 3  # steps, of which the first ones are not counted: they compile
+STEPS, SKIPPED = 9, 3  # steps, of which the first ones are not counted: they compile
 
 
 def letters(answer: str) -> float:
@@ -45,20 +46,19 @@ def save_learner(folder: Path) -> None:
     ed.save_hf(model, folder / "model")
     for file in tokenizer.glob("*token*"):
         shutil.copy(file, folder / "model")
-    draw = random.Random(0)
-    words = [["the", "a", "old", "tree", "sees", "red", "here", "and", "we", "go"][draw.randrange(10)] for _ in range(999)]
-    rows = [{"prompt": " ".join(draw.sample(words, 12))} for _ in range(PROMPTS * STEPS)]
+    words = ["the", "a", "old", "tree", "sees", "red", "here", "and", "we", "go"] * 2
+    rows = [{"prompt": " ".join(random.Random(number).sample(words, 12))} for number in range(PROMPTS * STEPS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def our_steps(folder: Path) -> list[float]:
     """Run GRPO by `scripts/train.py`; return the seconds of each step."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    sizes = ["--rl.prompts", PROMPTS, "--rl.samples", ANSWERS, "--rl.max-new-tokens", NEW, "--rl.slots", PROMPTS * ANSWERS]
-    sizes += ["--seq-len", 512, "--batch-size", 16, "--steps", STEPS, "--rl.answers-per-row", 8]
-    quiet = ["--sample-tokens", 0, "--eval-every", 0, "--checkpoint-every", 1000]
+    sizes = f"--rl.prompts {PROMPTS} --rl.samples {ANSWERS} --rl.max-new-tokens {NEW} --rl.slots {PROMPTS * ANSWERS}"
+    sizes += f" --seq-len 512 --batch-size 16 --steps {STEPS} --rl.answers-per-row 8"
+    quiet = "--sample-tokens 0 --eval-every 0 --checkpoint-every 1000"
     words = ["--method", "rl", "--rl.preset", "grpo", "--rl.reward", f"{__file__}:reward", "--run-dir", folder / "run"]
-    words += ["--init-from", folder / "model", "--data", folder / "prompts.jsonl", *sizes, *quiet]
+    words += ["--init-from", folder / "model", "--data", folder / "prompts.jsonl", *sizes.split(), *quiet.split()]
     subprocess.run([sys.executable, ROOT / "scripts" / "train.py", *map(str, words)], check=True, capture_output=True)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row["step_seconds"] for row in rows if "step_seconds" in row]
@@ -71,12 +71,11 @@ def their_steps(folder: Path) -> None:
     import trl
 
     torch.set_num_threads(os.cpu_count() or 1)
-    sizes = dict(num_generations=ANSWERS, max_completion_length=NEW, per_device_train_batch_size=PROMPTS * ANSWERS)
-    quiet = dict(report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1, use_cpu=True, bf16=False)
-    config = trl.GRPOConfig(
-        output_dir=str(folder / "trl"), max_steps=STEPS, beta=0.0, loss_type="grpo", gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"}, **sizes, **quiet,
-    )  # fmt: skip
+    options: dict[str, Any] = dict(num_generations=ANSWERS, per_device_train_batch_size=PROMPTS * ANSWERS)
+    options |= dict(max_completion_length=NEW, max_steps=STEPS, beta=0.0, loss_type="grpo", logging_steps=1)
+    options |= dict(model_init_kwargs={"dtype": "float32"}, use_cpu=True, bf16=False, gradient_checkpointing=False)
+    options |= dict(report_to="none", save_strategy="no", disable_tqdm=True)
+    config = trl.GRPOConfig(output_dir=str(folder / "trl"), **options)
     rows = datasets.load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train")
     trainer = trl.GRPOTrainer(
         model=str(folder / "model"),
@@ -107,7 +106,7 @@ def show_grpo(options: argparse.Namespace) -> None:
     if options.peer is None:
         print("steps of GRPO beside TRL: --peer PYTHON names an interpreter that has it")
         return
-    print(f"\na step of GRPO, Llama of 5 M weights, {PROMPTS} prompts x {ANSWERS} answers of {NEW} tokens, seconds in turns:")
+    print(f"\na step of GRPO, Llama of 5 M weights, {PROMPTS} prompts x {ANSWERS} answers of {NEW} tokens, seconds:")
     for side, seconds in beside_trl(options.peer, min(options.repeats, 3)).items():
         print(f"{side:5} " + " ".join(f"{each:6.2f}" for each in seconds))
 
