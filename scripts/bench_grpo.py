@@ -17,7 +17,9 @@ from typing import Any
 
 
 ROOT = Path(__file__).parents[1]
-LEARNER = dict(num_layers=6, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768)  # 5 M weights
+LEARNER: dict[str, Any] = dict(
+    num_layers=6, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768
+)  # 5 M weights
 PROMPTS, ANSWERS, NEW = 8, 8, 64  # prompts, answers to each, and most tokens of an answer
 STEPS, SKIPPED = 9, 3  # steps, of which the first ones are not counted: they compile
 
