@@ -19,12 +19,13 @@ from allpairspy import AllPairs
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.altup import AltUp
+from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import PostNorm, Sequential, Weighted
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
-from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
@@ -102,6 +103,7 @@ MIXERS = {
     "clipped": dict(qkv_clip=0.5, inner_norm=RMSNormConfig()),
     "selecting": dict(selection=BlockSelection(size=3, top_k=2)),
     "block indexer": dict(selection=BlockIndexerConfig(size=3, top_k=3, local_blocks=2, num_heads=2, head_dim=16)),
+    "means of blocks": dict(selection=PooledIndexerConfig(size=2, top_k=2, num_heads=6, head_dim=16)),
 }
 NORMS = {  # before and after a layer
     "RMSNorm": (RMSNormConfig(), None),
@@ -160,6 +162,7 @@ RESIDUALS = {
     "weighted": Weighted(keeps_normed=True, gains=True),
     "post-norm": PostNorm(),
     "hyper-connections": HyperConnections(streams=3, iterations=3),
+    "gated streams": GatedStreams(streams=2, rank=4),
     "alternating updates": AltUp(streams=3, inner=Laurel(rank=4)),
 }
 MESHES = {
@@ -227,7 +230,7 @@ RECURRENT = {
     ),
 }
 WRAPPED = ("head mixture", "differential", "dynamic mask")  # attention within a layer of its own
-SELECTING = ("selecting", "block indexer", "indexed", "dynamic mask")
+SELECTING = ("selecting", "block indexer", "means of blocks", "indexed", "dynamic mask")
 SPLITS_HEADS = (
     *("fsdp x tensor", "transpose", "sequence", "context", "expert"),
     *(name for name, (sizes, _) in FORMS.items() if "tensor" in sizes),
@@ -290,7 +293,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
         "kv_shared_from",
         (True,),
         "mixer",
-        ("latent", "learned", *WRAPPED, "block indexer", *RECURRENT),
+        ("latent", "learned", *WRAPPED, "block indexer", "means of blocks", *RECURRENT),
     ),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
@@ -407,7 +410,7 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
 
 def _ahead(depths: int, block: ed.BlockConfig) -> MTPConfig:
     """Two depths read all residual streams, or the only one normalized."""
-    streams = depths > 1 and isinstance(block.residual, HyperConnections)
+    streams = block.residual.weighted_sum or (depths > 1 and isinstance(block.residual, HyperConnections))
     return MTPConfig(
         num_depths=depths,
         block=block,

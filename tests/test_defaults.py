@@ -34,7 +34,8 @@ DEFAULTS = {
     "ExternalCall": dict(writes=True),
     "SinusoidalPositions": dict(max_timescale=10_000.0),
     "EngramConfig": dict(
-        streams=1, num_heads=8, head_dim=1280, vocab_bases=(226_240, 226_240), taps=4, eps=1e-6
+        streams=1, num_heads=8, head_dim=1280, vocab_bases=(226_240, 226_240), taps=4, eps=1e-6, hash_bits=31,
+        bias=True, row_multiple=1,
     ),
     "PerLayerEmbeddingConfig": dict(norm=RMSNormConfig(), init_std=0.02),
     "PerLayerInputConfig": dict(activation="gelu_tanh"),
@@ -49,7 +50,7 @@ DEFAULTS = {
     ),
     "AttentionCall": dict(platform="cpu", needs_lse=True),
     "AttentionOptions": dict(platform="cpu", needs_lse=True),
-    "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
+    "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig(), gate_activation="silu"),
     "Mamba1Config": dict(taps=4, taps_bias=True),
     "DifferentialAttentionConfig": dict(norm=RMSNormConfig(scale=False)),
     "DynamicMaskConfig": dict(top_k=2048),
@@ -67,6 +68,9 @@ DEFAULTS = {
     "LightConvolutionConfig": dict(taps=5, activation="silu", norm=RMSNormConfig()),
     "BlockSelection": dict(size=1024, top_k=8, local_blocks=1),
     "BlockIndexerConfig": dict(
+        size=1024, top_k=8, local_blocks=1, num_heads=4, head_dim=128, norm=RMSNormConfig(),
+    ),
+    "PooledIndexerConfig": dict(
         size=1024, top_k=8, local_blocks=1, num_heads=4, head_dim=128, norm=RMSNormConfig(),
     ),
     "IndexerConfig": dict(num_heads=64, head_dim=128, top_k=2048, norm=LayerNormConfig(eps=1e-6), pairing="half"),

@@ -20,6 +20,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.altup import AltUp
+from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
@@ -27,7 +28,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import CheckedFields, _declared
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
-from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig, CompressedIndexerConfig
 from eqx_decoders.layers.attention.compression import CompressionConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
@@ -230,6 +231,11 @@ OPTIONS: dict[type, tuple] = {
         lambda c: mixer(selection=c),
         dict(size=2, top_k=3, local_blocks=2, num_heads=4, head_dim=10, norm=RMSNormConfig(scale=False)),
     ),
+    PooledIndexerConfig: (
+        PooledIndexerConfig(size=2, top_k=1, num_heads=3, head_dim=8),
+        lambda c: mixer(selection=c),
+        dict(size=1, top_k=2, num_heads=5, head_dim=16, norm=RMSNormConfig(scale=False)),
+    ),
     HeadMixtureConfig: (
         HeadMixtureConfig(attention=MIXER, num_experts=4),
         lambda c: block(mixer=c),
@@ -289,7 +295,7 @@ OPTIONS: dict[type, tuple] = {
         GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=4, value_dim=3),
         lambda c: block(mixer=c),
         dict(num_key_heads=1, num_heads=8, key_dim=6, value_dim=5, taps=2, norm=RMSNormConfig(eps=0.5))
-        | dict(negative_eigenvalues=True),
+        | dict(negative_eigenvalues=True, gate_activation="sigmoid"),
     ),
     Mamba1Config: (
         Mamba1Config(channels=6, key_dim=4, step_rank=2),
@@ -386,7 +392,8 @@ OPTIONS: dict[type, tuple] = {
         ENGRAM,
         engram,
         dict(embed_dim=6, vocab_size=15, layers=(0, 2), layer=2, streams=2, num_heads=1, head_dim=2, vocab_bases=(5,))
-        | dict(taps=2, seed=1, pad_token=1, token_classes=CLASSES, eps=0.5),
+        | dict(taps=2, seed=1, pad_token=1, token_classes=CLASSES, eps=0.5, hash_bits=63, end_token=3, bias=False)
+        | dict(row_multiple=8, table_parts=2, norm_offset=1.0),
     ),
     TokenClasses: (
         CLASSES,
@@ -397,6 +404,11 @@ OPTIONS: dict[type, tuple] = {
         HyperConnections(streams=2),
         lambda c: block(residual=c),
         dict(streams=3, mixing="permutations", iterations=1, norm=RMSNormConfig(eps=0.5), eps=0.5, weighted_sum=True),
+    ),
+    GatedStreams: (
+        GatedStreams(streams=2, rank=3),
+        lambda c: block(residual=c),
+        dict(streams=3, rank=2, norm=RMSNormConfig(eps=0.5)),
     ),
     Laurel: (Laurel(rank=3), lambda c: block(residual=c), dict(rank=2, norm=RMSNormConfig(eps=0.5))),
     AltUp: (
@@ -487,6 +499,7 @@ NEEDS: dict[tuple[type, str], dict] = {
     (ExpertsConfig, "shortcut"): dict(shared=MLP),
     (PerLayerEmbeddingConfig, "unknown_token"): dict(vocab_size=2),
     (ed.DecoderConfig, "per_layer_embedding"): dict(per_layer_embedding=PER_LAYER, blocks=per_layer(PER_LAYER).blocks),
+    (EngramConfig, "table_parts"): dict(row_multiple=2),
     (MTPConfig, "normed_depths"): dict(num_depths=2),
     (MTPConfig, "all_streams"): dict(block=dataclasses.replace(BLOCK, residual=HyperConnections()), loss_weight=20.0),
     (RouterConfig, "renormalize"): dict(order="score_first"),
@@ -609,7 +622,12 @@ def test_every_option_is_read(kind, field):
     if field in ("dropout", "random"):
         np.testing.assert_array_equal(plain, other)  # without a key it is not read
         assert differ(plain, logits(after, keyed=True))
-    elif field in ("shares_kv_as", "shares_as"):  # a name, of use to layers that borrow
+    elif field in (
+        "shares_kv_as",
+        "shares_as",
+        "row_multiple",
+        "table_parts",
+    ):  # of use to layers that borrow, to files
         np.testing.assert_array_equal(plain, other)
     elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig or (kind, field) == LEARNS:
         np.testing.assert_array_equal(plain, other)

@@ -91,15 +91,22 @@ _DELTA = (
     Integer("linear_value_head_dim", "delta.value_dim", 128),
     Integer("linear_conv_kernel_dim", "delta.taps", 4),
 )
+
+
 # of Qwen3-Next and Qwen3.5: the gated delta net, and the layers that have attention in its place
-HYBRID_SETTINGS = (
-    Only("attention_bias", False, written=True),
-    Only("hidden_act", "silu"),
-    Group("delta", delta_net, _DELTA, uses=("shape",)),
-    Integer("full_attention_interval", None, 4, name="_interval"),
-    hybrid_layers(AttentionConfig),
-    Check(lambda values: not all(values["full"]), "all layers have attention: check layer_types."),
-)
+def hybrid_settings(*delta: Setting, **words: str) -> tuple[Setting, ...]:
+    """Return the rows with these ones more of the delta net; `words` are types of layers, as in `hybrid_layers`."""
+    return (
+        Only("attention_bias", False, written=True),
+        Only("hidden_act", "silu"),
+        Group("delta", delta_net, (*_DELTA, *delta), uses=("shape",)),
+        Integer("full_attention_interval", None, 4, name="_interval"),
+        hybrid_layers(AttentionConfig, **words),
+        Check(lambda values: not all(values["full"]), "all layers have attention: check layer_types."),
+    )
+
+
+HYBRID_SETTINGS = hybrid_settings()
 
 
 def expert_settings(*, num: int, chosen: int, expert_dim: int = 512, shared_dim: int = 512) -> tuple[Setting, ...]:

@@ -256,20 +256,20 @@ def write_masks(
 HYBRID_TYPES = ("linear_attention", "full_attention")
 
 
-def hybrid_layers(*attention: type, other: str = HYBRID_TYPES[0]) -> Rule:
-    """Return the row of flags for layers with attention, of these classes, not recurrence, whose type is `other`.
+def hybrid_layers(*attention: type, other: str = HYBRID_TYPES[0], word: str = HYBRID_TYPES[1]) -> Rule:
+    """Return the row of flags for layers with attention, of these classes and the type `word`, not recurrence, `other`.
 
     `layer_types` says it or, where there is none, the value `_interval`: every such layer has attention.
     """
-    kinds = other, HYBRID_TYPES[1]
-    legacy = {"mamba": other, "attention": HYBRID_TYPES[1]}
+    kinds = other, word
+    legacy = {"mamba": other, "attention": word, HYBRID_TYPES[1]: word}
 
     def read(fields: Fields, values: Values) -> tuple[bool, ...]:
         layers, interval = values["shape"].num_layers, values.get("_interval")
         types = fields.words("layer_types", (*kinds, *legacy), layers)
         if types is None:
             types = [kinds[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
-        full = tuple(legacy.get(kind, kind) == HYBRID_TYPES[1] for kind in types)
+        full = tuple(legacy.get(kind, kind) == word for kind in types)
         if not any(full):
             raise fields.error("no layer has attention: check layer_types.")
         return full

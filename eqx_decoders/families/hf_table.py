@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import ConfigError, ConversionError, check
@@ -55,6 +57,8 @@ class Family:
         export has them as their source has, if it is still there.
     - `zero_tensors`: those of them that transformers needs, of a configuration, with their shapes: an export has them
         as their source has, or zeros.
+    - `fixed_tensors`: tensors that follow from a configuration, such as numbers of hashes: an export has them, and
+        those of a checkpoint must be the same.
     - `aliases`: other names for `model_type`, which are read and never written.
     - `other_architectures`: the same of `architecture`: classes of code beside published files.
     - `fused`: rows that replace some of `weights` where all experts of a layer share a tensor.
@@ -86,6 +90,7 @@ class Family:
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*rotary_emb\.inv_freq"
     kept_tensors: str = ""
     zero_tensors: Callable[[DecoderConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
+    fixed_tensors: Callable[[DecoderConfig], Mapping[str, np.ndarray]] = lambda config: {}
     aliases: tuple[str, ...] = ()
     other_architectures: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()

@@ -84,7 +84,7 @@ def active_parameters(model: Decoder) -> dict[str, int]:
         size = math.prod(leaf.shape)
         if first == "experts" and len(others) > 1:
             size = size * _experts_per_token(name, model.config) // leaf.shape[words[name].index("experts")]
-        counts[name] = 0 if first in ("vocab", "rows") and name != "embedding.table" else size
+        counts[name] = 0 if first in ("vocab", "rows", "table_parts") and name != "embedding.table" else size
     return counts
 
 

@@ -35,9 +35,9 @@ class Weight:
 
     **Arguments:**
 
-    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}` and `{kv_head}` stand for numbers,
-        `{depth}` for that of a layer of multi-token prediction where these are counted by themselves, and `{stage}` and
-        `{block}` for those of a layer in a network of stages.
+    - `name`: the tensor's name in a checkpoint; `{layer}`, `{expert}`, `{head}`, `{kv_head}` and `{table_part}` stand
+        for numbers, `{depth}` for that of a layer of multi-token prediction where these are counted by themselves, and
+        `{stage}` and `{block}` for those of a layer in a network of stages.
     - `path`: the weight's path, within a block if `name` has a layer, else within the decoder. In a block of an encoder
         it begins with the encoder's name: `vision.mixer.query`.
     - `pattern`: from the tensor's dimensions to the weight's, for `einops.rearrange`. For a part of a tensor it is
@@ -86,7 +86,7 @@ class Weight:
         return f"{stack}.{inner}".strip(".")
 
 
-_NUMBERED = {"expert": "experts", "head": "heads", "kv_head": "kv_heads"}
+_NUMBERED = {"expert": "experts", "head": "heads", "kv_head": "kv_heads", "table_part": "table_parts"}
 ENCODERS = ("vision", "audio")
 _DEPTHS = "mtp.depth."
 

@@ -135,6 +135,14 @@ class ExpertNorms(eqx.Module):
     post_routed: Norm
 
 
+def normalize_streams(
+    x: Float[Array, "batch length streams embed"], scale: Float[Array, "streams norm"], config: RMSNormConfig
+) -> Float[Array, "batch length streams embed"]:
+    """Normalize each residual stream by itself (RMSNorm), with a scale of its own."""
+    y = RMSNormConfig(eps=config.eps, scale=False).build(x.shape[-1])(x).astype(jnp.float32)
+    return (y * (config.offset + scale.astype(jnp.float32))[None, None]).astype(x.dtype)
+
+
 def _scaled(y: Array, scale: Array | None, offset: float) -> Array:
     return y if scale is None else y * (offset + _along_last(scale, y))
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.kv_sharing import check_sharing
 from eqx_decoders.blocks.layer_inputs import check_per_layer, takers
+from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.blocks.residual.registry import ResidualConfig
 from eqx_decoders.encoders.media_config import MediaConfig, check_media
@@ -174,10 +175,11 @@ def with_scores(config: DecoderConfig, scores: int) -> DecoderConfig:
 
 def _check_mtp_streams(mtp: MTPConfig, residual: ResidualConfig) -> None:
     """Raise ConfigError where depths sum streams otherwise than the model, or read others than it has."""
-    rule = "DecoderConfig.mtp must have all_streams=True where HyperConnections.weighted_sum is: depths that read their"
-    check(mtp.all_streams or not getattr(residual, "weighted_sum", False), f"{rule} sum add them up as they are.")
-    mixed = isinstance(residual, HyperConnections) and mtp.block.residual == residual
-    rule = "needs HyperConnections, the same in MTPConfig.block as in the first layer"
+    where = f"{type(residual).__name__}.weighted_sum"
+    rule = f"DecoderConfig.mtp must have all_streams=True where {where} is: depths that read their sum add them up as"
+    check(mtp.all_streams or not residual.weighted_sum, f"{rule} they are.")
+    mixed = isinstance(residual, HyperConnections | GatedStreams) and mtp.block.residual == residual
+    rule = "needs HyperConnections or GatedStreams, the same in MTPConfig.block as in the first layer"
     check(mixed or not mtp.all_streams, f"DecoderConfig.mtp.all_streams=True {rule}.")
 
 

@@ -123,7 +123,7 @@ def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTP
         mlp_block = next((each for each in reversed(config.blocks) if each.mlp is not None), block)
         norms = dict(pre_mlp_norm=mlp_block.pre_mlp_norm, post_mlp_norm=mlp_block.post_mlp_norm)
         block = dataclasses.replace(block, mlp=mlp_block.mlp, **norms)
-    streams = getattr(block.residual, "weighted_sum", False)
+    streams = block.residual.weighted_sum
     return MTPConfig(num_depths=num_depths, block=block, norm=norm, all_streams=streams, loss_weight=loss_weight)
 
 

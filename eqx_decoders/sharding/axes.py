@@ -64,6 +64,7 @@ AXES: dict[str, str] = {
     "norm": "features of a normalised vector",
     "rows": "rows of a table beside the embedding, in which tokens find something",
     "row_dim": "features of such a row",
+    "table_parts": "equal parts of such a table, one behind the other",
     "ngram_features": "features of the vectors of all n-grams that end at a token",
     "per_layer": "layers that get an embedding of their own",
     "per_layer_input": "features of such an embedding",

@@ -166,6 +166,7 @@ PARAMETERS = {
     "mimo-7b": 7_622_619_136,
     "mimo-v2-flash-309b-a15b": 308_778_780_864,
     "solar-open-100b-a12b": 102_651_799_552,
+    "qwen4-exp": 176_943_899_520,
     "starcoder2-3b": 3_030_371_328,
     "starcoder2-7b": 7_173_923_840,
     "starcoder2-15b": 15_957_889_024,

@@ -56,12 +56,14 @@ class Residual(CheckedFields):
     - `shares_norm`: an MLP without a norm of its own reads the mixer's normalized input.
     - `chains`: the MLP reads the mixer's output, whose features may be others than the stream's.
     - `keeps_normed`: norms before layers normalize the stream itself.
+    - `weighted_sum`: streams are added up with weights that are learned.
     """
 
     streams: ClassVar[int] = 1
     shares_norm: ClassVar[bool] = False
     chains: ClassVar[bool] = False
     keeps_normed: ClassVar[bool] = False
+    weighted_sum: ClassVar[bool] = False
 
     def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length *streams embed"]:
         """Return the input of the first block for these embeddings."""

@@ -51,7 +51,7 @@ class HyperConnections(Residual):
     iterations: PositiveInt = 20
     norm: NormConfig = RMSNormConfig()
     eps: PositiveFloat = 1e-6
-    weighted_sum: bool = False
+    weighted_sum: bool = False  # pyright: ignore[reportIncompatibleVariableOverride] - as above
 
     def __post_init__(self):
         super().__post_init__()

@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING, Literal
 
 from eqx_decoders.blocks.residual.altup import AltUp, StreamMaps
+from eqx_decoders.blocks.residual.gated_streams import GatedMean, GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections, StreamSum
 from eqx_decoders.blocks.residual.laurel import Laurel
 from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, PostNorm, Sequential, Weighted
 
 
-ResidualConfig = Sequential | PostNorm | Weighted | Parallel | NoResidual | Chained | Laurel | HyperConnections | AltUp
+OneStream = Sequential | PostNorm | Weighted | Parallel | NoResidual | Chained | Laurel
+ResidualConfig = OneStream | HyperConnections | AltUp | GatedStreams
 
 RESIDUALS: dict[str, ResidualConfig] = {
     "sequential": Sequential(),
@@ -24,4 +26,4 @@ else:
     ResidualOrName = ResidualConfig | Literal["sequential", "parallel", "plain", "chained"]
 
 # modules that map an embedding to the residual streams, and these to the input of the final norm
-StreamMapping = StreamMaps | StreamSum
+StreamMapping = StreamMaps | StreamSum | GatedMean

@@ -79,6 +79,8 @@ def save_hf(
         for copy, name in kind.copied(model.config).items():
             tensors |= {copy: tensors[name]} if name in tensors else {}
         zeros = _zeros(model, kind, stored)
+        fixed = kind.fixed_tensors(model.config)
+        tensors |= {name: (functools.partial(np.copy, x), x.nbytes) for name, x in fixed.items()}
         _write_tensors(partial, tensors | zeros | _source_tensors(model, kind, tensors, zeros), shard_bytes)
         if partial is None:
             return
@@ -105,7 +107,8 @@ def export_plan(
     kind, config = export_config(model, family)
     # explicit nulls: the classes of transformers have token ids of their own as defaults
     published = {} if model.origin is None else json.loads(model.origin.settings)
-    config = dict.fromkeys(TOKEN_IDS) | merged(published, config) | dict(settings or {})
+    lists = {key: value for key, value in published.items() if isinstance(value, list) and config.get(key) in value[:1]}
+    config = dict.fromkeys(TOKEN_IDS) | merged(published, config) | lists | dict(settings or {})
     config |= {key: value for key, value in _defaults(kind, model).items() if config.get(key) is None}
     stored = named_leaves(model)["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
     check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)

@@ -124,6 +124,7 @@ def _target(
     check_word("load_hf: quantized", quantized, get_args(QuantizedName))
     config, origin, family = _read_config(directory, text_only)
     tensors = _without_ignored(_stored(directory, text_only), family, config)
+    tensors = _without_fixed(tensors, family.fixed_tensors(config))
     family = family.stored_as(tensors)
     check_dtypes(tensors, family.integer_tensors)
     if config.tied and family.head in tensors:
@@ -225,6 +226,15 @@ def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str])
         same = first.shape == second.shape and _are_equal(first, second)
         check(same, f"{copy} must hold the same numbers as {name}: both are one weight here.", ConversionError)
     return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
+
+
+def _without_fixed(tensors: dict[str, StoredTensor], fixed: Mapping[str, np.ndarray]) -> dict[str, StoredTensor]:
+    """Remove tensors that follow from the configuration. Raises ConversionError where they hold other numbers."""
+    for name, wanted in fixed.items():
+        same = name not in tensors or np.array_equal(tensors[name].read_all(), wanted)
+        rule = f"{name} must hold the numbers that follow from config.json, {wanted.tolist()}"
+        check(same, f"{rule}.", ConversionError)
+    return {name: stored for name, stored in tensors.items() if name not in fixed}
 
 
 def _without_ignored(

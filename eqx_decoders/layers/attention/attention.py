@@ -11,12 +11,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check, check_word
 from eqx_decoders.layers.attention.alibi import Alibi
-from eqx_decoders.layers.attention.block_indexer import BlockIndex, BlockIndexer, BlockIndexerConfig
+from eqx_decoders.layers.attention.block_indexer import BlockChoice, BlockIndex, BlockIndexer, BlockIndexerConfig
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import with_sink
-from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.attention.topk import KeyChoice
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV, Past, Queries, kv_shape
@@ -95,7 +94,7 @@ class AttentionConfig(CheckedFields):
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
     - `selection`: each query head takes only the keys of a few blocks, by their means (MoBA) or by an indexer (a
-        `BlockIndexerConfig`, MiniMax M3); None takes all that the mask allows.
+        `BlockIndexerConfig`, MiniMax M3; a `PooledIndexerConfig`, Qwen 4); None takes all that the mask allows.
     - `spans`: whether the tokens of a span (an image, say) also see its later tokens; earlier tokens are up to the
         mask.
     - `rope`: rotary embedding; None for none.
@@ -146,7 +145,7 @@ class AttentionConfig(CheckedFields):
     value_norm: NormConfig | None = None
     value_dim: PositiveInt | None = None
     value_scale: PositiveFloat = 1.0
-    selection: BlockSelection | BlockIndexerConfig | None = None
+    selection: BlockChoice | None = None
     kv_shared_from: str | None = None
 
     def __post_init__(self):
@@ -174,7 +173,8 @@ class AttentionConfig(CheckedFields):
             return
         where = "AttentionConfig.selection"
         rule = f"{where}.num_heads={indexer.num_heads} must be a divisor of num_heads={self.num_heads}"
-        check(self.num_heads % indexer.num_heads == 0, f"{rule}: each chooses for as many heads.")
+        divides = self.num_heads % indexer.choices(indexer.num_heads) == 0
+        check(divides, f"{rule}: each chooses for as many heads.")
         rule = f"{where}.head_dim={indexer.head_dim} must be at least {rotated}"
         check(indexer.head_dim >= rotated, f"{rule}: so many features of a head are rotated.")
         rule = f"{where} with an indexer excludes kv_shared_from={self.kv_shared_from!r}: it caches keys of its own"
@@ -298,10 +298,8 @@ class Attention(eqx.Module):
             past, index_past = past["kv"], past["index"]
         past, new_kv = (past, own_kv) if own_kv is not None else self._shared_kv(ctx)
         index = self._index(x, ctx)
-        if index is None:
-            choice = self._choose_blocks(query, new_kv.key, past, ctx)
-        else:
-            choice = self._choose_blocks(index.query, index.key, index_past, ctx)
+        chooses = BlockIndex(query, new_kv.key) if index is None else index
+        choice = self._choose_blocks(chooses, past if index is None else index_past, ctx)
         out, entries = self._attend(query, past, new_kv, choice, ctx)
         if index is not None:
             entries = {"kv": entries, "index": NewKV(index.key, None)}
@@ -405,18 +403,19 @@ class Attention(eqx.Module):
         out, lse = present()
         return out if self.sink is None else with_sink(out, lse, self.sink), entries
 
-    def _choose_blocks(self, query: Array, key: Array, past: Past | None, ctx: Context) -> KeyChoice:
+    def _choose_blocks(self, index: BlockIndex, past: Past | None, ctx: Context) -> KeyChoice:
         """Select the tokens of this call and of the cache that are in each query's blocks."""
-        blocks = self.config.selection
+        blocks, (query, key, block_keys) = self.config.selection, index
         if blocks is None:
             return KeyChoice()
         if past is not None:
             whole = past.whole()
             stored = whole.key if whole.key_scale is None else whole.keys(key.dtype)
-            choice = blocks.choose_cached(query, key, ctx.positions, stored, whole.positions)
+            choice = blocks.choose_cached(query, key, ctx.positions, stored, whole.positions, block_keys)
         else:
-            choice = KeyChoice(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous))
-        return choice.repeated(self.config.num_heads // query.shape[2])
+            present = blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous, block_keys)
+            choice = KeyChoice(present)
+        return choice.repeated(self.config.num_heads // blocks.choices(query.shape[2]))
 
 
 def _over_heads(norm: Norm, x: Array) -> Array:

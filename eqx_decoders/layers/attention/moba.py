@@ -19,6 +19,8 @@ from eqx_decoders.layers.attention.kernels.selection import WORD, Selection, pac
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 
 
+# from the mean keys of blocks and their first positions to the keys by which they are scored
+BlockKeys = Callable[[Float32[Array, "batch blocks 1 head_dim"], Int[Array, "batch blocks"]], Array]
 DOCUMENTS = 128  # of a row, for which a few more blocks are compared than one document has
 
 
@@ -53,14 +55,17 @@ class BlockSelection(CheckedFields):
         positions: Int[Array, "batch length"],
         segments: Int[Array, "batch length"] | None,
         contiguous: bool = False,
+        block_keys: BlockKeys | None = None,
     ) -> Selection | None:
         """Return the blocks of whole documents that each token chooses; None: all of them.
+
+        `block_keys` makes the keys of blocks from their means, for selections that need it.
 
         Unless positions are `contiguous` each token may stand in a block of its own. Blocks of contiguous documents are
         numbered within each, so that few words hold them. A row of up to DOCUMENTS more blocks than a single document
         has compares no more; any other compares as many as it has tokens.
         """
-        length, heads = positions.shape[1], query.shape[2]
+        length, heads = positions.shape[1], self.choices(query.shape[2])
         most = -(-length // self.size) + 1 if contiguous else length  # one more where a row begins within a block
         if most <= self.top_k:
             return None
@@ -70,7 +75,7 @@ class BlockSelection(CheckedFields):
         segments = jnp.zeros_like(positions) if segments is None else segments
         blocks, begins = _blocks_of(positions, segments, self.size)
         first = jax.lax.cummax(jnp.where(begins, blocks, 0), axis=1) if contiguous else jnp.zeros_like(blocks)
-        scorer, places = self._scorer(key, blocks, positions >= 0), positions // self.size
+        scorer, places = self._scorer(key, blocks, positions, block_keys), positions // self.size
         largest = jax.vmap(lambda each, into: jnp.full_like(each, -1).at[into].max(each))
         owners, numbers = largest(segments, blocks), largest(places, blocks)
 
@@ -78,14 +83,14 @@ class BlockSelection(CheckedFields):
             # without a checkpoint what is compared would be kept, though it has no gradient
             @functools.partial(jax.checkpoint, prevent_cse=False)
             def some(queries):
-                query, own_block, segment, first, place = queries
+                query, own_block, segment, first, position = queries
                 index = jnp.arange(candidates, dtype=jnp.int32)[None, None]
                 up_to = (index <= own_block[:, :, None]) & (owners[:, None, :candidates] == segment[:, :, None])
-                local = place[:, :, None] - numbers[:, None, :candidates] < self.local_blocks
-                packed = pack_groups(self._best(scorer(query, candidates), up_to, local))
+                back = position[:, :, None] // self.size - numbers[:, None, :candidates]
+                packed = pack_groups(self._best(scorer(query, candidates), up_to, back, position))
                 return _shifted(packed, first[:, None], -(-most // WORD)) if contiguous else packed
 
-            queries = query, blocks, segments, first, places
+            queries = query, blocks, segments, first, positions
             found = jnp.moveaxis(map_queries(some, queries, candidates, heads), 0, 2)
             return found.reshape(*found.shape[:2], -1, found.shape[4])[:, :, :length]
 
@@ -102,6 +107,7 @@ class BlockSelection(CheckedFields):
         positions: Int[Array, "batch length"],
         past_key: Float[Array, "batch kv_heads slots head_dim"],
         past_positions: Int[Array, "batch slots"],
+        block_keys: BlockKeys | None = None,
     ) -> KeyChoice:
         """Return which tokens of a call and of a cache are in the chosen blocks; a row of the cache is one document."""
         slots, length = past_positions.shape[1], positions.shape[1]
@@ -110,18 +116,24 @@ class BlockSelection(CheckedFields):
             return KeyChoice()
         query, key, keys = jax.lax.stop_gradient((query, key, past_key))
         own_block, others = positions // self.size, past_positions // self.size
-        scores = self._cached_scores(query, ((others, keys.swapaxes(1, 2)), (own_block, key)), count)
+        scores = self._cached_scores(query, ((others, keys.swapaxes(1, 2)), (own_block, key)), count, block_keys)
         back = own_block[:, :, None] - jnp.arange(count, dtype=jnp.int32)[None, None]
-        chosen = self._best(scores, back >= 0, back < self.local_blocks)
+        chosen = self._best(scores, back >= 0, back, positions)
         return KeyChoice(_of_tokens(chosen, own_block), _of_tokens(chosen, others))
 
-    def _scorer(self, key: Array, blocks: Array, real: Bool[Array, "batch length"]) -> Callable[[Array, int], Array]:
+    def choices(self, heads: int) -> int:
+        """Return how many choices so many heads of queries make."""
+        return heads
+
+    def _scorer(
+        self, key: Array, blocks: Array, positions: Array, block_keys: BlockKeys | None
+    ) -> Callable[[Array, int], Array]:
         """Return a function from some queries to their scores of the first so many blocks."""
-        means = _means(key, blocks, real)
+        means = mean_keys(key, blocks, positions >= 0)
         return lambda query, count: products(query, means[:, :count])
 
     def _cached_scores(
-        self, query: Array, parts: Sequence[tuple[Array, Array]], count: int
+        self, query: Array, parts: Sequence[tuple[Array, Array]], count: int, block_keys: BlockKeys | None
     ) -> Float32[Array, "batch heads length blocks"]:
         """Compute scores of all blocks, of parts with the block of each key and the keys; -inf where there is none."""
         sums: Any = 0.0
@@ -137,10 +149,14 @@ class BlockSelection(CheckedFields):
         self,
         scores: Float32[Array, "batch heads length blocks"],
         up_to: Bool[Array, "batch length blocks"],
-        local: Bool[Array, "batch length blocks"],
+        back: Int[Array, "batch length blocks"],
+        positions: Int[Array, "batch length"],
     ) -> Bool[Array, "batch heads length blocks"]:
-        """Return the blocks that each query head takes of those up to its own, local ones before all others."""
-        scores = jnp.where(up_to[:, None], scores, -jnp.inf)
+        """Return the blocks that each query head takes of those up to its own, local ones before all others.
+
+        `back` is how many blocks each one is before the query's own.
+        """
+        scores, local = jnp.where(up_to[:, None], scores, -jnp.inf), back < self.local_blocks
         scores = jnp.where(local[:, None] & (scores > -jnp.inf), jnp.inf, scores)
         return top_k_mask(scores, self.top_k) & (scores > -jnp.inf)
 
@@ -171,7 +187,7 @@ def _blocks_of(
     return jnp.maximum(jnp.cumsum(begins, axis=1) - 1, 0), document
 
 
-def _means(
+def mean_keys(
     key: Array, blocks: Array, real: Bool[Array, "batch length"]
 ) -> Float32[Array, "batch blocks kv_heads head_dim"]:
     """Compute the mean key of each of as many blocks as there are tokens; zero for blocks that do not exist."""

@@ -1,14 +1,12 @@
 """Engram (Cheng et al. 2026): embeddings of n-grams, looked up by hashes of a token and the few before it.
 
-The hashes, multipliers and sizes of tables are those of MaxText. Two things differ from it: n-grams don't cross the
-border between documents that are packed into a row, and padding is skipped.
+The hashes, multipliers and sizes of tables are those of MaxText, or of Qwen 4 (`ngram_hash`). Two things differ from
+these: n-grams don't cross the border between documents that are packed into a row, and padding is skipped.
 """
 
 import base64
 import dataclasses
 import functools
-import itertools
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
@@ -24,6 +22,7 @@ from eqx_decoders.errors import (
     AtLeast,
     CheckedFields,
     ConfigError,
+    FiniteFloat,
     NonEmpty,
     NonNegativeInt,
     PositiveFloat,
@@ -32,8 +31,9 @@ from eqx_decoders.errors import (
 )
 from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.cache.recurrent_state import ConvInputs, ConvShape, NewConvInputs, last_inputs
+from eqx_decoders.layers.embedding.ngram_hash import HashBits, hash_rows, multipliers, table_sizes, up_to_last
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
-from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.norm import RMSNormConfig, normalize_streams
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
 from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
@@ -106,9 +106,16 @@ class EngramConfig(CheckedFields):
     - `vocab_bases`: for each order from 2 on, a lower bound of the sizes of its tables, which are primes.
     - `taps`: inputs of the convolution, as many tokens apart as the longest n-grams have.
     - `seed`: of the hashes.
+    - `hash_bits`: of the hashes, 31 (MaxText) or 63 (Qwen 4).
     - `pad_token`: what stands before the first token.
+    - `end_token`: n-grams reach back to behind the last one of these, which ends a text; before it `pad_token` counts.
+        None: they reach as far as they are long.
     - `token_classes`: ids that count as the same; None: each is its own.
+    - `bias`: whether keys and values have biases.
+    - `row_multiple`: the number of the table's rows is rounded up to a multiple of it.
+    - `table_parts`: equal parts, one behind the other, in which files hold the table; None for one table.
     - `eps`: of the norms.
+    - `norm_offset`: added to the norms' scales, which then start at 0, if it is 1.
     """
 
     reads_streams: ClassVar[bool] = True
@@ -122,9 +129,15 @@ class EngramConfig(CheckedFields):
     vocab_bases: Annotated[tuple[_AtLeastTwo, ...], NonEmpty("number: one for each order")] = (226_240, 226_240)
     taps: _AtLeastTwo = 4
     seed: int = 0
+    hash_bits: HashBits = 31
     pad_token: NonNegativeInt = 0
+    end_token: NonNegativeInt | None = None
     token_classes: TokenClasses | None = None
+    bias: bool = True
+    row_multiple: PositiveInt = 1
+    table_parts: PositiveInt | None = None
     eps: PositiveFloat = 1e-6
+    norm_offset: FiniteFloat = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -141,6 +154,8 @@ class EngramConfig(CheckedFields):
             known == self.vocab_size,
             f"EngramConfig.token_classes has {known} ids, but vocab_size={self.vocab_size}: give one class for each.",
         )
+        parts, rule = self.table_parts or 1, "must divide the rows of the table"
+        check(self.rows % parts == 0, f"EngramConfig.table_parts={parts} {rule}, {self.rows}: set row_multiple.")
 
     @property
     def max_ngram(self) -> int:
@@ -160,14 +175,18 @@ class EngramConfig(CheckedFields):
     @property
     def multipliers(self) -> tuple[int, ...]:
         """Odd numbers by which the tokens of an n-gram are multiplied, the last token's first."""
-        half = max(1, (2**31 - 1) // self.num_classes // 2)  # so that no product is beyond int32
-        generator = np.random.default_rng(self.seed + 10_007 * self.layer)
-        return tuple((generator.integers(0, half, size=self.max_ngram, dtype=np.int32) * 2 + 1).tolist())
+        number = self.layer if self.hash_bits == 31 else self.layers.index(self.layer)
+        return multipliers(self.hash_bits, self.seed, number, self.num_classes, self.max_ngram)
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
         """Sizes of the tables, for each order and head."""
-        return _table_sizes(self.layers, self.vocab_bases, self.num_heads)[self.layer]
+        return table_sizes(self.layers, self.vocab_bases, self.num_heads)[self.layer]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return -(-sum(self.table_sizes) // self.row_multiple) * self.row_multiple
 
     def cache_shape(self, max_length: int) -> dict[str, ConvShape]:
         """Return the shapes of the cache: the last tokens, and the last inputs of the convolution."""
@@ -179,16 +198,18 @@ class EngramConfig(CheckedFields):
         rule = f"must be the residual stream's, {embed_dim}"
         check(embed_dim == self.embed_dim, f"EngramConfig.embed_dim={self.embed_dim} {rule}.")
         table_key, key_key, value_key = jax.random.split(key, 3)
-        size, streams = self.features, self.streams
-        return Engram(
-            table=fan_in(table_key, (sum(self.table_sizes), self.head_dim), jnp.float32, self.head_dim, "normal"),
+        size, streams, parts = self.features, self.streams, self.table_parts
+        shape = (self.rows, self.head_dim) if parts is None else (parts, self.rows // parts, self.head_dim)
+        scale = jnp.full((streams, embed_dim), 1.0 - self.norm_offset)
+        return (Engram if parts is None else EngramInParts)(
+            table=fan_in(table_key, shape, jnp.float32, self.head_dim, "normal"),
             key=fan_in(key_key, (size, streams, embed_dim), jnp.float32, size, "normal"),
-            key_bias=jnp.zeros((streams, embed_dim)),
+            key_bias=jnp.zeros((streams, embed_dim)) if self.bias else None,
             value=fan_in(value_key, (size, embed_dim), jnp.float32, size, "normal"),
-            value_bias=jnp.zeros((embed_dim,)),
-            query_scale=jnp.ones((streams, embed_dim)),
-            key_scale=jnp.ones((streams, embed_dim)),
-            value_scale=jnp.ones((streams, embed_dim)),
+            value_bias=jnp.zeros((embed_dim,)) if self.bias else None,
+            query_scale=scale,
+            key_scale=scale,
+            value_scale=scale,
             convolution=jnp.zeros((streams * embed_dim, self.taps)),
             config=self,
         )
@@ -199,9 +220,9 @@ class Engram(eqx.Module):
 
     table: Float[Array, "rows row_dim"]
     key: Float[Array, "ngram_features streams embed"]
-    key_bias: Float[Array, "streams embed"]
+    key_bias: Float[Array, "streams embed"] | None
     value: Float[Array, "ngram_features embed"]
-    value_bias: Float[Array, "embed"]
+    value_bias: Float[Array, "embed"] | None
     query_scale: Float[Array, "streams norm"]
     key_scale: Float[Array, "streams norm"]
     value_scale: Float[Array, "streams norm"]
@@ -214,7 +235,7 @@ class Engram(eqx.Module):
         """Return the features to add to each stream, and the new tokens and convolution inputs for a cache."""
         streams = x.reshape(*x.shape[:2], self.config.streams, x.shape[-1])
         values = self._values(streams, self._vectors(ctx, None if past is None else past["tokens"]), ctx)
-        inputs = _normed(values, self.value_scale, self.config.eps).reshape(*x.shape[:2], -1)
+        inputs = self._normed(values, self.value_scale).reshape(*x.shape[:2], -1)
         tail = self._tail(inputs, None if past is None else past["values"])
         positions, dilation = (ctx.positions, ctx.segment_ids), self.config.max_ngram
         smooth = convolve_on_mesh(
@@ -232,22 +253,24 @@ class Engram(eqx.Module):
         tokens = _tokens(ctx)
         tail = jnp.full((len(tokens), self.config.max_ngram - 1, 1), -1, jnp.int32) if tail is None else tail
         rows = ngram_rows(self.config, tokens, tail[..., 0], ctx.positions, ctx.segment_ids)
-        vectors = look_up(self.table, rows, "rows row_dim", ctx)
+        vectors = look_up(self.table.reshape(-1, self.config.head_dim), rows, "rows row_dim", ctx)
         return vectors.reshape(*rows.shape[:2], -1)
 
     def _values(self, x: Array, vectors: Array, ctx: Context) -> Float[Array, "batch length streams embed"]:
         """Project the vectors to values, gated for each stream."""
-        eps = self.config.eps
         into = "batch length ngram_features, ngram_features streams embed -> batch length streams embed"
-        key = _normed(add_bias(ctx.einsum(into, vectors, self.key), self.key_bias), self.key_scale, eps)
+        key = self._normed(add_bias(ctx.einsum(into, vectors, self.key), self.key_bias), self.key_scale)
         into = "batch length ngram_features, ngram_features embed -> batch length embed"
         # split as requested before a cache splits it otherwise: XLA (jax 0.10) has a wrong product for both at once
         value = ctx.constrain(ctx.einsum(into, vectors, self.value), "batch length embed")
         value = add_bias(value, self.value_bias)
-        query = _normed(x, self.query_scale, eps)
+        query = self._normed(x, self.query_scale)
         score = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=-1) * x.shape[-1] ** -0.5
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
         return gate[..., None].astype(value.dtype) * value[:, :, None]
+
+    def _normed(self, x: Array, scale: Array) -> Float[Array, "batch length streams embed"]:
+        return normalize_streams(x, scale, RMSNormConfig(eps=self.config.eps, offset=self.config.norm_offset))
 
     def _tail(self, inputs: Array, tail: Array | None) -> Float[Array, "batch taps channels"]:
         """Return the inputs of the convolution before this call."""
@@ -260,6 +283,12 @@ class Engram(eqx.Module):
         long = ctx.accept_all and inputs.shape[1] > tail.shape[1]
         values = NewConvInputs(tail=last_inputs(tail, inputs, ctx.positions)) if long else ConvInputs(inputs=inputs)
         return {"tokens": ConvInputs(inputs=_tokens(ctx)[..., None]), "values": values}
+
+
+class EngramInParts(Engram):
+    """Engram whose table is in several equal parts."""
+
+    table: Float[Array, "table_parts rows row_dim"]
 
 
 def ngram_rows(
@@ -277,13 +306,12 @@ def ngram_rows(
     known = np.arange(config.vocab_size) if config.token_classes is None else config.token_classes.ids
     known = jnp.asarray(known, jnp.int32)
     window = earlier_tokens(tokens, tail, positions, segment_ids, config.max_ngram - 1)
+    window = up_to_last(window, config.end_token)
     filled = (jnp.where(each < 0, config.pad_token, each) for each in (tokens, *window))
     classes = [jnp.take(known, each, mode="clip") for each in filled]
     sizes = np.asarray(config.table_sizes, np.int32).reshape(config.max_ngram - 1, config.num_heads)
     offsets = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
-    first, *others = (each * multiplier for each, multiplier in zip(classes, config.multipliers, strict=True))
-    hashes = itertools.accumulate(others, jnp.bitwise_xor, initial=first)
-    orders = [each[..., None] % size.reshape(1, 1, -1) for each, size in zip(list(hashes)[1:], sizes, strict=True)]
+    orders = hash_rows(config.hash_bits, classes, config.multipliers, sizes)
     return jnp.concatenate(orders, axis=-1) + offsets.astype(np.int32).reshape(1, 1, -1)
 
 
@@ -313,34 +341,7 @@ def earlier_tokens(
     return earlier
 
 
-@functools.lru_cache(maxsize=64)
-def _table_sizes(layers: tuple[int, ...], bases: tuple[int, ...], heads: int) -> dict[int, tuple[int, ...]]:
-    """Return for each layer, order and head the next prime that is above the last one and that no other table has."""
-    used: set[int] = set()
-    sizes: dict[int, tuple[int, ...]] = {}
-    for layer in layers:
-        mine: list[int] = []
-        for base in bases:
-            last = base - 1
-            for _ in range(heads):
-                last = next(number for number in itertools.count(last + 1) if number not in used and _is_prime(number))
-                used.add(last)
-                mine.append(last)
-        sizes[layer] = tuple(mine)
-    return sizes
-
-
-def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
-
-
 def _tokens(ctx: Context) -> Int[Array, "batch length"]:
     if ctx.tokens is None:
         raise ConfigError("Engram hashes token ids: call the model with tokens, not with embeddings alone.")
     return ctx.tokens
-
-
-def _normed(x: Array, scale: Array, eps: float) -> Float[Array, "batch length streams embed"]:
-    """Normalize each stream by itself (RMSNorm)."""
-    y = RMSNormConfig(eps=eps, scale=False).build(x.shape[-1])(x).astype(jnp.float32)
-    return (y * scale.astype(jnp.float32)[None, None]).astype(x.dtype)

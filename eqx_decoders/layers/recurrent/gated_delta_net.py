@@ -6,7 +6,7 @@ g and beta are numbers of a token and a head; q, k and v come from short convolu
 """
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import equinox as eqx
 import jax
@@ -45,6 +45,7 @@ class GatedDeltaNetConfig(CheckedFields):
     - `norm`: normalization of each head's answer.
     - `negative_eigenvalues`: whether beta is twice a sigmoid: above 1 the factor `1 - beta` of the state along a key is
         negative (Grazzi et al. 2025; Olmo Hybrid).
+    - `gate_activation`: of the gate, `"silu"` or `"sigmoid"` (Qwen 4).
     """
 
     num_key_heads: PositiveInt
@@ -54,6 +55,7 @@ class GatedDeltaNetConfig(CheckedFields):
     taps: Annotated[int, AtLeast(2)] = 4
     norm: RMSNormConfig = RMSNormConfig()
     negative_eigenvalues: bool = False
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
 
     def __post_init__(self):
         super().__post_init__()
@@ -138,7 +140,8 @@ class GatedDeltaNet(eqx.Module):
         entries["state"] = proposed_state(config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads value_dim"), "attention_out")
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
-        gate = jax.nn.silu(ctx.einsum(pattern, x, self.gate).astype(jnp.float32))
+        gate = ctx.einsum(pattern, x, self.gate).astype(jnp.float32)
+        gate = jax.nn.sigmoid(gate) if config.gate_activation == "sigmoid" else jax.nn.silu(gate)
         gated = (self.norm(answer).astype(jnp.float32) * gate).astype(x.dtype)
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
         return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries

@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
-from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig, PooledIndexerConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_close
@@ -61,7 +61,7 @@ def chosen_by_hand(layer, x):
 def test_blocks_are_those_of_the_loop():
     layer = drawn(lambda key: CONFIG.build(5, key=key))
     ctx = context(POSITIONS, SEGMENTS)
-    mask = eqx.filter_jit(lambda x: layer._choose_blocks(*layer._index(x, ctx), None, ctx).present.mask(21))
+    mask = eqx.filter_jit(lambda x: layer._choose_blocks(layer._index(x, ctx), None, ctx).present.mask(21))
     seen = np.asarray(mask(jnp.asarray(X))) & (POSITIONS[:, :, None] >= POSITIONS[:, None])[:, None]
     seen &= ((SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (POSITIONS >= 0)[:, None] & (POSITIONS >= 0)[..., None])[
         :, None
@@ -70,6 +70,53 @@ def test_blocks_are_those_of_the_loop():
     np.testing.assert_array_equal(seen, want)
     dense = np.tril(np.ones((21, 21), bool))[None] & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
     assert (want.sum() < 0.9 * 4 * dense.sum()) and np.any(want[:, 0] != want[:, 2])
+
+
+POOLED = dataclasses.replace(
+    CONFIG, selection=PooledIndexerConfig(size=3, top_k=2, num_heads=3, head_dim=6, norm=RMSNormConfig(offset=1.0))
+)
+
+
+def pooled_by_hand(layer, x, positions):
+    """`batch length length`: of the complete blocks the two best means, and the block that is not complete."""
+    indexer, table = layer.indexer, plain_frequencies(10.0, 4)
+
+    def rotated(norm, vector, position):
+        vector = norm_by_hand(norm, vector)
+        return np.concatenate([rotate_by_hand(vector[:4], position, table, "half"), vector[4:]])
+
+    seen = np.zeros((*x.shape[:2], x.shape[1]), bool)
+    for b, t in np.ndindex(*x.shape[:2]):
+        here = positions[b, t]
+        past = [s for s in range(t + 1) if positions[b, s] >= 0 and SEGMENTS[b, s] == SEGMENTS[b, t]]
+        if here < 0:
+            continue
+        queries = [rotated(indexer.query_norm, x[b, t] @ wide(indexer.query)[:, h], here) for h in range(3)]
+        blocks = [past[begin : begin + 3] for begin in range(0, len(past), 3)]
+        tail = [] if len(blocks[-1]) == 3 else blocks.pop()
+        scores = []
+        for block in blocks:
+            mean = sum(x[b, s] @ wide(indexer.key) for s in block) / 3
+            key = rotated(indexer.key_norm, mean, positions[b, block[0]])
+            scores.append(sum(max(0.0, query @ key) for query in queries))
+        for place in tail + [s for i in best(scores, 2) for s in blocks[i]]:
+            seen[b, t, place] = True
+    return seen
+
+
+def test_blocks_of_the_best_means_are_those_of_the_loop():
+    """Also where the context does not say that positions are contiguous."""
+    layer, positions = drawn(lambda key: POOLED.build(5, key=key)), POSITIONS.copy()
+    positions[1, 2:] -= 5  # documents from their beginning
+    want = pooled_by_hand(layer, wide(X), positions)
+    for contiguous in (False, True):
+        ctx = dataclasses.replace(context(positions, SEGMENTS), contiguous=contiguous)
+        mask = eqx.filter_jit(lambda x, ctx=ctx: layer._choose_blocks(layer._index(x, ctx), None, ctx).present.mask(21))
+        seen = np.asarray(mask(jnp.asarray(X))) & (positions[:, :, None] >= positions[:, None])[:, None]
+        real = (positions >= 0)[:, None] & (positions >= 0)[..., None]
+        seen &= ((SEGMENTS[:, :, None] == SEGMENTS[:, None]) & real)[:, None]
+        assert seen.shape[1] == 4
+        np.testing.assert_array_equal(seen, np.repeat(want[:, None], 4, axis=1))
 
 
 def decoder(**options) -> ed.DecoderConfig:
@@ -90,8 +137,11 @@ def test_fast_is_plain():
     assert np.abs(dense - want[0]).max() > 1e-2
 
 
-def test_tokens_and_chunks_decode_as_the_whole():
-    check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
+@pytest.mark.parametrize("kind", [pytest.param("largest", marks=pytest.mark.slow), "means"])
+def test_tokens_and_chunks_decode_as_the_whole(kind):
+    means = PooledIndexerConfig(size=3, top_k=1, num_heads=8, head_dim=8)
+    config = decoder() if kind == "largest" else decoder(selection=means)
+    check_ragged_pieces(filled(config), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
 def test_the_choice_has_no_gradient():
@@ -122,3 +172,10 @@ def test_keys_of_an_indexer_are_not_lent():
 def test_operations_are_counted():
     assert CONFIG.token_products(6) == 4 * 6 * 16 + 2 * 6 * 6
     assert CONFIG.token_products(100) == 4 * 9 * 16 + 2 * 6 * 100
+    assert POOLED.token_products(100) == 4 * 6 * 16 + 3 * 6 * 100 // 3
+
+
+def test_heads_of_means_need_not_divide_those_of_attention():
+    with pytest.raises(ed.ConfigError, match=r"PooledIndexerConfig.local_blocks=2 must be 1"):
+        dataclasses.replace(POOLED.selection, local_blocks=2)
+    assert POOLED.num_heads % POOLED.selection.num_heads != 0

@@ -76,6 +76,26 @@ def row_by_hand(config, window):
     return rows
 
 
+WIDE = dataclasses.replace(
+    SMALL, hash_bits=63, token_classes=None, pad_token=5, end_token=5, bias=False, row_multiple=10, table_parts=5,
+    norm_offset=1.0,
+)  # fmt: skip
+
+
+def test_rows_of_63_bits_reach_back_to_an_end():
+    """What is before the last end counts as an end itself, whose place among the layers the numbers depend on."""
+    tokens = np.where(TOKENS % 3 == 0, 5, TOKENS).astype(np.int32)
+    rows = ngram_rows(WIDE, jnp.asarray(tokens), jnp.full((2, 2), -1, jnp.int32), context(tokens).positions)
+    for row, place in np.ndindex(tokens.shape):
+        begin = max((p + 1 for p in range(place) if tokens[row, p] == 5), default=0)
+        window = [tokens[row, place - j] if place - j >= begin else 5 for j in range(3)]
+        assert rows[row, place].tolist() == row_by_hand(WIDE, window)
+    assert WIDE.multipliers != dataclasses.replace(WIDE, layers=(2,)).multipliers
+    built = WIDE.build(EMBED, key=jax.random.key(0))
+    assert WIDE.rows == -(-sum(WIDE.table_sizes) // 10) * 10 and built.table.shape == (5, WIDE.rows // 5, 4)
+    assert built.key_bias is built.value_bias is None and not np.any(built.key_scale)
+
+
 @pytest.mark.parametrize("classes", [True, False])
 @pytest.mark.parametrize("max_ngram", [2, 4])
 def test_rows_equal_hashes_by_hand(max_ngram, classes):
@@ -236,6 +256,7 @@ def test_every_weight_has_a_gradient(layer):
         ({"vocab_bases": (11, 1)}, r"EngramConfig.vocab_bases\[1\]=1 must be an integer of at least 2"),
         ({"pad_token": 40}, "EngramConfig.pad_token=40 must be below vocab_size=40"),
         ({"vocab_size": 41}, "token_classes has 40 ids, but vocab_size=41"),
+        ({"table_parts": 7}, r"EngramConfig.table_parts=7 must divide the rows of the table, \d+: set row_multiple"),
         ({"taps": 1}, "EngramConfig.taps=1 must be an integer of at least 2"),
         ({"eps": 0.0}, "EngramConfig.eps=0.0"),
     ],

@@ -1,0 +1,122 @@
+"""Gated residual streams (Qwen 4, 2026): layers read a gated mean of several streams, and write to each by a gate."""
+
+import dataclasses
+from typing import Annotated, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.blocks.residual.base import CountingResidual, Reader, Residual
+from eqx_decoders.context import Context
+from eqx_decoders.errors import AtLeast, PositiveInt
+from eqx_decoders.layers.norm import RMSNormConfig, normalize_streams
+from eqx_decoders.numerics.initializers import fan_in
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedStreams(Residual):
+    """`x_k <- x_k + 2 sigmoid(write^T n / K)_k branch(mean_k sigmoid(up^T silu(down^T n / K))_k n_k)` for each branch.
+
+    `n` are the K streams x, each normalized with a scale of its own, side by side; a gate of the mean has a number for
+    each feature of each stream. The streams begin as copies of the embedding; behind the last layer stands such a mean.
+    A branch that reads and writes all streams by itself (an Engram) is added to them.
+
+    **Arguments:**
+
+    - `streams`: number of streams.
+    - `rank`: features between `down` and `up`.
+    - `norm`: of each stream.
+    """
+
+    weighted_sum: ClassVar[bool] = True
+    streams: Annotated[int, AtLeast(2)] = 4  # pyright: ignore[reportIncompatibleVariableOverride] - others have one
+    rank: PositiveInt = 320
+    norm: RMSNormConfig = RMSNormConfig()
+
+    def expand(self, x: Float[Array, "batch length embed"]) -> Float[Array, "batch length streams embed"]:
+        """Copy the embedding to all streams."""
+        return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], self.streams, x.shape[2]))
+
+    def build_maps(self, embed_dim: int, *, key: PRNGKeyArray) -> "GatedMean":
+        """Build the mean behind the last layer."""
+        size, (down_key, up_key) = self.streams * embed_dim, jax.random.split(key)
+        return GatedMean(
+            scale=jnp.full((self.streams, embed_dim), 1.0 - self.norm.offset),
+            down=fan_in(down_key, (size, self.rank), jnp.float32, size, "normal"),
+            up=fan_in(up_key, (self.rank, size), jnp.float32, self.rank, "normal"),
+            config=self,
+        )
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "GatedConnections":
+        """Return the connections of a block with so many layers that read and write `embed_dim` features."""
+        size = self.streams * embed_dim
+
+        def one(key):
+            mean_key, write_key = jax.random.split(key)
+            write = fan_in(write_key, (size, self.streams), jnp.float32, size, "normal")
+            return GatedConnection(mean=self.build_maps(embed_dim, key=mean_key), write=write)
+
+        return GatedConnections(connections=tuple(map(one, jax.random.split(key, branches))))
+
+
+class GatedMean(eqx.Module):
+    """Mean of the normalized streams, each feature times a gate of its own."""
+
+    scale: Float[Array, "streams norm"]
+    down: Float[Array, "stream_embed gate_rank"]
+    up: Float[Array, "gate_rank stream_embed"]
+    config: GatedStreams = eqx.field(static=True)
+
+    def expand(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length streams embed"]:
+        """Return the input of the first block: copies."""
+        return self.config.expand(x)
+
+    def reduce(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        """Return the mean behind the last block."""
+        return self.read(self.normed(x), ctx)
+
+    def normed(self, x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length streams embed"]:
+        """Normalize the streams."""
+        return normalize_streams(x, self.scale, self.config.norm)
+
+    def read(self, n: Float[Array, "batch length streams embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        """Return the mean of normalized streams."""
+        flat = n.reshape(*n.shape[:2], -1)
+        pattern = "batch length stream_embed, stream_embed gate_rank -> batch length gate_rank"
+        inner = jax.nn.silu(ctx.einsum(pattern, flat, self.down) / self.config.streams)
+        pattern = "batch length gate_rank, gate_rank stream_embed -> batch length stream_embed"
+        gate = jax.nn.sigmoid(ctx.einsum(pattern, inner, self.up).astype(jnp.float32)).reshape(n.shape)
+        return jnp.mean(gate * n.astype(jnp.float32), axis=2).astype(n.dtype)
+
+
+class GatedConnection(eqx.Module):
+    """Mean that a layer reads, and gates by which it writes."""
+
+    mean: GatedMean
+    write: Float[Array, "stream_embed streams"]
+
+    def __call__(self, x: Float[Array, "batch length streams embed"], ctx: Context) -> tuple[Array, Array]:
+        """Return the layer's input, and the gate of each stream."""
+        n = self.mean.normed(x)
+        pattern = "batch length stream_embed, stream_embed streams -> batch length streams"
+        gate = ctx.einsum(pattern, n.reshape(*n.shape[:2], -1), self.write).astype(jnp.float32)
+        return self.mean.read(n, ctx), 2 * jax.nn.sigmoid(gate / x.shape[2])
+
+
+class GatedConnections(CountingResidual):
+    """Connections of one block: one for each layer, but for those that read all streams."""
+
+    connections: tuple[GatedConnection, ...]
+
+    def read(self, state: tuple[Array, int], reader: Reader, ctx: Context) -> tuple[Array, Array | None]:
+        x, used = state
+        return (x, None) if reader.reads_streams else self.connections[used](x, ctx)
+
+    def write(self, state: tuple[Array, int], out: Array, coefficients: Array | None = None) -> tuple[Array, int]:
+        x, used = state
+        if coefficients is None:
+            return x + out, used
+        added = coefficients[..., None] * out.astype(jnp.float32)[:, :, None]
+        return (x.astype(jnp.float32) + added).astype(x.dtype), used + 1

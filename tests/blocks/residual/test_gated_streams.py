@@ -1,0 +1,72 @@
+"""Gated residual streams: against their formula in NumPy, and what multi-token prediction needs beside them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.gated_streams import GatedStreams
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.model.init import with_mtp
+from tests.compare import assert_close
+from tests.models import rich_decoder
+from tests.oracles import wide
+
+
+EMBED, STREAMS = 6, 3
+CONFIG = GatedStreams(streams=STREAMS, rank=4, norm=RMSNormConfig(eps=0.01, offset=1.0))
+CTX = ed.Context(positions=jnp.broadcast_to(jnp.arange(5), (2, 5)))
+X = np.random.default_rng(1).normal(size=(2, 5, STREAMS, EMBED)).astype(np.float32)
+MATRICES = np.random.default_rng(2).normal(size=(2, EMBED, EMBED)).astype(np.float32)
+
+
+def drawn(module):
+    generator = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.2, 0.7, leaf.shape), leaf.dtype), module)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def mean_by_hand(mean, x):
+    """The input of a layer, and the normalized streams side by side."""
+    n = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.01) * (1 + wide(mean.scale))
+    flat = n.reshape(2, 5, -1)
+    inner = flat @ wide(mean.down) / STREAMS
+    gate = sigmoid((inner * sigmoid(inner)) @ wide(mean.up)).reshape(n.shape)
+    return np.mean(gate * n, axis=2), flat
+
+
+def test_streams_are_read_and_written_by_the_formula():
+    residual = drawn(CONFIG.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0)))
+    branches = [BranchFunction(lambda y, m=m: jnp.tanh(y @ m)) for m in MATRICES]
+    x = wide(X)
+    for connection, matrix in zip(residual.connections, wide(MATRICES), strict=True):
+        y, flat = mean_by_hand(connection.mean, x)
+        gate = 2 * sigmoid(flat @ wide(connection.write) / STREAMS)
+        x = x + gate[..., None] * np.tanh(y @ matrix)[:, :, None]
+    assert_close(residual(jnp.asarray(X), branches, lambda y: y, CTX), x, units=64)
+    every = BranchFunction(lambda y: 2 * y, reads_streams=True)
+    assert_close(residual(jnp.asarray(X), [every], lambda y: y, CTX), 3 * X)
+
+
+def test_behind_the_last_layer_is_such_a_mean():
+    maps = drawn(CONFIG.build_maps(EMBED, key=jax.random.key(0)))
+    assert_close(maps.reduce(jnp.asarray(X), CTX), mean_by_hand(maps, wide(X))[0], units=32)
+    assert_close(maps.expand(jnp.asarray(X[:, :, 0]), CTX), np.repeat(X[:, :, :1], STREAMS, axis=2))
+
+
+def test_depths_of_prediction_read_all_streams():
+    config = rich_decoder(2)
+    blocks = tuple(dataclasses.replace(block, residual=CONFIG) for block in config.blocks)
+    config = with_mtp(dataclasses.replace(config, blocks=blocks), 1)
+    assert config.mtp is not None and config.mtp.all_streams
+    with pytest.raises(ed.ConfigError, match=r"all_streams=True where GatedStreams.weighted_sum is"):
+        dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, all_streams=False))
+    with pytest.raises(ed.ConfigError, match=r"GatedStreams.streams=1 must be an integer of at least 2"):
+        GatedStreams(streams=1)
