@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
+from eqx_decoders.layers.attention.block_indexer import BlockIndex
 from eqx_decoders.layers.attention.kernels.selection import Selection, pack_lanes
 from eqx_decoders.layers.attention.topk import KeyChoice, map_queries, top_k_mask
 from eqx_decoders.layers.attention.variants.base import AttentionVariant
@@ -101,9 +102,9 @@ class DynamicMaskAttention(Attention):
             step = add_bias(ctx.einsum(pattern, value.astype(jnp.float32), self.step), self.step_bias)
         return jnp.exp(self.rate.astype(jnp.float32)[None, None] * jax.nn.softplus(step))
 
-    def _choose_blocks(self, query: Array, key: Array, past: Past | None, ctx: Context) -> KeyChoice:
+    def _choose_blocks(self, index: BlockIndex, past: Past | None, ctx: Context) -> KeyChoice:
         """Select the keys of this call and of the cache that have the largest biases."""
-        bias = jax.lax.stop_gradient(key[..., -1]).astype(jnp.float32).swapaxes(1, 2)
+        bias = jax.lax.stop_gradient(index.key[..., -1]).astype(jnp.float32).swapaxes(1, 2)
         choice = KeyChoice(self._chosen(bias, ctx)) if past is None else self._chosen_cached(bias, past, ctx)
         return choice.repeated(self.config.num_heads // self.config.num_kv_heads)
 
