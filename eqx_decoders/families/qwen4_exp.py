@@ -216,7 +216,6 @@ FAMILY = Family(
         **dict.fromkeys(("mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
                         "layers of multi-token prediction are left out"),
     },
-    decoder_of={"qwen4_exp": {"model.": "model.language_model.", "lm_head.": "lm_head."}},
 )  # fmt: skip
 
 
