@@ -165,5 +165,5 @@ def test_all_streams_are_read_where_they_have_weights():
         with pytest.raises(ed.ConfigError, match=sentence):
             dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, **changes))
     block = dataclasses.replace(config.mtp.block, residual=Sequential())
-    with pytest.raises(ed.ConfigError, match="needs HyperConnections, the same"):
+    with pytest.raises(ed.ConfigError, match="needs HyperConnections or GatedStreams, the same"):
         dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, block=block))
