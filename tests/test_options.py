@@ -232,9 +232,9 @@ OPTIONS: dict[type, tuple] = {
         dict(size=2, top_k=3, local_blocks=2, num_heads=4, head_dim=10, norm=RMSNormConfig(scale=False)),
     ),
     PooledIndexerConfig: (
-        PooledIndexerConfig(size=2, top_k=1, num_heads=3, head_dim=8),
+        PooledIndexerConfig(size=1, top_k=2, num_heads=3, head_dim=8),
         lambda c: mixer(selection=c),
-        dict(size=1, top_k=2, num_heads=5, head_dim=16, norm=RMSNormConfig(scale=False)),
+        dict(size=2, top_k=3, local_blocks=2, num_heads=5, head_dim=16, norm=RMSNormConfig(scale=False)),
     ),
     HeadMixtureConfig: (
         HeadMixtureConfig(attention=MIXER, num_experts=4),

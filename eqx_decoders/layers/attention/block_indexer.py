@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import PositiveInt, check
+from eqx_decoders.errors import PositiveInt
 from eqx_decoders.layers.attention.moba import BlockKeys, BlockSelection, mean_keys, products
 from eqx_decoders.layers.attention.topk import top_k_mask
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -145,15 +145,11 @@ class PooledIndexerConfig(BlockIndexerConfig):
     **Arguments:**
 
     - `size`, `top_k`: positions of a block, and complete blocks that a query attends to.
-    - `local_blocks`: 1, the query's own block while it is not complete.
+    - `local_blocks`: 1 for the query's own block while it is not complete; more for blocks just before it, which are
+        then among the chosen ones.
     - `num_heads`, `head_dim`: its heads, and features of their queries and of the keys.
     - `norm`: normalization of its queries, and of the means.
     """
-
-    def __post_init__(self):
-        super().__post_init__()
-        rule = "must be 1: blocks before the query's own compete"
-        check(self.local_blocks == 1, f"PooledIndexerConfig.local_blocks={self.local_blocks} {rule}.")
 
     def choices(self, heads: int) -> int:
         """Return how many choices so many heads of queries make: one."""
@@ -195,7 +191,8 @@ class PooledIndexerConfig(BlockIndexerConfig):
         positions: Int[Array, "batch length"],
     ) -> Bool[Array, "batch 1 length blocks"]:
         tail = up_to & (back == 0) & ((positions + 1) % self.size != 0)[:, :, None]
-        scores = jnp.where((up_to & ~tail)[:, None], scores, -jnp.inf)
+        near = ((back > 0) & (back < self.local_blocks))[:, None]
+        scores = jnp.where((up_to & ~tail)[:, None], jnp.where(near, jnp.inf, scores), -jnp.inf)
         return (top_k_mask(scores, self.top_k) & (scores > -jnp.inf)) | tail[:, None]
 
 

@@ -77,7 +77,7 @@ POOLED = dataclasses.replace(
 )
 
 
-def pooled_by_hand(layer, x, positions):
+def pooled_by_hand(layer, x, positions, local):
     """`batch length length`: of the complete blocks the two best means, and the block that is not complete."""
     indexer, table = layer.indexer, plain_frequencies(10.0, 4)
 
@@ -98,17 +98,20 @@ def pooled_by_hand(layer, x, positions):
         for block in blocks:
             mean = sum(x[b, s] @ wide(indexer.key) for s in block) / 3
             key = rotated(indexer.key_norm, mean, positions[b, block[0]])
-            scores.append(sum(max(0.0, query @ key) for query in queries))
+            back = here // 3 - positions[b, block[0]] // 3
+            scores.append(np.inf if 0 < back < local else sum(max(0.0, query @ key) for query in queries))
         for place in tail + [s for i in best(scores, 2) for s in blocks[i]]:
             seen[b, t, place] = True
     return seen
 
 
-def test_blocks_of_the_best_means_are_those_of_the_loop():
+@pytest.mark.parametrize("local", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_blocks_of_the_best_means_are_those_of_the_loop(local):
     """Also where the context does not say that positions are contiguous."""
-    layer, positions = drawn(lambda key: POOLED.build(5, key=key)), POSITIONS.copy()
+    config = dataclasses.replace(POOLED, selection=dataclasses.replace(POOLED.selection, local_blocks=local))
+    layer, positions = drawn(lambda key: config.build(5, key=key)), POSITIONS.copy()
     positions[1, 2:] -= 5  # documents from their beginning
-    want = pooled_by_hand(layer, wide(X), positions)
+    want = pooled_by_hand(layer, wide(X), positions, local)
     for contiguous in (False, True):
         ctx = dataclasses.replace(context(positions, SEGMENTS), contiguous=contiguous)
         mask = eqx.filter_jit(lambda x, ctx=ctx: layer._choose_blocks(layer._index(x, ctx), None, ctx).present.mask(21))
@@ -176,6 +179,4 @@ def test_operations_are_counted():
 
 
 def test_heads_of_means_need_not_divide_those_of_attention():
-    with pytest.raises(ed.ConfigError, match=r"PooledIndexerConfig.local_blocks=2 must be 1"):
-        dataclasses.replace(POOLED.selection, local_blocks=2)
     assert POOLED.num_heads % POOLED.selection.num_heads != 0
