@@ -254,16 +254,15 @@ class Engram(eqx.Module):
         tail = jnp.full((len(tokens), self.config.max_ngram - 1, 1), -1, jnp.int32) if tail is None else tail
         rows = ngram_rows(self.config, tokens, tail[..., 0], ctx.positions, ctx.segment_ids)
         vectors = look_up(self.table.reshape(-1, self.config.head_dim), rows, "rows row_dim", ctx)
-        return vectors.reshape(*rows.shape[:2], -1)
+        # split as products add them up before a cache splits these otherwise: XLA (jax 0.10) has wrong ones for both
+        return ctx.constrain(vectors.reshape(*rows.shape[:2], -1), "batch length ngram_features")
 
     def _values(self, x: Array, vectors: Array, ctx: Context) -> Float[Array, "batch length streams embed"]:
         """Project the vectors to values, gated for each stream."""
         into = "batch length ngram_features, ngram_features streams embed -> batch length streams embed"
         key = self._normed(add_bias(ctx.einsum(into, vectors, self.key), self.key_bias), self.key_scale)
         into = "batch length ngram_features, ngram_features embed -> batch length embed"
-        # split as requested before a cache splits it otherwise: XLA (jax 0.10) has a wrong product for both at once
-        value = ctx.constrain(ctx.einsum(into, vectors, self.value), "batch length embed")
-        value = add_bias(value, self.value_bias)
+        value = add_bias(ctx.einsum(into, vectors, self.value), self.value_bias)
         query = self._normed(x, self.query_scale)
         score = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=-1) * x.shape[-1] ** -0.5
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))

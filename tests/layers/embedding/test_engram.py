@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.layers.cache.recurrent_state import last_inputs
 from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngram_rows
 from eqx_decoders.layers.mlp import LinearConfig
@@ -221,8 +222,13 @@ def test_padding_changes_nothing(layer, places):
 
 def test_tokens_over_a_memory_on_a_mesh():
     """The memory splits the features of what a product adds up over split weights."""
-    config = dataclasses.replace(SMALL, embed_dim=16, streams=1, head_dim=8)
-    block = ed.BlockConfig(mlp=LinearConfig(), mixer=None, pre_layers=(ed.ExtraLayerConfig(layer=config),))
+    config = dataclasses.replace(SMALL, embed_dim=16, head_dim=8)
+    block = ed.BlockConfig(
+        mlp=LinearConfig(),
+        mixer=None,
+        pre_layers=(ed.ExtraLayerConfig(layer=config),),
+        residual=GatedStreams(streams=2, rank=4),
+    )
     model = filled(ed.DecoderConfig(vocab_size=VOCAB, embed_dim=16, blocks=(block,), final_norm=None))
     many = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, VOCAB, (8, 3)), jnp.int32)
