@@ -57,7 +57,7 @@ def our_steps(folder: Path) -> list[float]:
     """Run GRPO by `scripts/train.py`; return the seconds of each step."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     sizes = f"--rl.prompts {PROMPTS} --rl.samples {ANSWERS} --rl.max-new-tokens {NEW} --rl.slots {PROMPTS * ANSWERS}"
-    sizes += f" --seq-len 512 --batch-size 16 --steps {STEPS} --rl.answers-per-row 8"
+    sizes += f" --seq-len 800 --batch-size 8 --steps {STEPS} --rl.answers-per-row 8"
     quiet = "--sample-tokens 0 --eval-every 0 --checkpoint-every 1000"
     words = ["--method", "rl", "--rl.preset", "grpo", "--rl.reward", f"{__file__}:reward", "--run-dir", folder / "run"]
     words += ["--init-from", folder / "model", "--data", folder / "prompts.jsonl", *sizes.split(), *quiet.split()]
