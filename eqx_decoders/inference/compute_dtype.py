@@ -1,6 +1,5 @@
 """Weights in the dtype in which they are multiplied: a model that only draws need not read larger ones."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -11,20 +10,21 @@ from jax.extend import core
 
 from eqx_decoders.model.caches import init_cache
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.sharding.axes import named_leaves, path_name
+from eqx_decoders.numerics.precision import cast
+from eqx_decoders.sharding.axes import named_leaves, path_name, replaced
 
 
 # Operations that move numbers and change none: what is cast before or after them is the same.
-_WHOLE = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "rev"})
-_PARTS = frozenset({"slice", "dynamic_slice", "gather", "split"})
-_MOVES = _WHOLE | _PARTS | {"sharding_constraint", "reshard", "optimization_barrier"}
+_MOVES = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p", "rev"})
+_MOVES |= {"slice", "dynamic_slice", "gather", "split", "sharding_constraint", "reshard", "optimization_barrier"}
 
 
 def multiplied_weights(model: Decoder) -> frozenset[str]:
     """Return the names of the weights that a forward pass reads in the compute dtype alone, and has in a larger one.
 
     A copy in that dtype gives the same numbers. Found in the programs of a prompt and of a token: each use of such a
-    weight is a cast, maybe of a part of it.
+    weight is a cast, maybe of a part of it. What they don't read, such as encoders and drafting heads, is not among
+    them.
     """
     dtype = jnp.dtype(model.execution.precision.compute)
     large = {name for name, leaf in named_leaves(model).items() if _is_larger(leaf, dtype)}
@@ -41,35 +41,28 @@ def multiplied_weights(model: Decoder) -> frozenset[str]:
             return eqx.combine(arrays, static)(tokens, cache=cache).logits
 
         program = jax.make_jaxpr(forward)(shapes, tokens, cache).jaxpr
-        read = dict(zip(names, program.invars, strict=False))
-        large = {name for name in large if _only_cast(program, read[name], dtype)}
+        variables = dict(zip(names, program.invars, strict=False))
+        read = {id(each) for equation in program.eqns for each in equation.invars}
+        large = {name for name in large if id(variables[name]) in read}
+        large = {name for name in large if _results(program, variables[name], dtype) == set()}
     return frozenset(large)
 
 
 def with_multiplied(model: Decoder, names: frozenset[str]) -> Decoder:
     """Return a model with copies of these weights in its compute dtype, sharded as they are; others are the same."""
-    chosen = {name: leaf for name, leaf in named_leaves(model).items() if name in names}
-    copies = _cast(chosen, jnp.dtype(model.execution.precision.compute))
-    copies = {name: jax.device_put(leaf, chosen[name].sharding) for name, leaf in copies.items()}
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: copies.get(path_name(path), leaf), model)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _cast(leaves: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), leaves)
+    dtype = jnp.dtype(model.execution.precision.compute)
+    return replaced(model, {name: cast(leaf, dtype) for name, leaf in named_leaves(model).items() if name in names})
 
 
 def _is_larger(leaf: Any, dtype: np.dtype) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > dtype.itemsize
 
 
-def _only_cast(program: core.Jaxpr, variable: Any, dtype: np.dtype) -> bool:
-    """Return whether all that a program does with a variable is to move it and to cast it to a dtype."""
-    return _results(program, variable, dtype) == set()
-
-
 def _results(program: core.Jaxpr, variable: Any, dtype: np.dtype) -> set[int] | None:
-    """Return the numbers of a program's results that are a variable, moved and not cast; None if it is used else."""
+    """Return the numbers of a program's results that are a variable, moved and not cast to a dtype.
+
+    None if the program does anything else with it than to move and to cast it.
+    """
     results = {index for index, each in enumerate(program.outvars) if each is variable}
     for equation in program.eqns:
         for place, each in enumerate(equation.invars):

@@ -1,10 +1,14 @@
-"""Dtypes of a model: of its stored weights and of its activations."""
+"""Dtypes of a model: of its stored weights and of its activations; copies of arrays in another one."""
 
 import dataclasses
+import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from eqx_decoders.errors import ConfigError, check_word
 
@@ -34,3 +38,14 @@ def _floating(field: str, value: DTypeLike) -> np.dtype:
         raise ConfigError(f"{field}={value!r} is not a dtype. Known: {', '.join(_FLOATS)}.") from error
     check_word(field, dtype.name, _FLOATS)
     return dtype
+
+
+def cast(leaf: Array, dtype: Any, sharding: Any = None) -> Array:
+    """Return a copy of an array in another dtype, and with another sharding if one is given."""
+    return _cast_program(jnp.dtype(dtype), leaf.sharding if sharding is None else sharding)(leaf)
+
+
+@functools.lru_cache(64)
+def _cast_program(dtype: np.dtype, sharding: Any) -> Any:
+    """Return a program for arrays of other dtypes, which later calls find again."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)

@@ -18,13 +18,8 @@ class OnPolicyRun(RLRun):
     def __init__(self, start: MethodStart, prompts: PromptBatches, answerer: Drawer):
         super().__init__(start, prompts, answerer)
         settings = start.config.distill
-        self.loss = DistillObjective(
-            teacher=load_teacher(str(settings.teacher), start.tokenizer, start.execution),
-            divergence=settings.divergence_of(),
-            temperature=settings.temperature,
-            alpha=settings.alpha,
-            hidden=settings.hidden,
-        )
+        teacher = load_teacher(str(settings.teacher), start.tokenizer, start.execution)
+        self.loss = DistillObjective(teacher, **settings.loss_options())
 
     def evaluate(self, state: TrainState, batches: Iterable[list[Prompt]]) -> dict[str, float]:
         """Compute the loss and the divergence of answers drawn to held-out prompts."""

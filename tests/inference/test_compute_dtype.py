@@ -10,6 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.inference.compute_dtype import multiplied_weights, with_multiplied
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import named_leaves
 from tests.commands import ROOT
 from tests.models import filled, rich_decoder
@@ -39,6 +40,15 @@ def test_no_number_changes():
     tokens = np.asarray([[3, 1, 4, 1, 5]], np.int32)
     assert jnp.array_equal(*(each(tokens).logits for each in (model, other)))
     assert multiplied_weights(filled(config)) == frozenset()
+
+
+def test_what_no_program_reads_is_not_copied():
+    """Depths of multi-token prediction, which draft in programs of their own."""
+    config = rich_decoder(1)
+    mtp = ed.MTPConfig(num_depths=1, block=config.blocks[0], norm=RMSNormConfig())
+    model = filled(dataclasses.replace(config, mtp=mtp), precision=BF16)
+    names = multiplied_weights(model)
+    assert names and not any(name.startswith("mtp.") for name in names)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """`EngineWeights`: the weights that an engine's programs read, which others like them can take the place of."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +8,7 @@ from jaxtyping import Array
 
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.numerics.precision import cast
 from eqx_decoders.sharding.axes import named_leaves
 
 
@@ -87,11 +87,5 @@ def shape_of(leaf: Any) -> Any:
 def _like(leaf: Array, shape: jax.ShapeDtypeStruct) -> Array:
     """Return an array with the dtype and the sharding of another, itself where they agree."""
     if leaf.dtype != shape.dtype:
-        return _cast(shape.dtype, shape.sharding)(leaf)
+        return cast(leaf, shape.dtype, shape.sharding)
     return leaf if leaf.sharding == shape.sharding else jax.device_put(leaf, shape.sharding)
-
-
-@functools.lru_cache(64)
-def _cast(dtype: Any, sharding: Any) -> Any:
-    """Return a program for arrays of other dtypes, which later calls find again."""
-    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)

@@ -54,10 +54,12 @@ class DistillConfig(CheckedFields):
         plain = self.beta == 0.5 or self.divergence in BETAS
         check(plain, f"distill.beta={self.beta} is read with divergence={' or '.join(map(repr, BETAS))}: leave it out.")
 
-    def divergence_of(self) -> Divergence:
-        """Return the divergence that is minimized."""
+    def loss_options(self) -> dict[str, Any]:
+        """Return the options of a `DistillObjective`, but for its teacher."""
         kind: Any = self.divergence.removesuffix("_scaled")
-        return Divergence(kind, self.beta, scaled=self.divergence == "jsd_scaled")
+        divergence = Divergence(kind, self.beta, scaled=self.divergence == "jsd_scaled")
+        options = dict(temperature=self.temperature, alpha=self.alpha, hidden=self.hidden)
+        return {"divergence": divergence, **options}
 
 
 def check_teacher(config: Any) -> None:

@@ -29,13 +29,8 @@ class DistillRun(BatchMethod):
     def __init__(self, start: MethodStart):
         super().__init__(start.execution, start.config.dataset.batch_size)
         settings = start.config.distill
-        self.loss = DistillObjective(
-            teacher=teacher_of(start) if settings.top is None else None,
-            divergence=settings.divergence_of(),
-            temperature=settings.temperature,
-            alpha=settings.alpha,
-            hidden=settings.hidden,
-        )
+        teacher = teacher_of(start) if settings.top is None else None
+        self.loss = DistillObjective(teacher, **settings.loss_options())
 
 
 def teacher_of(start: MethodStart) -> Decoder:
