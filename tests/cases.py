@@ -8,7 +8,7 @@ must agree.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -611,7 +611,8 @@ def check(case: Case, seed: int = 0, **execution: Any) -> None:
     `execution` are further ways in which the fast form runs.
 
     Some decoders (a recurrence under a few norms) blow rounding errors up a thousandfold: what the plain form itself
-    makes of weights that are rounded in other ways is granted, too.
+    makes of weights that are rounded in other ways is granted, too. In some roundings a weight loses a hundredth of
+    what it loses in others: two tell enough of most cases, and eight of those that need more.
     """
     model, batch, key = filled(decoder_config(case), seed), batch_of(case, seed + 3), key_of(case)
     plain = model.replace(scan=False, attention="dot", experts="capacity" if case["channel"] == "capacity" else "dense")
@@ -628,17 +629,25 @@ def check(case: Case, seed: int = 0, **execution: Any) -> None:
         sums, gradient, logits = plain_results(model, batch, key, case["cache"] != "none")
         return sums, {name: gradient[name] for name in trained}, logits
 
-    exact, rules = plainly(plain), dict(units=512)
-    rounded = [plainly(_jittered(plain, unit("float32"), jax.random.key(seed))) for seed in range(2)]
+    def compare(exact: tuple, rounded: list[tuple], **rules: Any) -> None:
+        for got, want, *lossy in zip(results, exact, *rounded, strict=True):
+            if got is trained and case["dtype"] == "bfloat16" and case["mixer"] in (*RECURRENT, "differential"):
+                assert all(jnp.isfinite(leaf).all() for leaf in got.values())  # the plain form's are as wrong as large
+            else:
+                assert_close(got, want, rounded=lossy, **rules)
+
+    def roundings(model: ed.Decoder, size: float, seeds: Iterable[int]) -> list[tuple]:
+        return [plainly(_jittered(model, size, jax.random.key(seed))) for seed in seeds]
+
+    exact = plainly(plain)
     if case["dtype"] == "bfloat16":
         # Rounding may choose another expert for a token or two, and models without norms before their layers blow it
         # up: the root mean square counts, and what the plain form itself loses in bfloat16.
-        rules = dict(units=12, dtype="bfloat16", measure=root_mean_square)
         coarse = plain.replace(precision=ed.Precision(compute="bfloat16"))
-        sizes = enumerate((0.0, 2**-9, 2**-9))
-        rounded = [plainly(_jittered(coarse, size, jax.random.key(seed))) for seed, size in sizes]
-    for got, want, *lossy in zip(results, exact, *rounded, strict=True):
-        if got is trained and case["dtype"] == "bfloat16" and case["mixer"] in (*RECURRENT, "differential"):
-            assert all(jnp.isfinite(leaf).all() for leaf in got.values())  # the plain form's are as wrong as large
-        else:
-            assert_close(got, want, rounded=lossy, **rules)
+        rounded = [plainly(coarse), *roundings(coarse, 2**-9, (1, 2))]
+        return compare(exact, rounded, units=12, dtype="bfloat16", measure=root_mean_square)
+    few = roundings(plain, unit("float32"), range(2))
+    try:
+        compare(exact, few, units=512)
+    except AssertionError:
+        compare(exact, few + roundings(plain, unit("float32"), range(2, 8)), units=512)
