@@ -268,14 +268,18 @@ V3_SETTINGS = (
 )
 
 
-def deepseek_v3(*, depths: int = 0, **options: Any) -> DecoderConfig:
-    """Return a decoder of DeepSeek blocks with multi-token prediction; the options are those of `deepseek`."""
+def deepseek_v3(*, depths: int = 0, normed_depths: bool = False, **options: Any) -> DecoderConfig:
+    """Return a decoder of DeepSeek blocks with multi-token prediction; the options are those of `deepseek`.
+
+    `depths`, and whether they are `normed_depths`, as in `MTPConfig`.
+    """
     config = deepseek(**options)
     if depths == 0:
         return config
     assert config.final_norm is not None
     # the stream is read after the final norm, as vLLM and SGLang run these weights
-    mtp = MTPConfig(num_depths=depths, block=config.blocks[-1], norm=config.final_norm, normed_stream=True)
+    block, norm = config.blocks[-1], config.final_norm
+    mtp = MTPConfig(num_depths=depths, block=block, norm=norm, normed_stream=True, normed_depths=normed_depths)
     return dataclasses.replace(config, mtp=mtp)
 
 

@@ -3,8 +3,16 @@
 import functools
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import num_shared, v3_experts, v3_router
-from eqx_decoders.families.common import GATED_MLP, LAYER, DecoderSizes, decoder_sizes, gated_mlp, llama_weights
+from eqx_decoders.families._deepseek import DEPTH, DEPTHS, num_shared, v3_experts, v3_router
+from eqx_decoders.families.common import (
+    GATED_MLP,
+    LAYER,
+    DecoderSizes,
+    decoder_sizes,
+    gated_mlp,
+    llama_weights,
+    renamed,
+)  # fmt: skip
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, Only
@@ -15,7 +23,8 @@ from eqx_decoders.layers.rope import Rope
 _THETA = 11_158_840.0
 _COMPUTED = "enable_moe_fp32_combine enable_attention_fp32_softmax enable_lm_head_fp32 use_grouped_mm"
 _MLP = LAYER + "mlp."
-hy_v3 = functools.partial(v3_experts, normalized=True)
+# depths read what the head reads of the last one, as vLLM and SGLang run these weights
+hy_v3 = functools.partial(v3_experts, normalized=True, normed_depths=True)
 FAMILY = Family(
     model_type="hy_v3",
     architecture="HYV3ForCausalLM",
@@ -31,18 +40,17 @@ FAMILY = Family(
         Integer("moe_intermediate_size", "experts.mlp_dim", 1536, name="expert_dim", twin="expert_hidden_dim"),
         Flag("mlp_bias", "experts.shared.bias", False, name="mlp_bias"),
         moe.dense_layers(1, listed=True),
+        DEPTHS,
     ),
     build=hy_v3,
     weights=(
         *llama_weights(mlp=GATED_MLP + moe.separate_experts(_MLP, router="router.gate")),
         Weight(_MLP + "expert_bias", "mlp.router.selection_bias", "experts -> experts"),
         *gated_mlp(_MLP + "shared_mlp.", "mlp.shared."),
+        *renamed(DEPTH, {"shared_head.norm": "final_layernorm"}),
     ),
     modules={r"\.shared_mlp\.": ".shared_experts."},
-    ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | dict.fromkeys(_COMPUTED.split(), "how it is computed, not what")
-    | {"num_nextn_predict_layers": "transformers leaves such layers out"},
-    ignored_tensors=lambda config: rf"model\.layers\.{len(config.blocks)}\..*|.*rotary_emb\.inv_freq",
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | dict.fromkeys(_COMPUTED.split(), "how it is computed, not what"),
 )
 
 _295B = DecoderSizes(

@@ -6,11 +6,12 @@ the stream behind the second. A third of the router's experts return their input
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import LATENT, latent_attention
-from eqx_decoders.families.common import ENDS, DecoderSizes, gated_mlp, norm_weights, renamed
+from eqx_decoders.families._deepseek import DEPTHS, LATENT, latent_attention
+from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, gated_mlp, norm_weights, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -28,19 +29,21 @@ from eqx_decoders.families.settings_table import (
     only,
     value_at,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 
 
 _THETA = 10_000_000.0
+_DEPTH_TABLE = "model.mtp.embed_tokens.weight"
 
 
 def longcat_flash(
     shape: DecoderSizes, *, rope: Rope = Rope(theta=_THETA, pairing="interleaved"), q_rank: int = 1536,
     kv_rank: int = 512, nope_dim: int = 128, value_dim: int = 128, expert_dim: int = 2048, scaling_factor: float = 6.0,
-    **counts: Any,
+    depths: int = 0, **counts: Any,
 ) -> DecoderConfig:  # fmt: skip
     """Return a decoder of LongCat-Flash's layers; `counts` are those of `ExpertsConfig`."""
     mixer = latent_attention(shape, rope=rope, q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope_dim, value_dim=value_dim)
@@ -49,7 +52,19 @@ def longcat_flash(
     router = RouterConfig(order="score_first", selection_bias=True, scaling_factor=scaling_factor)
     experts = shape.experts(mlp_dim=expert_dim, router=router, shared_dim=shape.mlp_dim, shortcut="experts", **counts)
     first, second = shape.block(mixer, experts), shape.block(mixer, shortcut_from="experts")
-    return shape.decoder((first, second) * shape.num_layers)
+    config = shape.decoder((first, second) * shape.num_layers)
+    return with_depths(config, depths) if depths else config
+
+
+def with_depths(config: DecoderConfig, depths: int) -> DecoderConfig:
+    """Return the decoder with multi-token prediction, whose layer is one block without experts.
+
+    The stream is read after the final norm, as vLLM and SGLang run these weights.
+    """
+    assert config.final_norm is not None
+    block = dataclasses.replace(config.blocks[1], shortcut_from=None)
+    mtp = MTPConfig(num_depths=depths, block=block, norm=config.final_norm, normed_stream=True)
+    return dataclasses.replace(config, mtp=mtp)
 
 
 def _read_head_dim(fields: Fields, values: Values) -> None:
@@ -76,11 +91,11 @@ def _of_zero_experts(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _without_weights(config: DecoderConfig) -> str:
-    """Return the tensors without a weight."""
+    """Return the tensors without a weight; vLLM and SGLang have the model's table for that of a depth, too."""
     experts = value_at(config, "experts")
     numbers = "|".join(map(str, range(experts.num_experts, experts.num_choices)))
     of_zero_experts = rf"model\.layers\.\d+\.mlp\.experts\.({numbers or '-'})\.(gate|up)_proj\.weight"
-    return rf".*rotary_emb\.inv_freq|model\.mtp\..*|{of_zero_experts}"
+    return rf".*rotary_emb\.inv_freq|{re.escape(_DEPTH_TABLE)}|{of_zero_experts}"
 
 
 _SIZES = (
@@ -101,6 +116,7 @@ _SIZES = (
 _LAYER = "model.layers.{layer}."
 _PART = {"self_attn.": "self_attn.{part}."}
 _MLPS = _LAYER + "mlps.{part}."
+_DEPTH = "model.mtp.layers.{depth}."
 FAMILY = Family(
     model_type="longcat_flash",
     architecture="LongcatFlashForCausalLM",
@@ -119,6 +135,7 @@ FAMILY = Family(
         Integer("expert_ffn_hidden_size", "experts.mlp_dim", 2048, name="expert_dim"),
         Number("routed_scaling_factor", "experts.router.scaling_factor", 6.0),
         Rule("rope", lambda fields, values: read_rope(fields, theta=_THETA, pairing="interleaved"), write_rope),
+        DEPTHS,
         *only(
             attention_method="MLA", mla_scale_q_lora=True, mla_scale_kv_lora=True, zero_expert_type="identity",
             router_bias=False, norm_topk_prob=False,
@@ -135,10 +152,17 @@ FAMILY = Family(
         *gated_mlp(_MLPS, "mlp.shared."),
         *moe.separate_experts(_LAYER + "mlp.", router="router.classifier"),
         Weight(_LAYER + "mlp.router.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+        *renamed(mtp_rows(LATENT, LAYER, _DEPTH), {".mlp.": ".transformer_layer.mlp."}),
+        *renamed(
+            depth_rows(_DEPTH, embed_norm="enorm.m", stream_norm="hnorm.m", kernels="eh_proj", final_norm="norm"),
+            {"layers.{depth}.norm": "norm"},
+        ),
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"router_dtype": "routers are in float32"},
     ignored_tensors=_without_weights,
     zero_tensors=_of_zero_experts,
+    copies={_DEPTH_TABLE: "model.embed_tokens.weight"},
+    with_depths=with_depths,
     blocks_per_layer=2,
 )  # fmt: skip
 

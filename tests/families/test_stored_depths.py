@@ -16,20 +16,34 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.model.init import abstract
+from eqx_decoders.sharding.axes import named_leaves
 from tests.families.samples import FIXTURES, decode, sample
 
 
-# of each family: a fixture with its blocks, a prefix of depths, their number, and a prefix of the layers whose tensors'
-# names and shapes theirs are, each with a part of the names
+# of each family: a fixture with its blocks, prefixes of depths, and prefixes of the layers whose tensors' names and
+# shapes theirs are, each with a part of the names
 KINDS = {
-    "mimo": ("qwen2_mixed", "model.mtp_layers.", 1, {"model.layers.2.": ""}),
-    "mimo_v2_flash": ("mimo_v2_flash", "model.mtp.layers.", 3, {"model.layers.1.": ""}),
-    "deepseek_v4": ("deepseek_v4", "mtp.", 2, {"layers.0.attn.": "attn.", "layers.2.ffn": "ffn", "layers.0.hc_": "hc_",
-                                               "layers.0.attn_norm": "attn_norm"}),
+    "mimo": ("qwen2_mixed", ("model.mtp_layers.0.",), {"model.layers.2.": ""}),
+    "mimo_v2_flash": (
+        "mimo_v2_flash", tuple(f"model.mtp.layers.{depth}." for depth in range(3)), {"model.layers.1.": ""}
+    ),
+    "hy_v3": ("hy_v3", ("model.layers.2.", "model.layers.3."), {"model.layers.1.": ""}),
+    "longcat_flash": ("longcat_flash", ("model.mtp.layers.0.",), {
+        "model.layers.0.self_attn.1.": "self_attn.", "model.layers.0.mlps.1.": "transformer_layer.mlp.",
+        "model.layers.0.input_layernorm.1.": "input_layernorm.",
+        "model.layers.0.post_attention_layernorm.1.": "post_attention_layernorm.",
+    }),
+    "deepseek_v4": ("deepseek_v4", ("mtp.0.", "mtp.1."), {
+        "layers.0.attn.": "attn.", "layers.2.ffn": "ffn", "layers.0.hc_": "hc_", "layers.0.attn_norm": "attn_norm",
+    }),
 }  # fmt: skip
 NORMS = {
     "mimo": ("token_layernorm", "hidden_layernorm", "final_layernorm"),
     "mimo_v2_flash": ("enorm", "hnorm", "final_layernorm"),
+    "hy_v3": ("enorm", "hnorm", "final_layernorm"),
+    "longcat_flash": ("enorm.m", "hnorm.m", "model.mtp.norm"),  # the last one stands outside
     "deepseek_v4": ("enorm", "hnorm", "norm"),
 }
 
@@ -47,24 +61,27 @@ def own_shapes(kind: str, size: int) -> dict[str, tuple[int, ...]]:
 
 def written(kind: str, folder) -> dict[str, np.ndarray]:
     """A fixture with depths in `folder`."""
-    fixture, prefix, depths, sources = KINDS[kind]
+    fixture, prefixes, sources = KINDS[kind]
     shutil.copytree(FIXTURES / fixture, folder)
     content = json.loads((folder / "config.json").read_text()) | {"model_type": kind}
     if kind == "mimo":
         content |= {"architectures": ["MiMoForCausalLM"]}
-    if kind != "mimo_v2_flash":  # whose files do not say it
-        content |= {"num_nextn_predict_layers": depths}
+    if kind not in ("mimo_v2_flash", "longcat_flash"):  # whose files do not say it
+        content |= {"num_nextn_predict_layers": len(prefixes)}
     (folder / "config.json").write_text(json.dumps(content))
     found, draws = load_file(folder / "model.safetensors"), np.random.default_rng(0)
     size = found["norm.weight" if kind == "deepseek_v4" else "model.norm.weight"].shape[0]
-    for depth in range(depths):
+    for prefix in prefixes:
         shapes = own_shapes(kind, size)
         for source, part in sources.items():
             same = {part + name.removeprefix(source): x.shape for name, x in found.items() if name.startswith(source)}
             shapes |= {name.replace("post_attention", "pre_mlp") if kind == "mimo_v2_flash" else name: shape
                        for name, shape in same.items()}  # fmt: skip
         for name, shape in shapes.items():
-            found[f"{prefix}{depth}.{name}"] = draws.normal(0.3, 0.3, shape).astype(np.float32)
+            name = name if name.startswith("model.") else prefix + name
+            found[name] = draws.normal(0.3, 0.3, shape).astype(np.float32)
+    if kind == "longcat_flash":
+        found["model.mtp.embed_tokens.weight"] = found["model.embed_tokens.weight"]
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     return found
 
@@ -87,7 +104,6 @@ def run_ahead(model, tokens):
 
 def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.ndarray]:
     """The logits of all depths."""
-    prefix, depths = KINDS[kind][1:3]
     streams = kind == "deepseek_v4"
     stem = "" if streams else "model."
     table = tensors["embed.weight" if streams else "model.embed_tokens.weight"].astype(np.float64)
@@ -96,8 +112,8 @@ def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.nd
     # all streams as they are, or the only one as the head reads it
     stream = hidden.reshape(*tokens.shape, 2, -1) if streams else rms(hidden, tensors[f"{stem}norm.weight"], eps)
     found = []
-    for depth in range(depths):
-        own = {name.removeprefix(f"{prefix}{depth}."): x for name, x in tensors.items()}
+    for depth, prefix in enumerate(KINDS[kind][1]):
+        own = {name.removeprefix(prefix): x for name, x in tensors.items()}
         embed_norm, stream_norm, final_norm = (own[f"{name}.weight"] for name in NORMS[kind])
         later = rms(table[np.roll(tokens, -depth - 1, axis=1)], embed_norm, eps)
         before = rms(stream, stream_norm, eps)
@@ -122,7 +138,8 @@ def by_hand(kind: str, model, hidden, tensors, tokens, eps: float) -> list[np.nd
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_depths_are_read_written_and_run_by_the_formula(kind, tmp_path):
-    tensors, (fixture, _, depths, _) = written(kind, tmp_path / "model"), KINDS[kind]
+    tensors, (fixture, prefixes, _) = written(kind, tmp_path / "model"), KINDS[kind]
+    depths = len(prefixes)
     model = ed.load_hf(tmp_path / "model")
     assert model.config.mtp is not None and model.config.mtp.num_depths == depths
     expected = np.load(FIXTURES / fixture / "expected.npz")
@@ -153,6 +170,26 @@ def test_what_depths_need_is_refused_where_it_is_not_there(tmp_path):
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ed.ConversionError, match=r"model\.mtp\.layers\.1\.eh_proj\.weight is missing"):
         ed.abstract_hf(tmp_path / "model")
+
+
+def test_published_files_of_hy3_have_these_tensors_and_numbers():
+    family = FAMILIES["hy_v3"]
+    settings = family.encode(ed.get_config("hy3-295b-a21b")) | {"num_nextn_predict_layers": 1}
+    model = abstract(family.decode(settings)[0])
+    names = {name for mapping in family.bind(model).values() for name in mapping.names}
+    assert len(names) == 47_138 and "model.layers.80.final_layernorm.weight" in names
+    assert sum(leaf.size for leaf in named_leaves(model).values()) == 298_786_155_776
+
+
+def test_a_depth_of_longcat_is_a_block_without_experts_with_the_models_table():
+    config = decode(sample("longcat_flash", num_nextn_predict_layers=1))
+    assert config.mtp.block == dataclasses.replace(config.blocks[1], shortcut_from=None)
+    table = "model.mtp.embed_tokens.weight"
+    assert FAMILIES["longcat_flash"].copied(config) == {table: "model.embed_tokens.weight"}
+    assert FAMILIES["longcat_flash"].is_ignored(table, config)
+    two = abstract(decode(sample("longcat_flash", num_nextn_predict_layers=2)))
+    with pytest.raises(ed.ConversionError, match=r"model\.mtp\.norm\.weight has room for one layer"):
+        FAMILIES["longcat_flash"].bind(two)
 
 
 def test_all_streams_are_read_where_they_have_weights():
