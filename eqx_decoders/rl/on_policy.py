@@ -28,4 +28,4 @@ class OnPolicyRun(RLRun):
         drawn = [self._draw_held_out(prompts) for prompts in batches]
         self._answerer.engine.release()
         packed = (self._packed(answers).batch for answers in drawn)
-        return held_out_figures(self.loss, state.averaged, packed, lambda batch: batch)
+        return held_out_figures(self.loss, state, packed, lambda batch: batch)

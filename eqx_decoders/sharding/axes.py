@@ -76,6 +76,8 @@ AXES: dict[str, str] = {
     "teacher_heads": "query heads of a frozen teacher",
     "teacher_kv_heads": "key and value heads of a frozen teacher",
     "teacher_head_dim": "features of one head of a frozen teacher",
+    "teacher_embed": "features of the residual stream of a teacher",
+    "layer_pairs": "pairs of a student's and a teacher's layers",
     "streams": "residual streams side by side",
     "stream_pairs": "pairs of residual streams",
     "taps": "tokens that a convolution looks back",

@@ -53,6 +53,7 @@ FLAGS = """
 --distill.no-on-policy --distill.on-policy --rl.teacher --rl.teacher-weight
 --distill.teacher --distill.divergence --distill.beta --distill.temperature --distill.alpha --distill.top
 --distill.saved --distill.hidden.weight --distill.hidden.distance --distill.hidden.layers
+--distill.hidden.no-projection --distill.hidden.projection
 --rl.aggregation --rl.answers-per-row --rl.baseline --rl.dynamic-sampling --rl.entropy --rl.eval-samples --rl.kl
 --rl.kl-in --rl.max-new-tokens --rl.most-draws --rl.no-dynamic-sampling --rl.no-whiten --rl.overlong-buffer
 --rl.policy.correction.cap --rl.policy.correction.floor --rl.policy.correction.kind --rl.policy.correction.row

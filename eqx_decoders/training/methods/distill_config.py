@@ -37,7 +37,7 @@ class DistillConfig(CheckedFields):
     """Weight of the divergence, times the temperature's square; the rest is that of the next tokens' cross-entropy."""
 
     hidden: HiddenStates = dataclasses.field(default_factory=HiddenStates)
-    """Hidden states that are compared, too, of a teacher of the same width."""
+    """Hidden states that are compared, too."""
     on_policy: bool = False
     """Compare with the teacher on answers that the student draws, as in runs with rewards: the data are prompts, and
     `rl.prompts`, `rl.samples`, `rl.max_new_tokens` and `rl.temperature` are read. Take the reverse divergence."""

@@ -9,15 +9,22 @@ import jax
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.step.loss import Loss
+from eqx_decoders.training.step.loss_weights import moved_loss_weights, with_loss_weights
+from eqx_decoders.training.step.train_state import TrainState
 
 
 COUNTS = ("pairs", "answers")  # what figures are means over, where not over tokens
 
 
 def held_out_figures(
-    loss: Loss, model: Decoder, batches: Iterable[Batch], prepare: Callable[[Batch], Batch]
+    loss: Loss, state: TrainState, batches: Iterable[Batch], prepare: Callable[[Batch], Batch]
 ) -> dict[str, float]:
-    """Average the loss and its figures over the pairs, answers or tokens of batches that `prepare` hands over."""
+    """Average the loss and its figures over the pairs, answers or tokens of batches that `prepare` hands over.
+
+    They are those of the means of weights, where there are any.
+    """
+    loss = with_loss_weights(loss, moved_loss_weights(state.loss_weights, state.ema or {}))
+    model = state.averaged
     totals, count = dict[str, float](), 0.0
     for batch in batches:
         value, figures, tokens = jax.device_get(_evaluated(loss, model, prepare(batch)))

@@ -95,7 +95,7 @@ class BatchMethod:
 
     def evaluate(self, state: TrainState, batches: Iterable[Batch]) -> dict[str, float]:
         """Compute the loss and the figures of held-out batches, with the means of the weights where there are any."""
-        return held_out_figures(self.loss, state.averaged, batches, lambda batch: self.prepare(batch, state))
+        return held_out_figures(self.loss, state, batches, lambda batch: self.prepare(batch, state))
 
     def settle(self, state: TrainState) -> None:
         """Do nothing: a batch follows from the data and the state."""

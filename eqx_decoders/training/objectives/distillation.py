@@ -1,5 +1,6 @@
 """Loss of a student that learns from a teacher's distributions, of the teacher itself or of its likeliest tokens."""
 
+import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +20,7 @@ from eqx_decoders.training.head.divergence import Divergence, linear_divergence,
 from eqx_decoders.training.head.head_tiles import HeadForm, cut, joined, tile_length
 from eqx_decoders.training.head.log_probs import linear_log_probs
 from eqx_decoders.training.head.vocab_parallel import HeadWeights
-from eqx_decoders.training.objectives.hidden_states import HiddenStates
+from eqx_decoders.training.objectives.hidden_states import HiddenProjection, HiddenStates
 from eqx_decoders.training.objectives.token_log_probs import at_tokens, needed
 from eqx_decoders.training.step.loss import Forward, head_options, head_weights, next_tokens, token_loss_sum
 from eqx_decoders.training.step.loss_metrics import LossMetrics
@@ -41,6 +42,7 @@ class DistillObjective(eqx.Module):
     - `temperature`: softens both distributions.
     - `alpha`: weight of the divergence.
     - `hidden`: distance of hidden states from those of `teacher`, which is added by its weight.
+    - `projection`: of the student's hidden states; a `Trainer` makes and trains it where `hidden` has one.
     """
 
     teacher: Decoder | None = None
@@ -48,6 +50,7 @@ class DistillObjective(eqx.Module):
     temperature: float = eqx.field(static=True, default=1.0)
     alpha: float = eqx.field(static=True, default=1.0)
     hidden: HiddenStates = eqx.field(static=True, default=HiddenStates())
+    projection: HiddenProjection | None = None
     per_token: ClassVar[bool] = True
 
     def __check_init__(self):
@@ -64,6 +67,14 @@ class DistillObjective(eqx.Module):
         model = model.replace(layer_streams=self.hidden.weight > 0)
         more = functools.partial(self._terms, model, key)
         return token_loss_sum(model, batch, key=key, full_batch=full_batch, nll_weight=1.0 - self.alpha, more=more)
+
+    def new_weights(self, model: Decoder, *, key: PRNGKeyArray) -> HiddenProjection | None:
+        """Make the projection of hidden states; None where there is none."""
+        return self.hidden.new_projection(model, self.teacher, key=key)
+
+    def with_weights(self, weights: HiddenProjection) -> "DistillObjective":
+        """Return the loss with a projection of hidden states."""
+        return dataclasses.replace(self, projection=weights)
 
     def figures(self, sums: dict[str, Float32[Array, ""]]) -> dict[str, Float32[Array, ""]]:
         """Return the means over the targets: of the divergence, and of the distance of hidden states."""
@@ -86,7 +97,10 @@ class DistillObjective(eqx.Module):
             sums = {"divergence": total(self._of_teacher(teacher, model, hidden, theirs))}
             if streams is not None and forward.streams is not None:
                 mine, other = (jnp.asarray(each) for each in zip(*self.hidden.pairs(model, teacher), strict=True))
-                sums["hidden_distance"] = total(self.hidden.distances(forward.streams[mine], streams[other]))
+                students = forward.streams[mine]
+                if self.projection is not None:
+                    students = self.projection(students, model.execution.layout)
+                sums["hidden_distance"] = total(self.hidden.distances(students, streams[other]))
         loss = self.alpha * self.temperature**2 * sums["divergence"]
         loss = loss + self.hidden.weight * sums.get("hidden_distance", 0.0)
         return loss, jax.lax.stop_gradient(sums | {"tokens": jnp.sum(weights)})

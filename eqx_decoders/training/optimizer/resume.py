@@ -29,7 +29,7 @@ def adopt(trainer: Trainer, state: TrainState, saver: Trainer) -> TrainState:
             old = named_leaves(state.optimizer)
             optimizer = jax.tree_util.tree_map_with_path(lambda path, _: old[path_name(path)], optimizer)
         else:
-            optimizer = _at_step(state, trainer.new_optimizer(state.model))
+            optimizer = _at_step(state, trainer.new_optimizer(state.model, state.loss_weights))
         state = dataclasses.replace(state, optimizer=optimizer)
     return trainer.with_ema(state)
 

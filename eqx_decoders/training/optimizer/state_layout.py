@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from eqx_decoders.sharding.axes import axes, named_leaves, path_name
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.offload import Offload, is_on_host
 from eqx_decoders.training.optimizer.int8_moments import EightBits
+from eqx_decoders.training.step.loss_weights import LOSS_WEIGHTS, loss_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +26,18 @@ class StateLayout:
     - `model`: the weights, arrays or shapes, and their layout.
     - `trainable`: the paths of those that are trained.
     - `over_data`: whether states and means are split over `data`, too.
+    - `loss_weights`: the loss's own weights, all of which are trained.
     """
 
     model: Decoder
     trainable: frozenset[str]
     over_data: bool
+    loss_weights: PyTree = None
 
     @functools.cached_property
     def weights(self) -> dict[str, Any]:
-        """Return the trainable weights by path."""
-        return self._trainable(self.model)
+        """Return the weights that are trained by path."""
+        return self._trained(lambda tree: tree)
 
     @property
     def _layout(self) -> Layout:
@@ -44,14 +47,17 @@ class StateLayout:
     def _in_parts(self) -> bool:
         return self.over_data and not self._layout.single
 
-    def _trainable(self, tree: PyTree) -> dict[str, Any]:
-        return {name: leaf for name, leaf in named_leaves(tree).items() if name in self.trainable}
+    def _trained(self, function: Callable[[PyTree], PyTree]) -> dict[str, Any]:
+        """Apply a function to the trees of the model and of the loss; return the results of what is trained by path."""
+        leaves = {name: leaf for name, leaf in named_leaves(function(self.model)).items() if name in self.trainable}
+        others = named_leaves(function(self.loss_weights))
+        return leaves | {LOSS_WEIGHTS + name: leaf for name, leaf in others.items()}
 
     def shardings(self) -> dict[str, Sharding]:
         """Return the shardings of the state and the mean of each weight."""
         if not self.over_data and self._layout.offload == Offload():
             return {name: leaf.sharding for name, leaf in self.weights.items()}
-        return self._trainable(self._layout.state_shardings(self.model, over_data=self.over_data))
+        return self._trained(functools.partial(self._layout.state_shardings, over_data=self.over_data))
 
     def place(self, path: tuple[Any, ...], leaf: Any, shardings: Mapping[str, Any]) -> Any:
         """Return the sharding of a leaf of the optimizer's state, or of a dictionary of weights.
@@ -78,7 +84,7 @@ class StateLayout:
         """Tell XLA to split gradients or weights as their states are, if those are split over `data`."""
         if not self._in_parts:
             return tree
-        shardings = self._trainable(self._layout.on_device.state_shardings(self.model, over_data=True))
+        shardings = self._trained(functools.partial(self._layout.on_device.state_shardings, over_data=True))
 
         def one(path, leaf):
             sharding = self.place(path, leaf, shardings)
@@ -92,7 +98,7 @@ class StateLayout:
         """Tell XLA to gather the new weights as they were before the step, in their own dtype."""
         if not self._in_parts:
             return weights
-        shardings, whole = self._trainable(self._layout.on_device.shardings(self.model)), self.weights
+        shardings, whole = self._trained(self._layout.on_device.shardings), self.weights
         return {  # a layer alone is not constrained
             name: jax.lax.with_sharding_constraint(leaf, shardings[name]) if leaf.shape == whole[name].shape else leaf
             for name, leaf in weights.items()
@@ -100,7 +106,7 @@ class StateLayout:
 
     def streamed(self) -> dict[int, tuple[str, ...]]:
         """Return the weights that are moved one layer at a time, by their number of layers."""
-        words, groups = axes(self.model), {}
+        words, groups = axes(self.model) | loss_axes(self.loss_weights), {}
         for name, leaf in self.weights.items():
             if any(self._layout.offload.holds(field, name, words[name]) for field in ("weights", "optimizer")):
                 groups[leaf.shape[0]] = (*groups.get(leaf.shape[0], ()), name)

@@ -10,11 +10,13 @@ from eqx_decoders.errors import check
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, Restored
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.optimizer.resume import adopt, describe_adoption, ema_weights, is_same, trained_weights
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import model_config, names_same_model, run_config
 from eqx_decoders.training.settings_file import Changes, changed_settings, check_changes, settings_of
 from eqx_decoders.training.step.critic import Critic
+from eqx_decoders.training.step.loss_weights import LOSS_WEIGHTS
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
 
@@ -79,6 +81,7 @@ def restore_state(
         savers[manifest["step"]] = saver = _saver(manifest, trainer, model)
         state = saver.abstract(model, key=key)
         _check_critic(manifest, critic)
+        _check_loss_weights(manifest, state)
         if critic is None:
             return state
         settings = settings_of(manifest["config"])
@@ -101,15 +104,24 @@ def _check_critic(manifest: Mapping[str, Any], critic: Critic | None) -> None:
     check(saved == (critic is not None), f"{rule}, but the run has {'none' if saved else 'one'}: {remedy}.")
 
 
+def _check_loss_weights(manifest: Mapping[str, Any], state: TrainState) -> None:
+    """Raise ConfigError unless a checkpoint has the weights that the loss of the run has of its own."""
+    saved = {name: tuple(a["shape"]) for name, a in manifest["arrays"].items() if name.startswith(LOSS_WEIGHTS)}
+    needed = {LOSS_WEIGHTS + name: leaf.shape for name, leaf in named_leaves(state.loss_weights).items()}
+    rule = f"The checkpoint of step {manifest['step']} has {saved or 'none'} of the loss's own weights"
+    check(saved == needed, f"{rule}, but the run {needed or 'none'}: go on as the run began, or begin a new one.")
+
+
 def _saver(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -> Trainer:
     """Return the trainer that saved a checkpoint, by the settings there; `trainer` where they are not known."""
     settings = settings_of(manifest["config"])
     if settings is not None:
         optimizer, trained = settings.optimizer_config(), trained_weights(manifest["arrays"], model)
-        saver = Trainer.create(optimizer, model, steps=settings.steps)
+        options: Any = dict(steps=settings.steps, loss=trainer.loss)
+        saver = Trainer.create(optimizer, model, **options)
         if trained and trained != saver.trainable:  # its patterns meant others: those of buffers, in earlier versions
             optimizer = dataclasses.replace(optimizer, trainable=tuple(sorted(trained)))
-            saver = Trainer.create(optimizer, model, steps=settings.steps)
+            saver = Trainer.create(optimizer, model, **options)
         if not is_same(trainer, saver):
             trainer = saver
     return dataclasses.replace(trainer, ema_decay=0.5 if ema_weights(manifest["arrays"]) else None)

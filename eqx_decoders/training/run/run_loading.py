@@ -34,11 +34,17 @@ def _load_weights(run: RunDirectory, step: int | None, execution: Execution, ema
     target = abstract_run(run, with_params_dtype(execution, settings.params_dtype))
     model, _, step = load_weights(checkpoints.directory, target, step)  # all of what follows is of this step
     if ema and settings.optimizer.ema_decay is not None:
-        weights = named_leaves(model)
-        names = ema_weights(checkpoints.manifest(step)["arrays"])
-        like = {name: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding) for name, x in weights.items()}
-        means = load_weights(checkpoints.directory, {name: like[name] for name in names}, step, prefix="ema.").tree
-        model = replaced(model, {name: mean.astype(weights[name].dtype) for name, mean in means.items()})
+        weights, arrays = named_leaves(model), checkpoints.manifest(step)["arrays"]
+        shapes = {name: tuple(arrays[f"ema.{name}"]["shape"]) for name in ema_weights(arrays)}  # a loss's own, too
+        whole = model.execution.layout.replicated()
+        shardings = {name: weights[name].sharding if name in weights else whole for name in shapes}
+        like = {
+            name: jax.ShapeDtypeStruct(shape, "float32", sharding=shardings[name]) for name, shape in shapes.items()
+        }
+        means = load_weights(checkpoints.directory, like, step, prefix="ema.").tree
+        model = replaced(
+            model, {name: means[name].astype(leaf.dtype) for name, leaf in weights.items() if name in means}
+        )
     return merge_lora(model)
 
 

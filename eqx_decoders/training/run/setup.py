@@ -36,6 +36,7 @@ from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_export import check_exports
 from eqx_decoders.training.run.run_model import abstract_run, new_model, write_config, write_source
 from eqx_decoders.training.settings_file import is_new
+from eqx_decoders.training.step.loss_weights import loss_shapes
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.train_state import TrainState
 
@@ -203,6 +204,9 @@ def first_state(run: PreparedRun) -> tuple[TrainState, int]:
     """Restore the state of the newest checkpoint, or make a new one; return it and the steps that it has taken."""
     config, key, directory = run.config, jax.random.key(run.config.dataset.seed), run.directory
     print_status("\n".join(describe_model(config, run.target, run.trainer.trainable, run.execution)))
+    size = sum(leaf.size for leaf in jax.tree.leaves(loss_shapes(run.trainer.loss, run.target)))
+    if size > 0:
+        print_status(f"the loss has {size:,} weights of its own, which are trained with the model and in no export")
     if from_first("new", run.writes and (run.checkpoints.latest is None or directory.is_imported)):
         with StatusLine("making the model", remains=run.progress_so_far()):
             model = new_model(directory, run.execution)

@@ -28,6 +28,13 @@ from eqx_decoders.training.optimizer.state_layout import StateLayout
 from eqx_decoders.training.step.balance import expert_configs
 from eqx_decoders.training.step.loss import Loss, NextTokenLoss, or_one
 from eqx_decoders.training.step.loss_metrics import LossMetrics
+from eqx_decoders.training.step.loss_weights import (
+    loss_axes,
+    loss_shapes,
+    moved_loss_weights,
+    new_loss_weights,
+    with_loss_weights,
+)
 from eqx_decoders.training.step.microbatches import cut_batch, join_microbatch, mean_activations, zeros_to_add
 from eqx_decoders.training.step.offloaded_step import by_layer, check_offload, square_sum
 from eqx_decoders.training.step.qk_clip import clipped_weights, latent_attentions, qk_clip
@@ -96,11 +103,12 @@ class Trainer(eqx.Module):
             rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(untrained[:3])}"
             check(not untrained, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
         loss = NextTokenLoss(config.z_loss, config.fused_loss) if loss is None else loss
+        trained = {name: words[name] for name in words if name in trainable} | loss_axes(loss_shapes(loss, model))
         arrays, form = eqx.partition(loss, eqx.is_array)
         moving = max(1, steps - idle_steps)
         return cls(
             name=optimizer.name,
-            optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, moving),
+            optimizer=make_optimizer(optimizer, trained, moving),
             schedule=make_schedule(optimizer, moving),
             trainable=trainable,
             max_grad_norm=optimizer.max_grad_norm,
@@ -116,25 +124,28 @@ class Trainer(eqx.Module):
         """Make the state before the first step."""
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
         key = as_key(key)
-        optimizer = self.new_optimizer(model)
+        loss_weights = new_loss_weights(self.loss, model, key)
+        optimizer = self.new_optimizer(model, loss_weights)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.make_array_from_callback((), _replicated(model), _no_steps) for _ in range(2))
         key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
-        return self.with_ema(TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key))
+        weights: Any = dict(model=model, loss_weights=loss_weights)
+        return self.with_ema(TrainState(**weights, optimizer=optimizer, step=zero, skipped=none, key=key))
 
-    def new_optimizer(self, model: Decoder) -> PyTree:
+    def new_optimizer(self, model: Decoder, loss_weights: PyTree = None) -> PyTree:
         """Make the optimizer's state before its first step, sharded like the weights it belongs to."""
         target = self.abstract(model, key=jax.random.key(0)).optimizer
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
-        return jax.jit(start, out_shardings=shardings)(self._weights(model))
+        return jax.jit(start, out_shardings=shardings)(self._weights(model, loss_weights))
 
     def with_ema(self, state: TrainState) -> TrainState:
         """Add the running means that the state must have and has not, equal to the weights; drop all others."""
         if self.ema_decay is None:
             return dataclasses.replace(state, ema=None)
-        means = {name: mean for name, mean in (state.ema or {}).items() if name in self.trainable}
-        weights = {name: leaf for name, leaf in self._weights(state.model).items() if name not in means}
+        trained = self._weights(state.model, state.loss_weights)
+        means = {name: mean for name, mean in (state.ema or {}).items() if name in trained}
+        weights = {name: leaf for name, leaf in trained.items() if name not in means}
         if not weights:
             return dataclasses.replace(state, ema=means)
         every = self.state_shardings(state.model)
@@ -148,7 +159,8 @@ class Trainer(eqx.Module):
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """Return `init` as a tree of `jax.ShapeDtypeStruct` with shardings, into which checkpoints are restored."""
         everywhere, key = _replicated(model), as_key(key)
-        weights, state_layout = self._weights(model), self._state_layout(model)
+        loss_weights = loss_shapes(self.loss, model)
+        weights, state_layout = self._weights(model, loss_weights), self._state_layout(model)
         shardings = state_layout.shardings()
 
         def like(path, leaf):
@@ -160,14 +172,15 @@ class Trainer(eqx.Module):
         like_key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
         means = {name: jax.eval_shape(widened, leaf).update(sharding=shardings[name]) for name, leaf in weights.items()}
         ema = None if self.ema_decay is None else means
-        return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key, ema=ema)
+        more: Any = dict(step=scalar, skipped=scalar, key=like_key, ema=ema, loss_weights=loss_weights)
+        return TrainState(model=model, optimizer=optimizer, **more)
 
     def state_shardings(self, model: Decoder) -> dict[str, jax.sharding.Sharding]:
-        """Return the shardings of the optimizer's state and running mean of each trainable weight."""
+        """Return the shardings of the optimizer's state and running mean of each weight that is trained."""
         return self._state_layout(model).shardings()
 
     def _state_layout(self, model: Decoder) -> StateLayout:
-        return StateLayout(model, self.trainable, self.shard_over_data)
+        return StateLayout(model, self.trainable, self.shard_over_data, loss_shapes(self.loss, model))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Take one compiled optimizer step; `state` is donated: its buffers are those of the new state.
@@ -203,7 +216,7 @@ class Trainer(eqx.Module):
 
     def _advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None
-        gradient, sums = self._gradient(state.model, batch, key)
+        gradient, sums = self._gradient(state.model, batch, key, state.loss_weights)
         tokens = or_one(sums.tokens)
         divisor = tokens if self.loss.per_token else jnp.ones_like(tokens)
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
@@ -231,7 +244,7 @@ class Trainer(eqx.Module):
             return state_layout.gathered(weights), in_parts(optimizer), ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
-        old, groups = self._weights(state.model), state_layout.streamed()
+        old, groups = self._weights(state.model, state.loss_weights), state_layout.streamed()
         names = tuple(name for name in old if not any(name in group for group in groups.values()))
         weights, optimizer, ema = by_layer(move, groups, names, moves, old, gradient, state.optimizer, state.ema)
         model = self._with_weights(state.model, weights)
@@ -240,14 +253,10 @@ class Trainer(eqx.Module):
         clipped = self._clipped(model, sums.stats, moves)
         if ema is not None and clipped is not model:
             ema = in_parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
-        new = TrainState(
-            model=clipped,
-            optimizer=optimizer,
-            step=state.step + 1,
-            skipped=state.skipped + jnp.where(moves, 0, 1),
-            key=state.key,
-            ema=ema,
-        )
+        arrays: Any = dict(model=clipped, optimizer=optimizer, ema=ema)
+        arrays |= dict(loss_weights=moved_loss_weights(state.loss_weights, weights))
+        skipped = state.skipped + jnp.where(moves, 0, 1)
+        new = dataclasses.replace(state, step=state.step + 1, skipped=skipped, **arrays)
         metrics = StepMetrics(
             loss=sums.loss / divisor,
             nll=sums.nll / tokens,
@@ -262,9 +271,12 @@ class Trainer(eqx.Module):
         )
         return new, metrics
 
-    def _gradient(self, model: Decoder, batch: Batch, key: PRNGKeyArray | None) -> tuple[PyTree, LossMetrics]:
+    def _gradient(
+        self, model: Decoder, batch: Batch, key: PRNGKeyArray | None, loss_weights: PyTree = None
+    ) -> tuple[PyTree, LossMetrics]:
         """Compute the gradient of the summed loss, and its metrics, added up over the microbatches."""
         config, state_layout = self.config, self._state_layout(model)
+        trained_weights = self._weights(model, loss_weights)
         count = config.gradient_accumulation_steps
 
         def loss(weights, rows, key):
@@ -273,10 +285,11 @@ class Trainer(eqx.Module):
                 trained = trained.replace(layout=_gradients_over_data(trained))
             if config.qk_clip_threshold is not None:
                 trained = trained.replace(attention_maxima=True)
-            return self.loss(trained, rows, key=key, full_batch=batch)
+            objective = with_loss_weights(self.loss, moved_loss_weights(loss_weights, weights))
+            return objective(trained, rows, key=key, full_batch=batch)
 
         def part(rows, key):
-            (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)
+            (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(trained_weights, rows, key)
             return state_layout.in_parts(gradient), metrics
 
         if count == 1:
@@ -316,8 +329,8 @@ class Trainer(eqx.Module):
 
         return {name: mean if after[name] is before[name] else one(name, mean) for name, mean in ema.items()}
 
-    def _weights(self, model: Decoder) -> dict[str, Any]:
-        return {name: leaf for name, leaf in named_leaves(model).items() if name in self.trainable}
+    def _weights(self, model: Decoder, loss_weights: PyTree) -> dict[str, Any]:
+        return StateLayout(model, self.trainable, self.shard_over_data, loss_weights).weights
 
     def _with_weights(self, model: Decoder, weights: dict[str, Any]) -> Decoder:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: weights.get(path_name(path), leaf), model)

@@ -18,7 +18,8 @@ class TrainState(eqx.Module):
     - `step`: steps taken.
     - `skipped`: steps that changed nothing: loss or gradient was not finite, or a critic learned alone.
     - `key`: the run's key; each step uses its own, derived from it.
-    - `ema`: running means of the trainable weights by path, in float32; None without means.
+    - `ema`: running means of everything that is trained by path, in float32; None without means.
+    - `loss_weights`: the loss's own weights, a tree of modules, which the model's optimizer trains; None without any.
     - `critic`: the state of a second model that learns from the same batches; None without one.
     """
 
@@ -28,13 +29,15 @@ class TrainState(eqx.Module):
     skipped: Int32[AnyArray, ""]
     key: Key[AnyArray, ""]
     ema: dict[str, AnyArray] | None = None
+    loss_weights: PyTree = None
     critic: "TrainState | None" = None
 
     @property
     def averaged(self) -> Decoder:
         """Return the model with the running means of its weights, in their dtype; without means, the model."""
         weights = named_leaves(self.model)
-        return replaced(self.model, {name: mean.astype(weights[name].dtype) for name, mean in (self.ema or {}).items()})
+        means = {name: mean for name, mean in (self.ema or {}).items() if name in weights}
+        return replaced(self.model, {name: mean.astype(weights[name].dtype) for name, mean in means.items()})
 
 
 class StepMetrics(eqx.Module):

@@ -12,9 +12,10 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.host_rows import place
 from eqx_decoders.data.signals import Signals
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.head.divergence import Divergence
 from eqx_decoders.training.objectives.distillation import DistillObjective, top_tokens
-from eqx_decoders.training.objectives.hidden_states import HiddenStates
+from eqx_decoders.training.objectives.hidden_states import HiddenProjection, HiddenStates
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from eqx_decoders.training.step.step_config import StepConfig
@@ -99,10 +100,11 @@ def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
         for each in (HiddenStates(), hidden)
     )
     one, other = (
-        np.float64(each.replace(layer_streams=True)(batch.tokens, batch.positions, batch.segment_ids).stats.streams)
+        np.asarray(each.replace(layer_streams=True)(batch.tokens, batch.positions, batch.segment_ids).stats.streams)
         for each in deeper
     )
-    one, other, weights = one[[0, 1, 1], :, :-1], other[[1, 2, 0], :, :-1], targets_of(batch)
+    one, other = one[[0, 1, 1], :, :-1].astype(float), other[[1, 2, 0], :, :-1].astype(float)
+    weights = targets_of(batch)
     products = [np.sum(x * y, -1) for x, y in ((one, other), (one, one), (other, other))]
     each = 1 - products[0] / np.sqrt(products[1] * products[2])
     each = np.mean((one - other) ** 2, -1) if distance == "mse" else each
@@ -119,6 +121,90 @@ def test_a_teacher_of_the_same_weights_is_at_no_distance(models):
         assert abs(metrics.objective["hidden_distance"]) < 1e-6 and metrics.grad_norm < 1e-4
 
 
+@pytest.mark.parametrize("distance", ["cosine", "mse"])
+def test_a_projection_has_the_gradient_of_its_formula(distance):
+    """In float64: of x W against t, the mean over pairs."""
+    draws, hidden = np.random.default_rng(0), HiddenStates(weight=1.0, distance=distance, projection=True)
+    x, t, w = draws.normal(size=(2, 1, 3, 4)), draws.normal(size=(2, 1, 3, 6)), draws.normal(size=(2, 4, 6))
+
+    def mean(kernel):
+        streams = HiddenProjection(jnp.float32(kernel))(jnp.float32(x), ed.Layout())
+        return jnp.mean(hidden.distances(streams, jnp.float32(t)))
+
+    value, gradient = jax.jit(jax.value_and_grad(mean))(jnp.float32(w))
+    y = np.einsum("pble,pef->pblf", x, w)
+    slope, want = 2 * (y - t) / 6, np.mean((y - t) ** 2)
+    if distance == "cosine":
+        norms = [np.linalg.norm(each, axis=-1, keepdims=True) for each in (y, t)]
+        cosine = np.sum(y * t, -1, keepdims=True) / (norms[0] * norms[1])
+        slope, want = cosine * y / norms[0] ** 2 - t / (norms[0] * norms[1]), np.mean(1 - cosine)
+    assert_close(value, want)
+    assert_close(gradient, np.einsum("pble,pblf->pef", x, slope) / 6)
+
+
+@pytest.fixture(scope="module")
+def widths():
+    """A student, and a teacher with other features."""
+    return filled(rich_decoder(1)), filled(dataclasses.replace(rich_decoder(1), embed_dim=32), 1)
+
+
+def projected_steps(models, batch, steps=1, **step):
+    """The state after some steps with a projection, that before them, and the metrics of all."""
+    hidden = HiddenStates(weight=5.0, distance="mse", layers=("0:0",), projection=True)
+    optimizer = dataclasses.replace(PLAIN, ema_decay=0.5, lr_multipliers=(("loss_weights.*", 2.0),))
+    objective = DistillObjective(models[1], alpha=0.5, hidden=hidden)
+    trainer = Trainer.create(optimizer, models[0], steps=10, config=StepConfig(**step), loss=objective)
+    state = trainer.init(jax.tree.map(jnp.copy, models[0]), key=jax.random.key(0))
+    before, found = jax.device_get(state.loss_weights), []
+    for _ in range(steps):
+        state, metrics = trainer.step(state, place(batch, models[0].execution.layout, batch.tokens.shape[0]))
+        assert metrics.objective is not None
+        found.append(jax.device_get((metrics.loss, metrics.grad_norm, metrics.objective["hidden_distance"])))
+    return jax.device_get(state), before, np.array(found)
+
+
+def test_a_teacher_of_another_width(widths):
+    """A projection is trained with the student: it has moments and means, and the model is as it was made."""
+    student, teacher = widths
+    batch = batch_of()
+    state, before, found = projected_steps(widths, batch, steps=3)
+    read = [
+        each.replace(layer_streams=True)(batch.tokens, batch.positions, batch.segment_ids).stats.streams
+        for each in widths
+    ]
+    one, other = (np.asarray(streams[0, :, :-1], np.float64) for streams in read)
+    weights = targets_of(batch)
+    want = np.sum(weights * np.mean((one @ before.kernel[0] - other) ** 2, -1)) / weights.sum()
+    assert_close(found[0, 2], want)
+    assert found[2, 2] < found[0, 2]
+    assert before.kernel.shape == (1, 16, 32) and abs(np.std(before.kernel) * 4 - 1) < 0.1
+    assert np.abs(state.loss_weights.kernel - before.kernel).max() > 1e-3
+    assert jax.tree.structure(state.model) == jax.tree.structure(student)
+    assert not np.array_equal(state.ema["loss_weights.kernel"], state.loss_weights.kernel)
+    assert "loss_weights.kernel" in " ".join(named_leaves(state.optimizer))
+    objective = DistillObjective(teacher, alpha=0.5)
+    assert objective.new_weights(student, key=jax.random.key(0)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "step"),
+    [
+        ({"fsdp": 2, "tensor": 2}, {}),
+        ({"data": 2, "context": 2}, {}),
+        ({"fsdp": 4, "explicit": True}, {}),
+        ({}, {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_a_projection_on_a_mesh_and_in_microbatches(widths, axes, step):
+    want = projected_steps(widths, batch_of(), 2)
+    axes = dict(axes)
+    layout = ed.Layout.create(**axes, devices=jax.devices()[:4]) if axes else ed.Layout()
+    found = projected_steps([model.place(layout) for model in widths], batch_of(), 2, **step)
+    np.testing.assert_allclose(found[2], want[2], rtol=1e-4)
+    np.testing.assert_allclose(found[0].loss_weights.kernel, want[0].loss_weights.kernel, rtol=1e-3, atol=1e-5)
+
+
 def test_layers_that_are_compared(models):
     """All of the student's, spread over the teacher's, unless they are named; and what is refused."""
     few, many = (ed.abstract(rich_decoder(count)) for count in (1, 3))
@@ -130,12 +216,14 @@ def test_layers_that_are_compared(models):
     assert hidden.pairs(many, few) == ((0, 0), (1, 0), (2, 0))
     with pytest.raises(ConfigError, match=f"0:{counts[0]}: the student has {counts[0]} layers"):
         HiddenStates(weight=1.0, layers=(f"0:{counts[0]}",)).pairs(few, few)
-    with pytest.raises(ConfigError, match="of the student's width"):
+    with pytest.raises(ConfigError, match=r"projection=False needs a teacher of the student's width 16, not 32: give"):
         hidden.pairs(few, ed.abstract(dataclasses.replace(rich_decoder(1), embed_dim=32)))
     with pytest.raises(ConfigError, match="must be two numbers of layers"):
         HiddenStates(weight=1.0, layers=("3",))
     with pytest.raises(ConfigError, match="are read with distill"):
         HiddenStates(distance="mse")
+    with pytest.raises(ConfigError, match="layers and projection are read with"):
+        HiddenStates(projection=True)
     with pytest.raises(ConfigError, match="compares with all"):
         DistillObjective(hidden=hidden)
 

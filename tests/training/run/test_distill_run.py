@@ -1,8 +1,10 @@
 """Runs that learn from a teacher: it is compared token by token, and refused where its tokens are others."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError, EqxDecodersError
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
@@ -107,6 +110,37 @@ def test_hidden_states_come_nearer(folder):
     assert "distill.hidden.layers=0:9: the student has" in " ".join(err.split())
     _, err = train(folder, "top", code=2, distill__hidden__weight=1, distill__top=4)
     assert "leave --distill.top=4 out" in " ".join(err.split())
+
+
+@pytest.mark.slow
+def test_a_wider_teacher_and_a_projection_that_goes_on_bit_for_bit(folder):
+    """It is in the checkpoints, with its moments and means; loaded and exported models are as they were made."""
+    student = ed.load_hf(STUDENT).config
+    ed.save_hf(ed.init(dataclasses.replace(student, embed_dim=48), key=jax.random.key(5)), folder / "wide")
+    for file in STUDENT.glob("*token*"):
+        shutil.copy(file, folder / "wide")
+    hidden = {"distill.hidden.weight": 2, "distill.teacher": folder / "wide", "optimizer.ema-decay": 0.9}
+    options: dict[str, Any] = hidden | {"distill.hidden.distance": "mse"}
+    _, err = train(folder, "narrow", code=2, **options)
+    rule = f"needs a teacher of the student's width {student.embed_dim}, not 48: give --distill.hidden.projection"
+    assert rule in " ".join(err.split())
+    more = ("--distill.hidden.projection", "--optimizer.lr-multipliers", "loss_weights.*=10")
+    _, err = train(folder, "wider", *more, **options, export=folder / "exported")
+    assert f"the loss has {48 * student.embed_dim:,} weights of its own" in err
+    rows = [row["hidden_distance"] for row in steps_of(folder / "wider")]
+    assert rows[-1] < rows[0]
+    for steps in (2, 4):
+        train(folder, "wider broken", *more, **options, steps=steps)
+    one, other = (Checkpoints(folder / name / "checkpoints").manifest()["arrays"] for name in ("wider broken", "wider"))
+    assert one == other and {"loss_weights.kernel", "ema.loss_weights.kernel"} <= other.keys()
+    trained, exported = named_leaves(load_run(folder / "wider")), named_leaves(ed.load_hf(folder / "exported"))
+    assert trained.keys() == exported.keys() == named_leaves(ed.load_hf(STUDENT)).keys()
+    assert all(np.array_equal(trained[name], exported[name]) for name in trained)
+    twice = ("--distill.hidden.layers", "0:0", "0:0", "--allow-changes")
+    _, err = train(folder, "wider", *more, *twice, code=2, **options, steps=5, export="None")
+    assert "go on as the run began" in " ".join(err.split())
+    train(folder, "wider mesh", *more, "--mesh.fsdp", "2", "--mesh.context", "2", devices=4, **options)
+    np.testing.assert_allclose(figures(folder, "wider mesh"), figures(folder, "wider"), rtol=2e-4, atol=1e-5)
 
 
 @pytest.mark.slow
