@@ -36,11 +36,12 @@ from eqx_decoders.training.config import (
     TrainedModelSettings,
 )
 from eqx_decoders.training.config_file import with_settings
+from eqx_decoders.training.flags import flag
 from eqx_decoders.training.run.data_preview import describe_data
 from eqx_decoders.training.run.run_directory import RunDirectory
 from eqx_decoders.training.run.run_model import abstract_run
 from eqx_decoders.training.run.trackers import check_installed
-from eqx_decoders.training.settings_file import of_a_new_start, with_file
+from eqx_decoders.training.settings_file import is_of_a_run, of_a_new_start, with_file
 from eqx_decoders.training.step_settings import ModelSettings, StepSettings
 
 
@@ -60,6 +61,7 @@ BASIC = (
     "config",
     "list_models",
 )
+PRESET = "rl.preset"
 TITLES = {
     RunSettings: "run",
     ModelSettings: "model",
@@ -141,28 +143,42 @@ def _by_pattern(number: type, words: list[str]) -> tuple[str, Any]:
 
 
 def _defaults(args: Sequence[str] | None) -> TrainConfig:
-    """Return the settings without flags: those of the run directory, and over them those of the file.
+    """Return the settings without flags: those of the run directory, of a preset, and over them those of the file.
 
-    Settings of a file are not checked yet: flags may change what they need.
+    Settings of a file are not checked yet: flags may change what they need. A preset that is a flag comes first, since
+    other flags, and the file, change what it sets.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--run-dir", "--run_dir")
     finder.add_argument("--checkpoint-dir", "--checkpoint_dir")
     finder.add_argument("--config")
+    finder.add_argument(flag(PRESET), dest=PRESET)
     arguments = finder.parse_known_args(args)[0]
-    expand_paths(arguments, *vars(arguments))
-    new = TrainConfig() if arguments.config is None else with_file(TrainConfig(), arguments.config)
+    preset = {name: value for name, value in vars(arguments).items() if name == PRESET and value is not None}
+    preset = {name: None if value == "None" else value for name, value in preset.items()}
+    expand_paths(arguments, "run_dir", "checkpoint_dir", "config")
+
+    def over(settings: TrainConfig) -> TrainConfig:
+        plain = with_settings(settings, preset, checked=False)
+        if arguments.config is None:
+            return plain
+        if is_of_a_run(arguments.config):  # it has all settings, of which a preset may change those of another
+            return with_settings(with_file(settings, arguments.config), preset, checked=False)
+        return with_file(plain, arguments.config, without=[*preset])
+
+    new = over(TrainConfig())
     expand_paths(new, "run_dir", "checkpoint_dir")
     run_dir, elsewhere = arguments.run_dir or new.run_dir, arguments.checkpoint_dir or new.checkpoint_dir
     started = RunDirectory.find(run_dir, elsewhere)
     if started is None:
         return new
-    run = of_a_new_start(started.settings, run_dir)
-    return run if arguments.config is None else with_file(run, arguments.config)
+    return over(of_a_new_start(started.settings, run_dir))
 
 
 def _fails_alone(default: TrainConfig, error: ConfigError) -> bool:
-    """Return whether the settings of the file raise this error, whatever the flags are."""
+    """Return whether the settings of a file raise this error, whatever the flags are."""
+    if default.config is None:
+        return False
     try:
         with_settings(default, {})
     except ConfigError as without_flags:

@@ -24,6 +24,20 @@ _NULLS = ("", "~", "null", "none")
 _SWITCHES = {**dict.fromkeys(("true", "yes", "on"), True), **dict.fromkeys(("false", "no", "off"), False)}
 
 
+@typing.runtime_checkable
+class HasPreset(typing.Protocol):
+    """Settings some of which a preset sets that is one of them."""
+
+    @property
+    def preset(self) -> str | None:
+        """Name of the preset."""
+        ...
+
+    def of_preset(self, preset: str | None) -> Mapping[str, Any]:
+        """Return the settings that another preset changes, by name."""
+        ...
+
+
 class _Plain(str):
     """A word without quotes."""
 
@@ -114,10 +128,15 @@ def typed_settings(
 
 
 def with_settings(config: T, values: Mapping[str, Any], *, checked: bool = True) -> T:
-    """Replace values of a dataclass by dotted name. `checked=False` leaves the checks to a later copy."""
-    fields: dict[str, Any] = {}
+    """Replace values of a dataclass by dotted name; another preset than it had changes others (`HasPreset`) before.
+
+    `checked=False` leaves the checks to a later copy.
+    """
+    fields, preset = dict[str, Any](), {}
+    if isinstance(config, HasPreset) and values.get("preset", config.preset) != config.preset:
+        preset = config.of_preset(values["preset"])
     for field in dataclasses.fields(typing.cast(Any, config)):
-        old, inside = getattr(config, field.name), f"{field.name}."
+        old, inside = preset.get(field.name, getattr(config, field.name)), f"{field.name}."
         if dataclasses.is_dataclass(old):
             inner = {name.removeprefix(inside): value for name, value in values.items() if name.startswith(inside)}
             fields[field.name] = with_settings(old, inner, checked=checked)

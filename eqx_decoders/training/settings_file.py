@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +123,25 @@ def settings_of(values: Any) -> TrainConfig | None:
     return with_settings(TrainConfig(), _typed(values, "checkpoint"))
 
 
-def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
+def is_of_a_run(path: str | Path) -> bool:
+    """Return whether a file of settings is the `settings.json` of a run, which has all of them."""
+    return Path(path).suffix == ".json" and "run_dir" in read_mapping(path)
+
+
+def with_file(settings: TrainConfig, path: str | Path, *, without: Sequence[str] = ()) -> TrainConfig:
     """Replace settings by those of a file, in the names of flags or fields; unchecked until flags are added.
 
-    A JSON file may be the `settings.json` of another run: settings of that run's starts, and of the directory of its
-    checkpoints, are left out.
+    Names in `without` are not read. A JSON file may be the `settings.json` of another run: settings of that run's
+    starts, and of the directory of its checkpoints, are left out.
     """
     values = read_mapping(path)
     if Path(path).suffix == ".json":
-        dropped = ("history", *_OF_A_START, *["checkpoint_dir"] * ("run_dir" in values))
+        dropped = ("history", *_OF_A_START, *["checkpoint_dir"] * is_of_a_run(path))
         values = {name: value for name, value in values.items() if name not in dropped}
         values = {name: value for name, value in values.items() if not _is_written(name, value)}
     check("config" not in values, f"{path}: config={values.get('config')!r} can't be read from there: give one file.")
-    return with_settings(settings, _typed(values, path) | {"config": str(path)}, checked=False)
+    typed = {name: value for name, value in _typed(values, path).items() if name not in without}
+    return with_settings(settings, typed | {"config": str(path)}, checked=False)
 
 
 def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:

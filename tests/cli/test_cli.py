@@ -140,6 +140,27 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
     assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
 
 
+def test_what_is_given_comes_before_a_preset(tmp_path):
+    """Also what is given its default: as a flag, in a file, and of a run, whose preset another one takes off."""
+    from eqx_decoders.cli.train import parse
+
+    words = ["--method", "rl", "--init-from", "x", "--data", "a.jsonl", "--rl.reward", "a.py:f", "--seq-len", "512"]
+    words += ["--run-dir"]
+    ppo = parse([*words, "new", "--rl.preset", "ppo", "--rl.no-whiten", "--rl.policy.high", "0.4"])
+    assert (ppo.rl.baseline, ppo.rl.whiten, ppo.rl.kl_in) == ("critic", False, "reward")
+    assert (ppo.rl.policy.low, ppo.rl.policy.high) == (0.2, 0.4)
+    (tmp_path / "a.yaml").write_text("rl: {preset: ppo, aggregation: token}")
+    found = parse([*words, "new", "--config", str(tmp_path / "a.yaml"), "--rl.preset=grpo"])
+    assert found.rl.preset == "grpo" and (found.rl.scale, found.rl.aggregation) == ("group", "token")
+    save_settings(ppo, tmp_path / "settings.json")
+    (tmp_path / "tokenizer").mkdir()
+    again = parse(["--run-dir", str(tmp_path)])
+    assert again == dataclasses.replace(ppo, run_dir=str(tmp_path)) and again.rl.whiten is False
+    for start in (["--run-dir", str(tmp_path)], [*words, "new", "--config", str(tmp_path / "settings.json")]):
+        rl = parse([*start, "--rl.preset", "dr_grpo"]).rl
+        assert (rl.baseline, rl.kl_in, rl.aggregation) == ("mean", "loss", "constant") and rl.policy.high == 0.4
+
+
 def test_a_run_is_found_by_a_path_that_the_shell_did_not_expand(tmp_path, monkeypatch):
     """By the flag, by a file of settings whose path is such a one, too; wherever the program is started."""
     from eqx_decoders.cli.train import parse

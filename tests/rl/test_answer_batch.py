@@ -1,5 +1,7 @@
 """Answers of a step: their rewards, advantages and weights, their files and their rows."""
 
+import copy
+import dataclasses
 import math
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
 from eqx_decoders.rl.rewards import Rewards, reward_figures
 from eqx_decoders.serving.rollouts import Rollout
 from eqx_decoders.training.methods.rl_config import PRESETS, RLConfig
+from eqx_decoders.training.objectives.policy_loss import PolicyLoss
 
 
 def answer(group, length, reward=0.0, *, prompt=3, reason: Any = "stop", columns=None):
@@ -145,6 +148,10 @@ def test_presets_are_what_is_not_set():
         assert all(getattr(found, field) == value for field, value in settings.items())
         assert RLConfig(**dict(vars(found), preset=name)) == found  # again, as when a run goes on
     assert RLConfig(preset="grpo", aggregation="prompt").aggregation == "prompt"
+    given = RLConfig(preset="ppo", whiten=False, policy=PolicyLoss())
+    assert given.kl_in == "reward" and not given.whiten and given.policy.high == 0.28
+    assert "rl.whiten=False" in given.describe_preset() and dataclasses.replace(given, kl=0.1).whiten is False
+    assert copy.deepcopy(given) == given and vars(given).keys() == type(given).__dataclass_fields__.keys()
     assert RLConfig(preset="dapo").dynamic_sampling and not RLConfig(preset="grpo").dynamic_sampling
 
 

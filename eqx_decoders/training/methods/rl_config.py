@@ -124,11 +124,15 @@ class EnvironmentSettings(CheckedFields):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLConfig(RewardSettings, EnvironmentSettings):
-    """Settings of training with rewards (`method="rl"`)."""
+    """Settings of training with rewards (`method="rl"`).
+
+    A preset sets what is not given: `RLConfig(preset="ppo", whiten=False)` does not whiten. `dataclasses.replace` gives
+    all; `with_settings` changes the preset of settings that are there.
+    """
 
     checked_name = "rl."
     preset: Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo", "reinforce++", "ppo"] | None = None
-    """Published settings by their name, for what has its default: baseline, scale, aggregation, policy and so on."""
+    """Published settings by their name, for what is not given: baseline, scale, aggregation, policy and so on."""
     prompts: PositiveInt = 16
     """Prompts of a step."""
     samples: PositiveInt = 8
@@ -184,10 +188,17 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     eval_samples: PositiveInt = 1
     """Answers drawn to each held-out prompt, beside the most likely one."""
 
+    def __new__(cls, **given: Any) -> "RLConfig":
+        """Note which settings are given, also those that are given their default."""
+        config = super().__new__(cls)
+        object.__setattr__(config, "_given", given.keys())
+        return config
+
     def __post_init__(self):
         for name, value in PRESETS.get(self.preset or "", {}).items():
-            if getattr(self, name) == type(self).__dataclass_fields__[name].default:
+            if name not in vars(self)["_given"]:
                 object.__setattr__(self, name, value)
+        object.__delattr__(self, "_given")
         if self.max_staleness and self.policy.correction == Correction():
             corrected = dataclasses.replace(self.policy, correction=Correction(kind="tis"))
             object.__setattr__(self, "policy", corrected)
@@ -212,6 +223,15 @@ class RLConfig(RewardSettings, EnvironmentSettings):
             check(free, f"rl.critic.{name}={value!r} {rule}: leave it out, or take rl.preset='ppo'.")
         free = self.baseline != "critic" or self.scale == "none"
         check(free, f"rl.scale={self.scale!r} {rule}: advantages are not those of groups. Leave it out.")
+
+    def of_preset(self, preset: str | None) -> dict[str, Any]:
+        """Return the settings that another preset changes: those that have their default, or the value of this one."""
+        mine, others, changed = PRESETS.get(self.preset or "", {}), PRESETS.get(preset or "", {}), {}
+        for name in (*mine, *others):
+            plain = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) in (plain, mine.get(name, plain)):
+                changed[name] = others.get(name, plain)
+        return changed
 
     def describe_preset(self) -> str:
         """Describe what `preset` has set, in the names of settings."""
