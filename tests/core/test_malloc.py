@@ -26,6 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="for glibc")
 def test_temporaries_are_not_mapped_at_every_call(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -26,7 +26,7 @@ from tests.encoders.directories import save_image, vision_directory
 
 
 # Each process: (folder, arguments of the training program as JSON).
-WORKER = """
+COMMON = """
 import json, os, pathlib, sys, time
 from unittest import mock
 folder, words, number = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["JAX_PROCESS_ID"])
@@ -105,22 +105,25 @@ def broken(self, batch=Batches.__next__):
     if number == 1 and self._row >= 8 * 4:
         raise DataError("row 32 is torn")
     return batch(self)
-
+"""
+WORKER = f"""{COMMON}
 with connected(60):
     check_batches()
     assert train("steps") == 0
-    with no_renames(), mock.patch("eqx_decoders.training.run.loop.plot_losses"):  # as in a bucket
-        with mock.patch.object(MetricsReporter, "report", interrupted):
-            assert train("stopped", *QUIET) == 143
-        again = mock.patch.object(reading, "_load", flipped)
-        read = mock.patch.object(reading, "read_manifest", flaky)
-        with again, read, mock.patch.object(reading, "PAUSES", (0.1,)):
-            assert train("stopped", *RESUMED) == 0  # the step that could not be read at once is not set aside
-        with mock.patch.object(reading, "read_manifest", torn):
-            assert train("stopped", *RESUMED, "--steps", "4") == 0
     print("done", number, flush=True)
     with mock.patch.object(Batches, "__next__", broken):
         train("steps", *RESUMED, "--steps", "6")
+"""
+RESUMING = f"""{COMMON}
+with connected(60), no_renames(), mock.patch("eqx_decoders.training.run.loop.plot_losses"):  # as in a bucket
+    with mock.patch.object(MetricsReporter, "report", interrupted):
+        assert train("stopped", *QUIET) == 143
+    again = mock.patch.object(reading, "_load", flipped)
+    read = mock.patch.object(reading, "read_manifest", flaky)
+    with again, read, mock.patch.object(reading, "PAUSES", (0.1,)):
+        assert train("stopped", *RESUMED) == 0  # the step that could not be read at once is not set aside
+    with mock.patch.object(reading, "read_manifest", torn):
+        assert train("stopped", *RESUMED, "--steps", "4") == 0
 """
 
 
@@ -207,25 +210,37 @@ def test_a_run_of_two_processes_is_that_of_one(two):
     assert (folder / "steps" / "loss.png").exists()
 
 
-def test_a_signal_to_one_process_stops_both_after_the_same_step(two):
-    folder, _, outputs = two
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """The folder of a run that two processes stop and resume, and what they printed."""
+    folder = tmp_path_factory.mktemp("resumed")
+    both = launch(folder, settings(folder), worker=RESUMING)
+    outputs = finish(both, 400)
+    assert all(process.returncode == 0 for process in both), outputs[0][-4000:] + outputs[1][-4000:]
+    return folder, outputs
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_after_the_same_step(resumed):
+    folder, outputs = resumed
     assert all("stopped, saved at step 2" in output for output in outputs)
     assert [row["step"] for row in steps_of(folder / "stopped")] == [1, 2, 3, 4]
 
 
-def test_all_go_back_to_the_step_that_each_of_them_can_read(two):
-    folder, _, outputs = two
+@pytest.mark.slow
+def test_all_go_back_to_the_step_that_each_of_them_can_read(resumed):
+    folder, outputs = resumed
     assert all(output.count("resumed at step 2") == 2 for output in outputs)
     assert all("torn Falling back to step 2" in output for output in outputs)
     steps = folder / "stopped" / "checkpoints"
     assert {path.name for path in steps.iterdir()} == {"2", "3", "4"}
     assert {step for step in "234" if (steps / step / COMMITTED).exists()} == {"2", "4"}
-    found = {path.name for path in (folder / "steps" / "checkpoints").iterdir() if path.name.isdecimal()}
-    assert found in ({"2", "3"}, {"2", "3", "4"})  # the last was being written as the error came
 
 
 def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
-    _, _, outputs = two
+    folder, _, outputs = two
+    found = {path.name for path in (folder / "steps" / "checkpoints").iterdir() if path.name.isdecimal()}
+    assert found in ({"2", "3"}, {"2", "3", "4"})  # the last was being written as the error came
     assert "error: row 32 is torn" in outputs[1]
     assert "error: process 1 (" in outputs[0] and "row 32 is torn" in outputs[0]
 

@@ -196,6 +196,7 @@ def test_a_mesh_gives_the_same(whole, groups):
     close(np.asarray(model(tokens, media=split).logits), np.tile(np.asarray(whole.logits), (2, 1, 1)))
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_differences(model, media):
     """Of the encoder's first and last weights, and of a deeper projector."""
 

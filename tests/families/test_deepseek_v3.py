@@ -44,6 +44,7 @@ def names_of(tensors, layer: int) -> list[str]:
     return [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
 
 
+@pytest.mark.slow
 def test_depths_are_read_and_change_no_logit(tmp_path):
     tensors = written(tmp_path / "model")
     model = ed.load_hf(tmp_path / "model")

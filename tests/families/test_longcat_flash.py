@@ -115,7 +115,8 @@ def new(config):
     return ed.init(config, key=jax.random.key(0))
 
 
-@pytest.mark.parametrize("names, make", [("ab", filled), pytest.param("abc", new, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names, make", [("ab", filled), ("abc", new)])
 def test_a_block_may_take_and_send_under_one_name(names, make):
     """It takes what was sent before, whatever it sends itself."""
 

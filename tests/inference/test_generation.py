@@ -227,6 +227,7 @@ def test_learned_positions_bound_the_length():
         ed.generate(filled(config), some_tokens(1, 4), max_new_tokens=5)
 
 
+@pytest.mark.slow
 def test_rows_draw_alone_whatever_kind_of_key_draws(model):
     """`vmap` gives generators other than Threefry one number for all rows: that of the first, which may have ended."""
     key = jax.random.key(1, impl="rbg")

@@ -17,7 +17,7 @@ from tests.models import rich_decoder
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if number % 24 else ()) for number, name in enumerate(ed.list_models())],
+    [pytest.param(name, marks=pytest.mark.slow if number % 48 else ()) for number, name in enumerate(ed.list_models())],
 )
 def test_every_model_comes_back(name):
     config = ed.get_config(name)

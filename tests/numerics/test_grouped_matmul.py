@@ -167,6 +167,7 @@ def test_blocks_grow_with_the_mean_group_and_are_bounded():
     assert block_rows(100_000, 8) == 256
 
 
+@pytest.mark.slow
 def test_work_does_not_grow_with_the_number_of_groups():
     """XLA's own count: one block's product, whose repetitions are those of the rows."""
 

@@ -290,6 +290,7 @@ def test_documents_and_one_token_after_the_other(model):
     check_pieces(model, (3, 1))
 
 
+@pytest.mark.slow
 def test_only_the_named_weights_are_rounded(model):
     words = axes(model)
     names = {"query", "key", "value", "out", "gate", "up", "down", "qkv", "gate_up"}

@@ -221,6 +221,7 @@ def test_a_process_ends_with_its_input():
     assert process.returncode == 0 and out == b""
 
 
+@pytest.mark.slow
 def test_two_runs_at_the_same_time_share_the_work(corpus):
     processes = [child(corpus, run, small=10**9) for run in ("one", "two")]
     one, two = map(result, processes)

@@ -125,6 +125,7 @@ def test_the_indexer_pairs_features_in_its_own_way():
     assert_close(out, shares_by_hand(layer, wide(X), POSITIONS, chosen)[1], units=128)
 
 
+@pytest.mark.slow
 def test_a_layer_attends_to_what_an_earlier_one_chooses():
     """Without an indexer, and without keys of one in its cache."""
     giver = drawn(indexer=dataclasses.replace(INDEXER, shares_as="it"))

@@ -92,9 +92,10 @@ def test_the_kernel_of_pages_leaves_blocks_to_the_general_path():
             assert pallas_paged_gpu.fits(pages, jnp.bfloat16, 4, device) == (fits and known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "block", "sizes"),
-    [("latents", 6, dict(tensor=2, data=4)), pytest.param("keys", 4, dict(tensor=2, context=4), marks=SLOW)],
+    [("latents", 6, dict(tensor=2, data=4)), ("keys", 4, dict(tensor=2, context=4))],
     ids=str,
 )
 def test_many_devices_read_and_write_what_one_does(kind, block, sizes):

@@ -256,6 +256,7 @@ def test_too_little_memory_is_met_with_the_sizes_and_what_to_turn(folder):
         assert part in line, part
 
 
+@pytest.mark.slow
 @shows("TrainConfig.peak_tflops")
 def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
     """Of a peak that is beyond all, and of one that is too low: then the fastest step so far is taken for it."""

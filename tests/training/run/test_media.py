@@ -155,6 +155,7 @@ def loss_of(model, batch):
     return eqx.filter_value_and_grad(lambda model: token_loss_sum(model, batch)[0])(model)
 
 
+@pytest.mark.slow
 def test_groups_of_images_have_the_loss_of_all_together(model):
     whole, _ = loss_of(model, example(1))
     assert float(loss_of(model, example(4))[0]) == pytest.approx(float(whole), rel=1e-5)

@@ -162,6 +162,7 @@ def test_other_weights_to_train(trained):
     assert [int(leaf) for path, leaf in own.items() if path.endswith("count")] == [0, 2]
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
     """Not by its patterns, which meant buffers, too, in earlier versions: all others keep their moments."""
     model = ed.init(read_config(BASE.parent / "gemma4_dense")[0], key=jax.random.key(0))

@@ -564,9 +564,10 @@ def test_queries_apart_from_their_keys_reach_few_blocks():
     assert [start < end for start, end in reach_of(Causal(), 64, 128, places)] == [True, False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
-    [SlidingWindow(90), *(pytest.param(mask, marks=pytest.mark.slow) for mask in (Causal(), Bidirectional()))],
+    [SlidingWindow(90), Causal(), Bidirectional()],
     ids=str,
 )
 def test_some_of_the_queries_in_any_order(mask):
