@@ -62,6 +62,7 @@ def pad_to_shapes(media: Media, shapes: Shapes) -> Media:
     # the features of audio stand behind those of images
     begin = 0 if padded["images"] is None else padded["images"].positions.size // padded["images"].group // groups
     moved = np.concatenate([indices[0], indices[1] + begin, [0]])[order].astype(np.int32)
+    moved = np.where(order < 0, order, moved)
     (width,), _ = shapes["order"]["order"]
     moved = np.pad(moved, ((0, 0), (0, width - moved.shape[1])))
     return dataclasses.replace(media, order=moved, **padded)

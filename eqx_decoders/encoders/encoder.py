@@ -21,6 +21,7 @@ from eqx_decoders.encoders.stem import PatchStem
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.norm import Norm
 from eqx_decoders.numerics.clipped_weight import with_clipping
+from eqx_decoders.numerics.initializers import normal
 
 
 class EncodedRows(NamedTuple):
@@ -31,11 +32,13 @@ class EncodedRows(NamedTuple):
     - `features`: the projector's features.
     - `rows`: the rows that replace placeholders: the same, unless `EncoderConfig.into` multiplies them.
     - `deepstack`: features that are added behind the first layers of the decoder.
+    - `line_end`: the row at the end of each line of an image's tokens; None for none.
     """
 
     features: Float[Array, "batch rows features"]
     rows: Float[Array, "batch rows embed"]
     deepstack: tuple[Float[Array, "batch rows embed"], ...]
+    line_end: Float[Array, "embed"] | None
 
 
 class Encoder(eqx.Module):
@@ -49,6 +52,7 @@ class Encoder(eqx.Module):
     deepstack: tuple[Projector, ...]
     into: Projection | None
     tokens: EncoderTokens | None
+    line_end: Float[Array, "embed"] | None
     config: EncoderConfig = eqx.field(static=True)
 
     @classmethod
@@ -60,20 +64,21 @@ class Encoder(eqx.Module):
             stack.append(Segment.build(unit, config.embed_dim, keys=keys[begin : begin + count]))
             begin += count
         deepstack, into = config.deepstack_projector, config.into
-        inner = config.projector.combined_dim(config.embed_dim)
-        into_key, token_key = (jax.random.fold_in(projector_key, index) for index in range(2))
+        inner, out = config.projector.combined_dim(config.input_dim), config.projector.out_dim
+        into_key, token_key, end_key = (jax.random.fold_in(projector_key, index) for index in range(3))
         return cls(
             stem=config.stem.build(config.embed_dim, key=stem_key),
             segments=with_clipping(tuple(stack)) if config.clipped else tuple(stack),
             pre_norm=None if config.pre_norm is None else config.pre_norm.build(config.embed_dim),
             post_norm=None if config.post_norm is None else config.post_norm.build(config.embed_dim),
-            projector=config.projector.build(config.embed_dim, key=projector_key),
+            projector=config.projector.build(config.input_dim, key=projector_key),
             deepstack=() if deepstack is None else tuple(
                 deepstack.build(config.embed_dim, key=jax.random.fold_in(deepstack_key, index))
                 for index in range(len(config.deepstack))
             ),
-            into=None if into is None else into.build(config.projector.out_dim, key=into_key),
+            into=None if into is None else into.build(out, key=into_key),
             tokens=None if config.tokens is None else config.tokens.build(inner, key=token_key),
+            line_end=None if config.tiles is None else normal(end_key, (out,), jnp.float32, out**-0.5),
             config=config,
         )  # fmt: skip
 
@@ -83,15 +88,26 @@ class Encoder(eqx.Module):
         stem: Any = self.stem
         x = stem(rows, ctx)
         x = x if self.pre_norm is None else self.pre_norm(x)
-        deepstack, layer = [], 0
-        for segment in self.segments:
-            x = segment(x, ctx).x
-            layer += len(segment.unit) * segment.repeats
-            if layer - 1 in self.config.deepstack:
-                deepstack.append(self.deepstack[len(deepstack)](x, ctx))
-        x = x if self.post_norm is None else self.post_norm(x)
+        x, deepstack = self._layers(x, ctx)
         features = self._filled(self.projector(x, ctx), ctx)
-        return EncodedRows(features, features if self.into is None else self.into(features, ctx), tuple(deepstack))
+        rows = features if self.into is None else self.into(features, ctx)
+        return EncodedRows(features, rows, deepstack, self.line_end)
+
+    def _layers(self, x: Array, ctx: Context) -> tuple[Array, tuple[Array, ...]]:
+        """Return the features for the projector, and those that are added behind the decoder's layers."""
+        config, deepstack, depth = self.config, list[Array](), 0
+        known, deepest = {0: x}, max((*config.depths, *(layer + 1 for layer in config.deepstack)), default=0)
+        for segment in self.segments:
+            if config.depths and depth >= deepest:
+                break
+            x = segment(x, ctx).x
+            depth += len(segment.unit) * segment.repeats
+            known[depth] = x
+            if depth - 1 in config.deepstack:
+                deepstack.append(self.deepstack[len(deepstack)](x, ctx))
+        if config.depths:
+            return jnp.concatenate([known[each] for each in config.depths], axis=-1), tuple(deepstack)
+        return x if self.post_norm is None else self.post_norm(x), tuple(deepstack)
 
     def with_own_tokens(
         self, embeds: Float[Array, "batch length embed"], tokens: Int[Array, "batch length"], ctx: Context
@@ -135,6 +151,7 @@ def encode_media(
     features: list[Array] = []
     own_features: list[Array] = []
     deepstacks: list[list[Array]] = []
+    line_end: Array | None = None
     for name, encoder, rows in (("vision", vision, media.images), ("audio", audio, media.audio)):
         if rows is None:
             continue
@@ -144,8 +161,12 @@ def encode_media(
         features.append(encoded.rows.reshape(groups, -1, encoded.rows.shape[-1]))
         own_features.append(encoded.features.reshape(groups, -1, encoded.features.shape[-1]))
         deepstacks.append([each.reshape(groups, -1, each.shape[-1]) for each in encoded.deepstack])
+        line_end = encoded.line_end if line_end is None else line_end
     if not features:
         return Encoded(by_group=jnp.zeros((*order.shape, embed_dim), dtype))
+    if line_end is not None:  # the last row, which is -1 in the order
+        row = jnp.broadcast_to(line_end.astype(features[0].dtype), (groups, 1, embed_dim))
+        features, own_features, deepstacks = [*features, row], [*own_features, row], [*deepstacks, []]
     levels = max(map(len, deepstacks))
     for rows, deepstack in zip(features, deepstacks, strict=True):  # an encoder without them adds zeros
         deepstack += [jnp.zeros_like(rows)] * (levels - len(deepstack))

@@ -26,6 +26,7 @@ from eqx_decoders.encoders.processor_arrays import (
 )
 from eqx_decoders.encoders.protocols import EncoderInputs, HasMedia
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
+from eqx_decoders.encoders.tiles import count_tokens, in_order, tiles_of
 from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.sharding.axes import AnyArray
 
@@ -39,7 +40,8 @@ class Media(eqx.Module):
     **Arguments:**
 
     - `images`, `audio`: rows of patches, chunks or frames for the encoders; None where there are none.
-    - `order`: for each group, the row of the encoders' features that belongs to its next placeholder.
+    - `order`: for each group, the row of the encoders' features that belongs to its next placeholder; -1 for the
+        vector at the end of each line of an image's tokens.
     - `index`: for each token, the index of its feature in its group; -1 for none.
     - `spans`: 1 where a token is an image's and attends to all of it; None where the model has no spans.
     - `real`: 0 where a token is padding; None where no padding is known.
@@ -159,9 +161,12 @@ def merge_features(
     embeds: Float[Array, "batch length embed"],
     features: Float[Array, "groups features embed"],
     index: Int[Array, "batch length"],
+    *,
+    scale: float = 1.0,
 ) -> Float[Array, "batch length embed"]:
-    """Replace the embeddings of placeholders by `features[index]`; the index is -1 for other tokens."""
-    return jnp.where((index >= 0)[:, :, None], gather_features(features, index).astype(embeds.dtype), embeds)
+    """Replace the embeddings of placeholders by `scale * features[index]`; the index is -1 for other tokens."""
+    rows = gather_features(features, index).astype(embeds.dtype)
+    return jnp.where((index >= 0)[:, :, None], rows if scale == 1.0 else rows * scale, embeds)
 
 
 def _grid_positions(
@@ -194,7 +199,9 @@ def _pack(
     audio_groups, images, audio, vision_rows = shares[AUDIO], None, None, 0
     rows: list[list[np.ndarray]] = [[], []]
     if any(vision_groups) and (stem := media.patch_stem) is not None:
-        images, rows[0] = pack_images(stem, vision_groups)
+        tiles = [[tile for image in group for tile in tiles_of(image)] for group in vision_groups]
+        images, tokens = pack_images(stem, tiles)
+        rows[0] = in_order([image for group in vision_groups for image in group], tokens)
         vision_rows = images.positions.size // stem.group // len(kinds)
     if any(audio_groups) and (audio_stem := media.audio_stem) is not None:
         audio, rows[1] = pack_audio(audio_stem, audio_groups)
@@ -209,7 +216,8 @@ def _pack(
             parts = [next(source) for _ in shares[kind][group]]
             if parts:
                 size = vision_rows if kind != AUDIO else audio_rows
-                index = np.concatenate(parts) - group * size + shift
+                index = np.concatenate(parts)
+                index = np.where(index < 0, index, index - group * size + shift)
                 order[group, : len(group_kinds)][group_kinds == kind] = index
     return images, audio, order
 
@@ -217,7 +225,7 @@ def _pack(
 def _split_by_group(media: EncoderInputs, kind: int, kinds: np.ndarray, items: Sequence[Any]) -> list[list[Any]]:
     """Return the images or audio clips of each group of rows: as many as its placeholders ask for."""
     group = 1 if media.patch_stem is None else media.patch_stem.group
-    sizes = [item.rows if kind == AUDIO else len(item.patches) // group for item in items]
+    sizes = [item.rows if kind == AUDIO else count_tokens(item, group) for item in items]
     wanted = (kinds == kind).sum(axis=1).tolist()
     name, noun = _NAMES[kind], "audio clip" if kind == AUDIO else "image"
     supply = f"1 {noun} makes" if len(items) == 1 else f"{len(items)} {noun}s make"

@@ -11,7 +11,8 @@ from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveInt, check
+from eqx_decoders.encoders.tiles import TilesConfig
+from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
@@ -30,6 +31,9 @@ class EncoderConfig(CheckedFields):
         network of convolutions.
     - `pre_norm`, `post_norm`: norms before the first layer and behind the last one; None for none.
     - `projector`: makes the rows that replace placeholder tokens.
+    - `depths`: numbers of layers behind which features are taken for the projector, and joined if there are several, in
+        place of those of `post_norm`; layers and a norm behind the deepest one are kept, but not run (LLaVA). Empty for
+        the latter.
     - `deepstack`: the layers, counted from 0, whose output also reaches the decoder: the features of the first are
         added behind the decoder's first layer, and so on (Meng et al. 2024).
     - `deepstack_projector`: the projector of these layers, each with weights of its own.
@@ -38,6 +42,8 @@ class EncoderConfig(CheckedFields):
     - `clipped`: whether every matrix of the layers clips its inputs and outputs, by bounds that come with a
         checkpoint; new ones clip nothing (Gemma 4).
     - `tokens`: tokens whose embeddings the projector makes, too (Gemma 3n); None for none.
+    - `tiles`: how images are cut into tiles and their tokens put in order, where a placeholder stands for each of these
+        (LLaVA-NeXT); None where each image that it gets is one by itself.
     """
 
     embed_dim: PositiveInt
@@ -46,11 +52,13 @@ class EncoderConfig(CheckedFields):
     projector: ProjectorConfig
     pre_norm: NormConfig | None = None
     post_norm: NormConfig | None = None
+    depths: tuple[NonNegativeInt, ...] = ()
     deepstack: tuple[NonNegativeInt, ...] = ()
     deepstack_projector: ProjectorConfig | None = None
     into: ProjectionConfig | None = None
     clipped: bool = False
     tokens: EncoderTokensConfig | None = None
+    tiles: TilesConfig | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -66,12 +74,27 @@ class EncoderConfig(CheckedFields):
         good = sorted({*self.deepstack}) == [*self.deepstack] and max(self.deepstack, default=-1) < len(self.blocks)
         rule = f"must name layers from 0 to {len(self.blocks) - 1}, each once, ascending"
         check(good, f"EncoderConfig.deepstack={self.deepstack} {rule}.")
+        good = max(self.depths, default=0) <= len(self.blocks)
+        check(good, f"EncoderConfig.depths={self.depths} must be numbers of layers, at most {len(self.blocks)}.")
+        self._check_tiles()
         both = (self.deepstack_projector is not None) == bool(self.deepstack)
         check(both, "EncoderConfig.deepstack and deepstack_projector: give both, or neither.")
         groups = {self.stem.group, self.projector.group}
         groups |= set() if self.deepstack_projector is None else {self.deepstack_projector.group}
         rule = f"must be {self.stem.group}, as many patches as the stem puts together"
         check(len(groups) == 1, f"EncoderConfig.projector.group={self.projector.group} {rule}.")
+
+    def _check_tiles(self) -> None:
+        if self.tiles is None:
+            return
+        rule = "needs a PatchStemConfig: it makes a token of each group of patches of a tile"
+        check(isinstance(self.stem, PatchStemConfig), f"EncoderConfig.tiles {rule}.")
+        check(self.into is None, "EncoderConfig.tiles: leave `into` out: the learned vector is one of the projector's.")
+
+    @property
+    def input_dim(self) -> int:
+        """Number of features that the projector gets of a patch."""
+        return self.embed_dim * max(len(self.depths), 1)
 
     @property
     def out_dim(self) -> int:
@@ -81,7 +104,7 @@ class EncoderConfig(CheckedFields):
     @property
     def parts(self) -> tuple[tuple[tuple[BlockConfig, ...], int], ...]:
         """The layers as `(unit, repeats)`, each a scan: one ends where features leave for the decoder."""
-        ends = [*(layer + 1 for layer in self.deepstack), len(self.blocks)]
+        ends = sorted({*(layer + 1 for layer in self.deepstack), *self.depths, len(self.blocks)} - {0})
         begins = [0, *ends[:-1]]
         return tuple(
             part for begin, end in zip(begins, ends, strict=True) if begin < end
@@ -99,6 +122,7 @@ class MediaConfig(CheckedFields):
     - `image_token`, `video_token`, `audio_token`: ids of placeholders; None where there are none of the kind.
     - `spans`: whether the tokens of an image attend to all of it, in layers whose attention has spans.
     - `positions`: rotary positions of several dimensions; None where an image's tokens are counted like text.
+    - `feature_scale`: multiplies the rows that replace placeholders (Granite: `embedding_scale`).
     - `lookup_token`: the id that per-layer embedding tables read in place of a placeholder (Gemma 4).
     """
 
@@ -109,6 +133,7 @@ class MediaConfig(CheckedFields):
     audio_token: NonNegativeInt | None = None
     spans: bool = False
     positions: GridPositions | None = None
+    feature_scale: PositiveFloat = 1.0
     lookup_token: NonNegativeInt = 0
 
     @property
@@ -116,6 +141,11 @@ class MediaConfig(CheckedFields):
         """Input layer of the vision encoder; None for a model without one."""
         stem = None if self.vision is None else self.vision.stem
         return stem if isinstance(stem, PatchStemConfig | MobileNetConfig) else None
+
+    @property
+    def tiles(self) -> TilesConfig | None:
+        """How images are cut into tiles; None for images that are encoded as they are."""
+        return None if self.vision is None else self.vision.tiles
 
     @property
     def audio_stem(self) -> AudioStemConfig | FrameStemConfig | None:
@@ -137,6 +167,8 @@ class MediaConfig(CheckedFields):
                 check(isinstance(encoder.stem, stems), f"MediaConfig.{kind}.stem must be a {names}.")
                 rule = "needs a placeholder token for its features"
                 check(any(token is not None for token in tokens), f"MediaConfig.{kind} {rule}.")
+        rule = "must be None with MediaConfig.vision.tiles: rows of tokens are not those of one image"
+        check(self.positions is None or self.tiles is None, f"MediaConfig.positions {rule}.")
         tables = [encoder.tokens for encoder in (self.vision, self.audio) if encoder is not None and encoder.tokens]
         ranges = sorted((tokens.first, tokens.first + tokens.count) for tokens in tables)
         rule = f"{ranges} must be different ids"

@@ -9,10 +9,22 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.context import Context, Inputs
 from eqx_decoders.core.auto_jit import concrete
-from eqx_decoders.encoders.media import Encoded, Media, gather_features
+from eqx_decoders.encoders.media import Encoded, Media, gather_features, merge_features
+from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.errors import check
 from eqx_decoders.layers.deepstack import DEEPSTACK
 from eqx_decoders.layers.embedding.embedding import TokenEmbedding
+
+
+def merge_encoded(
+    media: MediaConfig | None,
+    embeds: Float[Array, "batch length embed"],
+    encoded: Encoded,
+    index: Int[Array, "batch length"],
+) -> Float[Array, "batch length embed"]:
+    """Replace the embeddings of placeholders by features; the index is -1 for other tokens."""
+    scale = 1.0 if media is None else media.feature_scale
+    return merge_features(embeds, encoded.by_group, index, scale=scale)
 
 
 def stacked_deepstack(encoded: Encoded, index: Int[Array, "batch length"]) -> dict[str, Array]:

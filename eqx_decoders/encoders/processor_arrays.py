@@ -18,7 +18,8 @@ from eqx_decoders.encoders.images import (
 )
 from eqx_decoders.encoders.protocols import EncoderInputs
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO
-from eqx_decoders.encoders.stem import WholeImageStem
+from eqx_decoders.encoders.stem import PatchStemConfig, WholeImageStem
+from eqx_decoders.encoders.tiles import TiledImage, tiled_images
 from eqx_decoders.errors import DataError, check
 
 
@@ -33,7 +34,8 @@ class ImageArrays(TypedDict, total=False):
         `[batch, images, channels, height, width]` has the images of each row, where an image of zeros is absent.
     - `spatial_shapes`: rows and columns of patches of each image, `[images, 2]`, behind which `pixel_values`,
         `[images, patches, numbers]`, are padding.
-    - `image_sizes`: height and width of each image in pixels, `[images, 2]`, where they are padded to one size.
+    - `image_sizes`: height and width of each image in pixels, `[images, 2]`, where they are padded to one size, or cut
+        into tiles, `[images, tiles, channels, height, width]`: those before.
     - `pixel_attention_mask`: 0 where a pixel is padding: the shape of `pixel_values` without channels; with
         `spatial_shapes` it is accepted, and compared with these.
     """
@@ -145,11 +147,14 @@ def read_segments(ids: np.ndarray, arrays: TokenArrays) -> np.ndarray:
     return np.where(mask > 0, segments, 0).astype(np.int32)
 
 
-def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image]:
+def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] | list[TiledImage]:
     """Return the images, cut into patches; also the frames of videos for a model that takes these for images."""
     extent = {"sizes": arrays.get("image_sizes"), "mask": arrays.get("pixel_attention_mask")}
     pixels, grids, positions = (arrays.get(name) for name in ("pixel_values", "image_grid_thw", "image_position_ids"))
     shapes = arrays.get("spatial_shapes")
+    if media.tiles is not None and isinstance(media.patch_stem, PatchStemConfig):
+        _check_tiled(arrays)
+        return [] if pixels is None else tiled_images(media.patch_stem, media.tiles, pixels, extent["sizes"])
     if pixels is not None and shapes is not None:
         positions = positions_within(shapes, np.shape(pixels), extent["mask"])
     images = _in_patches(media, pixels, grids, positions, "pixel_values", "image", **extent)
@@ -157,6 +162,12 @@ def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image]:
     rule = "give the frames of videos among the images, in the order of their tokens: both have one placeholder"
     check(not images or not frames, f"Media.create: pixel_values and pixel_values_videos: {rule}.", DataError)
     return images + frames
+
+
+def _check_tiled(arrays: "ProcessorArrays") -> None:
+    names = ("image_grid_thw", "image_position_ids", "spatial_shapes", "pixel_attention_mask", "pixel_values_videos")
+    given = [name for name in names if arrays.get(name) is not None]
+    check(not given, f"Media.create: {', '.join(given)}: leave it out: this model reads tiles of images.", DataError)
 
 
 def read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:

@@ -6,6 +6,7 @@ from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig, WholeImageStem
+from eqx_decoders.encoders.tiles import TilesConfig
 
 
 @runtime_checkable
@@ -29,6 +30,9 @@ class EncoderInputs(Protocol):
 
     @property
     def patch_stem(self) -> PatchStemConfig | WholeImageStem | None: ...
+
+    @property
+    def tiles(self) -> TilesConfig | None: ...
 
     @property
     def audio_stem(self) -> AudioStemConfig | FrameStemConfig | None: ...

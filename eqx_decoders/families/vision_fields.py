@@ -66,20 +66,26 @@ OUT_DIM = Rule("out_dim", lambda fields, values: values["text"].embed_dim)
 def vision_config(
     make: Callable[..., EncoderConfig],
     *settings: Setting,
-    model_type: str,
+    model_type: str | None,
     ignored: Mapping[str, str],
     what: str = "the encoder",
 ) -> Table:
     """Return the rows of `vision_config`: `make` has a first argument of `EncoderSizes`, and theirs as keywords.
 
-    `what` is empty where there may be none.
+    `what` is empty where there may be none. `model_type` is None where one of `settings` has that key.
     """
     group = Group("vision", sized(EncoderSizes, make), (OUT_DIM, *settings), path="media.vision")
     return Table("vision_config", (group,), model_type=model_type, ignored=ignored, what=what)
 
 
 def encoder_sizes(
-    *, width: int, heads: int, layers: int, mlp_dim: int, size: int, keys: Mapping[str, str] = {}
+    *,
+    width: int,
+    heads: int,
+    layers: int,
+    mlp_dim: int,
+    size: int | Callable[[Values], int],
+    keys: Mapping[str, str] = {},
 ) -> tuple[Setting, ...]:
     """Return the rows of `EncoderSizes`; the numbers are transformers' defaults, `keys` the family's names of keys."""
     rows = (

@@ -22,7 +22,7 @@ from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders import merge
 from eqx_decoders.encoders.encoder import Encoder, encode_media
-from eqx_decoders.encoders.media import Encoded, Media, merge_features
+from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.errors import check
 from eqx_decoders.layers.cache.cache import Cache, Proposal
 from eqx_decoders.layers.dropout import dropout
@@ -260,7 +260,8 @@ class Decoder(eqx.Module):
         embeds = merge.embed_tokens(self, jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
         if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
-            embeds = ctx.constrain(merge_features(embeds, encoded.by_group, index), "batch length embed")
+            embeds = merge.merge_encoded(self.config.media, embeds, encoded, index)
+            embeds = ctx.constrain(embeds, "batch length embed")
             by_layer = by_layer | merge.stacked_deepstack(encoded, index)
             tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
         x = self._inputs(embeds, ctx, key)
@@ -335,7 +336,7 @@ class Decoder(eqx.Module):
             following = merge.embed_tokens(self, shift_left(token_ids, count, order), later)
             if media is not None and encoded is not None:
                 index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
-                following = merge_features(following, encoded.by_group, index)
+                following = merge.merge_encoded(self.config.media, following, encoded, index)
             return self._inputs(following, later, key)
 
         mtp = self._rounded("mtp", key).mtp or self.mtp

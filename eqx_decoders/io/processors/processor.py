@@ -23,6 +23,7 @@ from eqx_decoders.io.processors.internvl import InternVLImages, InternVLVideos
 from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Images
+from eqx_decoders.io.processors.llava import LlavaImages, LlavaNextImages
 from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.prompts import ARGUMENTS, PromptFiles, check_parts, expand, in_order, render
 from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenImages, QwenVideos
@@ -60,6 +61,8 @@ FAMILIES: dict[str, tuple[ProcessorFamily, tuple[str, ...]]] = {
     "Glm46VProcessor": (ProcessorFamily(images=GlmImages.read, videos=Glm46Videos.read), ("glm46v",)),
     "InternVLProcessor": (ProcessorFamily(images=InternVLImages.read, videos=InternVLVideos.read), ("internvl",)),
     "Lfm2VlProcessor": (ProcessorFamily(images=Lfm2VLImages.read), ("lfm2_vl",)),
+    "LlavaProcessor": (ProcessorFamily(images=LlavaImages.read), ("llava",)),
+    "LlavaNextProcessor": (ProcessorFamily(images=LlavaNextImages.read), ("llava_next",)),
     "Qwen2VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read_untimed), ("qwen2_vl",)),
     "Qwen2_5_VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read), ("qwen2_5_vl",)),
     "Qwen3VLProcessor": (

@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import LogMel, QwenAudio
@@ -18,6 +19,7 @@ from eqx_decoders.io.processors.internvl import InternVLImages, InternVLWords
 from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Images
+from eqx_decoders.io.processors.llava import LlavaImages, LlavaNextImages
 from eqx_decoders.io.processors.normalize import Normalization
 from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.processor import Processor, read_settings
@@ -33,6 +35,7 @@ from tests.io.processors.media_files import IMAGES, SECONDS, VIDEOS, audio, imag
 pytest.importorskip("PIL")
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "processors"
 EXPECTED, OF_VIDEOS = np.load(FIXTURES / "expected.npz"), np.load(FIXTURES / "videos.npz")
+TILES = TilesConfig(side=42, sizes=tuple((42 * rows, 42 * columns) for rows in (1, 2, 3) for columns in (1, 2, 4)))
 RULES = {
     "gemma3": Gemma3Images(size=(112, 112)),
     "gemma3n": Gemma3nImages(size=(96, 96)),
@@ -45,6 +48,8 @@ RULES = {
     "glm4v": GlmImages(least=4096, most=65_536),
     "internvl": InternVLImages(side=56, most=6, words=InternVLWords(tokens=2)),
     "lfm2_vl": Lfm2VLImages(size=4, tile=32, least=16, most=48, most_tiles=6),
+    "llava": LlavaImages(side=56),
+    "llava_next": LlavaNextImages(tiles=TILES, patch=14, normalization=Normalization()),
     "pixtral": PixtralImages(longest=(280, 280), size=14, merge=2),
 }
 LIMITS = MediaLimits()

@@ -1,0 +1,226 @@
+"""LLaVA and LLaVA-NeXT: the encoder, and the settings and tensors of their checkpoints."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.tiles import TilesConfig
+from eqx_decoders.families._clip import clip, clip_weights
+from eqx_decoders.families._siglip import siglip
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, abbreviate
+from eqx_decoders.families.multimodal import LANGUAGE_MODEL, MultimodalFamily, linear, token, with_images
+from eqx_decoders.families.settings_table import (
+    ABSENT,
+    Defaults,
+    Flag,
+    Integer,
+    Number,
+    Renamed,
+    Rule,
+    Setting,
+    Values,
+    Word,
+    activation,
+    value_at,
+)
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+IMAGE = 32_000
+SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+
+
+def read_sizes(fields: Fields, key: str) -> tuple[tuple[int, int], ...]:
+    """Read the heights and widths of images that are cut into tiles."""
+    sizes = fields.take(key, SIZES)
+    pairs = isinstance(sizes, list | tuple) and all(isinstance(size, list | tuple) and len(size) == 2 for size in sizes)
+    if not pairs or not sizes or not all(type(length) is int and length > 0 for size in sizes for length in size):
+        rule = "must be a list of heights and widths: pairs of integers above 0"
+        raise fields.error(f"{key}={abbreviate(sizes)} {rule}.")
+    return tuple((height, width) for height, width in sizes)
+
+
+def llava_encoder(
+    sizes: EncoderSizes,
+    *,
+    side: int,
+    siglip_tower: bool = False,
+    eps: float = 1e-5,
+    depths: tuple[int, ...],
+    tiles: TilesConfig | None = None,
+    hidden_activation: str = "gelu",
+    bias: bool = True,
+) -> EncoderConfig:
+    """Return CLIP, or SigLIP, whose features behind these numbers of layers are projected together."""
+    encoder = (siglip if siglip_tower else clip)(sizes, side=side, eps=eps)
+    layers = (
+        ProjectionConfig(dim=sizes.out_dim, bias=bias, activation=hidden_activation),
+        ProjectionConfig(dim=sizes.out_dim, bias=bias),
+    )
+    return dataclasses.replace(encoder, depths=depths, tiles=tiles, projector=ProjectorConfig(layers=layers))
+
+
+def llava(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
+    """Return a decoder with this encoder of images, whose features are multiplied as embeddings are."""
+    config = with_images(text, vision, image_token=image_token)
+    media = dataclasses.replace(value_at(config, "media"), feature_scale=text.embedding_scale)
+    return dataclasses.replace(config, media=media)
+
+
+# --- config.json ---
+
+# transformers' defaults for keys that text_config lacks; Mistral's MLP is wider, and published files have that size
+_DEFAULTS = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_LAYERS = "vision_feature_layer"
+
+
+def _is_siglip(encoder: EncoderConfig) -> bool:
+    return not value_at(encoder, "stem.class_token")
+
+
+def _read_layers(fields: Fields, values: Values) -> list[int]:
+    value = fields.take(_LAYERS, -2)
+    value = value if isinstance(value, list) else [value]
+    if not value or not all(type(layer) is int for layer in value):
+        raise fields.error(f"{_LAYERS}={value} must be the number of a layer, or a list of these.")
+    return value
+
+
+def _read_depths(fields: Fields, values: Values) -> tuple[int, ...]:
+    """Return the numbers of layers behind which features are taken: `hidden_states[0]` stands before the first one."""
+    count, layers = values["layers"] + 1, values["_layers"]
+    if not all(-count <= layer < count for layer in layers):
+        raise fields.error(f"{_LAYERS}={layers}: there are num_hidden_layers={values['layers']} layers.")
+    return tuple(layer % count for layer in layers)
+
+
+def _write_layers(config: DecoderConfig) -> dict[str, Any]:
+    encoder = value_at(config, "media.vision")
+    layers = [depth - len(encoder.blocks) - 1 for depth in encoder.depths]
+    return {_LAYERS: layers if len(layers) > 1 else layers[0]}
+
+
+def _read_tiles(fields: Fields, values: Values) -> TilesConfig | None:
+    sizes = values.get("_sizes")
+    return None if sizes is None else TilesConfig(side=values["_pixels"], sizes=sizes)
+
+
+def _check_strategy(fields: Fields, values: Values) -> None:
+    """Refuse features with that of a class token, and those of patches without the first one."""
+    wanted, kind = ("full", "SigLIP") if _is_siglip(values["vision"]) else ("default", "CLIP")
+    given = fields.take("vision_feature_select_strategy", "default")
+    if given != wanted:
+        rule = f"must be {wanted!r}: {kind} has {'no' if wanted == 'full' else 'a'} class token"
+        raise fields.error(f"vision_feature_select_strategy={given!r} {rule}.")
+
+
+def _write_strategy(config: DecoderConfig) -> dict[str, Any]:
+    strategy = "full" if _is_siglip(value_at(config, "media.vision")) else "default"
+    return {"vision_feature_select_strategy": strategy}
+
+
+def _pixels(encoder: EncoderConfig) -> int:
+    return encoder.tiles.side if encoder.tiles else value_at(encoder, "stem.positions.side") * encoder.stem.size
+
+
+def _by_kind(clip: Any, siglip: Any) -> Callable[[Values], Any]:
+    return lambda values: siglip if values["siglip_tower"] else clip
+
+
+_HIDDEN = "media.vision.projector.layers.0."
+_, *_GRID = grid_side(224)
+_VISION = vision_config(
+    llava_encoder,
+    Word(
+        "model_type",
+        _is_siglip,
+        "clip_vision_model",
+        known={"clip_vision_model": False, "siglip_vision_model": True},
+        name="siglip_tower",
+    ),
+    *encoder_sizes(width=768, heads=12, layers=12, mlp_dim=3072, size=_by_kind(32, 16)),
+    Rule("merge", lambda fields, values: 1),
+    *(Rule(name, lambda fields, values, name=name: values["_" + name]) for name in ("hidden_activation", "bias")),
+    Integer("image_size", _pixels, 224, name="_pixels"),
+    *_GRID,
+    Word("hidden_act", "mlp.activation", _by_kind("quick_gelu", "gelu_pytorch_tanh"), known=ACTIVATIONS),
+    Number("layer_norm_eps", "post_norm.eps", _by_kind(1e-5, 1e-6)),
+    # nothing reads what it makes
+    Flag("vision_use_head", lambda encoder: False if _is_siglip(encoder) else ABSENT, True, name="_head"),
+    Rule("depths", _read_depths),
+    Rule("tiles", _read_tiles),
+    model_type=None,
+    ignored={
+        "initializer_range": "of new weights",
+        "initializer_factor": "of new weights",
+        "projection_dim": "of CLIP's projection, which is not used",
+        "vocab_size": "an encoder has none",
+    },
+)
+_WEIGHTS = (
+    *clip_weights("vision_tower."),
+    *linear("multi_modal_projector.linear_1", "vision.projector.layers.0"),
+    *linear("multi_modal_projector.linear_2", "vision.projector.layers.1"),
+)
+_NEWLINE = Weight("image_newline", "vision.line_end", "embed -> embed")
+_RENAMED = {
+    **LANGUAGE_MODEL["renamed"],
+    r"^(model\.)?vision_tower\.(vision_model\.)?": "vision_tower.",
+    r"^model\.image_newline$": "image_newline",
+}
+_MODULES = {**LANGUAGE_MODEL["modules"], r"^image_newline$": "model.image_newline"}
+
+
+def llava_family(kind: str, architecture: str, *settings: Setting, tiled: bool = False) -> MultimodalFamily:
+    """Return a family of checkpoints whose settings and tensors have LLaVA's names; `settings` stand before them."""
+    return MultimodalFamily(
+        text_type="llama",
+        other_texts=("llama", "granite", "mistral", "qwen2"),  # Mistral without windows is written as Llama: the same
+        text_settings=(Defaults(_DEFAULTS),),
+        model_type=kind,
+        architecture=architecture,
+        settings=(
+            Renamed({"image_token_id": "image_token_index"}),
+            *settings,
+            Rule("_layers", _read_layers, _write_layers),
+            activation("projector_hidden_act", _HIDDEN + "activation", "gelu", name="_hidden_activation"),
+            Flag("multimodal_projector_bias", _HIDDEN + "bias", True, name="_bias"),
+            _VISION,
+            Rule("", _check_strategy, _write_strategy),
+            token("image_token_index", "image_token", IMAGE),
+        ),
+        build=llava,
+        weights=(*_WEIGHTS, _NEWLINE) if tiled else _WEIGHTS,
+        **{**LANGUAGE_MODEL, "renamed": _RENAMED, "modules": _MODULES},
+        ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|vision_tower\.head\..*",
+        ignored_keys={
+            "image_seq_length": "the sizes say it",
+            "use_image_newline_parameter": "transformers always has it",
+            "vocab_size": "text_config has it",
+        },
+    )
+
+
+# --- published sizes ---
+
+_CLIP = functools.partial(
+    EncoderSizes, embed_dim=1024, layers=24, heads=16, mlp_dim=4096, size=14, merge=1, activation="quick_gelu"
+)
+
+
+def with_clip(text: DecoderConfig, tiles: TilesConfig | None = None) -> DecoderConfig:
+    """Return a decoder with CLIP, whose last layer is not used, for images or tiles of 336 x 336 pixels."""
+    text = dataclasses.replace(text, vocab_size=32_064)
+    vision = llava_encoder(_CLIP(out_dim=text.embed_dim), side=24, depths=(23,), tiles=tiles)
+    return llava(text, vision, image_token=IMAGE)
