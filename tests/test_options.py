@@ -789,7 +789,7 @@ DATA = {
     "ChannelShape", "EncoderSizes", "ConformerSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
     "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
-    "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
+    "Image", "TiledImage", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "DecodingPlan", "PlannedStep", "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring",
     "StateLayout", "ExternalCall", "Preferences",

@@ -37,7 +37,7 @@ class SyntheticReader:
         """Return the reader for a model that sees images of one size. Raises ConfigError for others."""
         media = config.media
         stem = None if media is None else media.patch_stem
-        if media is None or media.image_token is None or stem is None:
+        if media is None or media.image_token is None or stem is None or media.tiles is not None:
             raise ConfigError("drawn images need a model that sees: give one with an encoder of images.")
         if isinstance(stem, WholeImageStem):
             side, rows, frames = stem.multiple, stem.side, 1

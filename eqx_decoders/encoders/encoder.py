@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.blocks.stack import Segment
 from eqx_decoders.context import Context, Execution
-from eqx_decoders.encoders.audio_stem import AudioStem
-from eqx_decoders.encoders.frame_stem import FrameStem
+from eqx_decoders.encoders.audio.audio_stem import AudioStem
+from eqx_decoders.encoders.audio.frame_stem import FrameStem
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNet
@@ -90,8 +90,8 @@ class Encoder(eqx.Module):
         x = x if self.pre_norm is None else self.pre_norm(x)
         x, deepstack = self._layers(x, ctx)
         features = self._filled(self.projector(x, ctx), ctx)
-        rows = features if self.into is None else self.into(features, ctx)
-        return EncodedRows(features, rows, deepstack, self.line_end)
+        replacing = features if self.into is None else self.into(features, ctx)
+        return EncodedRows(features, replacing, deepstack, self.line_end)
 
     def _layers(self, x: Array, ctx: Context) -> tuple[Array, tuple[Array, ...]]:
         """Return the features for the projector, and those that are added behind the decoder's layers."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from eqx_decoders.encoders.audio import pack_audio
+from eqx_decoders.encoders.audio.audio import pack_audio
 from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
 from eqx_decoders.encoders.packing import pack_images, padded_length
 from eqx_decoders.encoders.processor_arrays import (

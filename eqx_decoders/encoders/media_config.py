@@ -5,8 +5,8 @@ import itertools
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
-from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions

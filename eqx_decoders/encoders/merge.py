@@ -16,7 +16,7 @@ from eqx_decoders.layers.deepstack import DEEPSTACK
 from eqx_decoders.layers.embedding.embedding import TokenEmbedding
 
 
-def merge_encoded(
+def with_encoded(
     media: MediaConfig | None,
     embeds: Float[Array, "batch length embed"],
     encoded: Encoded,

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from eqx_decoders.core.input_checks import as_int32
-from eqx_decoders.encoders.audio import Audio, from_spectra
+from eqx_decoders.encoders.audio.audio import Audio, from_spectra
 from eqx_decoders.encoders.images import (
     Image,
     from_patches,

@@ -12,6 +12,7 @@ from eqx_decoders.errors import CheckedFields, DataError, NonEmpty, PositiveInt,
 
 
 Size = tuple[PositiveInt, PositiveInt]  # height and width
+SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # where settings have none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def tiled_images(stem: PatchStemConfig, tiles: TilesConfig, pixels: Any, sizes: 
     square = pixels.ndim in (4, 5) and shape[-2:] == (tiles.side, tiles.side)
     rule = f"must have tiles of {tiles.side} x {tiles.side} pixels"
     check(square, f"Media.create: pixel_values of shape {shape} {rule}.", DataError)
-    counts, orders = zip(*(token_order(tiles, *size, side) for size in extents.tolist()), strict=True)
+    counts, orders = zip(*(token_order(tiles, height, width, side) for height, width in extents.tolist()), strict=True)
     if len(shape) == 5:
         enough = len(pixels) == len(counts) and max(counts) <= shape[1]
         rule = f"must be [{len(counts)}, at least {max(counts)}, ...]: so many images and tiles have image_sizes"

@@ -9,7 +9,7 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
-from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.families.config_reader import Fields, abbreviate

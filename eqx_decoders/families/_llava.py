@@ -10,7 +10,7 @@ from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.families._clip import clip, clip_weights
 from eqx_decoders.families._siglip import siglip
-from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, abbreviate
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.multimodal import LANGUAGE_MODEL, MultimodalFamily, linear, token, with_images
 from eqx_decoders.families.settings_table import (
     ABSENT,
@@ -32,17 +32,6 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 IMAGE = 32_000
-SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-
-
-def read_sizes(fields: Fields, key: str) -> tuple[tuple[int, int], ...]:
-    """Read the heights and widths of images that are cut into tiles."""
-    sizes = fields.take(key, SIZES)
-    pairs = isinstance(sizes, list | tuple) and all(isinstance(size, list | tuple) and len(size) == 2 for size in sizes)
-    if not pairs or not sizes or not all(type(length) is int and length > 0 for size in sizes for length in size):
-        rule = "must be a list of heights and widths: pairs of integers above 0"
-        raise fields.error(f"{key}={abbreviate(sizes)} {rule}.")
-    return tuple((height, width) for height, width in sizes)
 
 
 def llava_encoder(
@@ -131,7 +120,11 @@ def _write_strategy(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _pixels(encoder: EncoderConfig) -> int:
-    return encoder.tiles.side if encoder.tiles else value_at(encoder, "stem.positions.side") * encoder.stem.size
+    return (
+        encoder.tiles.side
+        if encoder.tiles
+        else value_at(encoder, "stem.positions.side") * value_at(encoder, "stem.size")
+    )
 
 
 def _by_kind(clip: Any, siglip: Any) -> Callable[[Values], Any]:
@@ -208,6 +201,7 @@ def llava_family(kind: str, architecture: str, *settings: Setting, tiled: bool =
             "image_seq_length": "the sizes say it",
             "use_image_newline_parameter": "transformers always has it",
             "vocab_size": "text_config has it",
+            "ignore_index": "of labels",
         },
     )
 

@@ -157,6 +157,16 @@ class Fields:
         rule = "a list of whole numbers"
         return self._checked(key, default, null, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
 
+    def pairs(self, key: str, default: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Read a list of pairs of integers above 0, such as heights and widths."""
+
+        def good(x: Any) -> bool:
+            whole = isinstance(x, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in x)
+            return whole and len(x) > 0 and all(_is_integer(each) and 0 < each < 2**31 for pair in x for each in pair)
+
+        pairs = self._checked(key, default, REQUIRED, good, "a list of heights and widths: pairs of integers above 0")
+        return tuple((first, second) for first, second in pairs)
+
     def word(self, key: str, known: Mapping[str, T], default: str = REQUIRED) -> T:
         """Return the value that `known` has for the word under `key`."""
         value = self.take(key, default)

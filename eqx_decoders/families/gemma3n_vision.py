@@ -7,7 +7,7 @@ one to 188 tokens, half a minute.
 import dataclasses
 from typing import Any
 
-from eqx_decoders.encoders.frame_stem import CumulativeNormConfig, FrameStemConfig
+from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig, FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig

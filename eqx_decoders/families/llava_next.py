@@ -3,27 +3,30 @@
 import dataclasses
 from typing import Any
 
-from eqx_decoders.encoders.tiles import TilesConfig
+from eqx_decoders.encoders.tiles import SIZES, TilesConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families._llava import SIZES, llava, llava_encoder, llava_family, read_sizes, with_clip
+from eqx_decoders.families._llava import llava, llava_encoder, llava_family, with_clip
 from eqx_decoders.families.multimodal import ExtendedModel, with_rope
 from eqx_decoders.families.settings_table import Rule, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
-_KEY = "image_grid_pinpoints"
+_SIZES = "image_grid_pinpoints"
 
 
 def _write_sizes(config: DecoderConfig) -> dict[str, Any]:
     tiles = value_at(config, "media.vision").tiles
     if tiles is None:
         raise ConversionError("EncoderConfig.tiles=None: LLaVA-NeXT cuts images into tiles. LLaVA does not.")
-    return {_KEY: [list(size) for size in tiles.sizes]}
+    return {_SIZES: [list(size) for size in tiles.sizes]}
 
 
 FAMILY = llava_family(
-    "llava_next", "LlavaNextForConditionalGeneration", Rule("_sizes", lambda fields, values: read_sizes(fields, _KEY), _write_sizes), tiled=True
+    "llava_next",
+    "LlavaNextForConditionalGeneration",
+    Rule("_sizes", lambda fields, values: fields.pairs(_SIZES, SIZES), _write_sizes),
+    tiled=True,
 )
 
 

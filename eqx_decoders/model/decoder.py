@@ -260,8 +260,7 @@ class Decoder(eqx.Module):
         embeds = merge.embed_tokens(self, jnp.asarray(tokens), ctx) if batch.embeds is None else batch.embeds
         if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
-            embeds = merge.merge_encoded(self.config.media, embeds, encoded, index)
-            embeds = ctx.constrain(embeds, "batch length embed")
+            embeds = ctx.constrain(merge.with_encoded(self.config.media, embeds, encoded, index), "batch length embed")
             by_layer = by_layer | merge.stacked_deepstack(encoded, index)
             tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
         x = self._inputs(embeds, ctx, key)
@@ -336,7 +335,7 @@ class Decoder(eqx.Module):
             following = merge.embed_tokens(self, shift_left(token_ids, count, order), later)
             if media is not None and encoded is not None:
                 index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
-                following = merge.merge_encoded(self.config.media, following, encoded, index)
+                following = merge.with_encoded(self.config.media, following, encoded, index)
             return self._inputs(following, later, key)
 
         mtp = self._rounded("mtp", key).mtp or self.mtp

@@ -12,6 +12,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.encoders.tiles import TilesConfig, token_order
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -52,8 +53,12 @@ def abstract_media(
     stem = None if media is None or media.vision is None else media.vision.stem
     if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig | MobileNetConfig):
         raise ConfigError(f"images={images} needs a model that sees: this one has no encoder of images.")
-    whole = isinstance(stem, MobileNetConfig)
-    arrays, tokens = _whole_images(stem, images, side) if whole else _image_patches(stem, images, side)
+    if isinstance(stem, MobileNetConfig):
+        arrays, tokens = _whole_images(stem, images, side)
+    else:
+        tiles = media.tiles
+        cut = _image_patches(stem, images, side) if tiles is None else _image_tiles(stem, tiles, images, side)
+        arrays, tokens = cut
     rule = f"images={images} of {side} x {side} pixels are {tokens} tokens: seq_len={seq_len} must be above"
     check(0 < tokens < seq_len, f"{rule}.")
     ids = np.zeros((1, seq_len), np.int32)
@@ -76,6 +81,12 @@ def _image_patches(stem: PatchStemConfig, images: int, side: int) -> tuple[dict[
     patches = np.zeros((images * rows * rows, int(np.prod(stem.shape))), np.float32)
     grids = np.asarray([[1, rows, rows]] * images)
     return dict(pixel_values=patches, image_grid_thw=grids), images * (rows // stem.merge) ** 2
+
+
+def _image_tiles(stem: PatchStemConfig, tiles: TilesConfig, images: int, side: int) -> tuple[dict[str, Any], int]:
+    count, order = token_order(tiles, side, side, tiles.side // stem.size // stem.merge)
+    pixels = np.zeros((images * count, stem.channels, tiles.side, tiles.side), np.float32)
+    return dict(pixel_values=pixels, image_sizes=np.full((images, 2), side)), images * len(order)
 
 
 def _whole_images(stem: MobileNetConfig, images: int, side: int) -> tuple[dict[str, Any], int]:

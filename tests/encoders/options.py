@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.frame_stem import CumulativeNormConfig, FrameStemConfig
+from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig, FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
@@ -15,6 +15,7 @@ from eqx_decoders.encoders.projector import (
 )
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
+from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
@@ -82,6 +83,8 @@ def staged(**changes):
 
 
 RMS = RMSNormConfig(eps=0.5)
+TILES = TilesConfig(side=8, sizes=((8, 16), (16, 8)))
+TILED = dataclasses.replace(VISION, stem=dataclasses.replace(STEM, frames=1), deepstack=(), deepstack_projector=None)
 OWN = EncoderTokensConfig(first=1, count=10, norm=RMSNormConfig())
 EDGE = EdgeResidualConfig(dim=8, stride=2, expansion=1.0)
 INVERTED = InvertedResidualConfig(dim=8, start=3, middle=3, stride=2, expansion=1.0)
@@ -98,7 +101,8 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         MEDIA,
         media_decoder,
         dict(vision=dataclasses.replace(VISION, post_norm=RMS), audio=dataclasses.replace(CHUNK_AUDIO, post_norm=RMS))
-        | dict(image_token=27, video_token=27, audio_token=27, spans=False, positions=None, lookup_token=3),
+        | dict(image_token=27, video_token=27, audio_token=27, spans=False, positions=None, lookup_token=3)
+        | dict(feature_scale=2.0),
     ),
     GridPositions: (
         GridPositions(),
@@ -115,7 +119,12 @@ ENCODER_OPTIONS: dict[type, tuple] = {
             projector=dataclasses.replace(JOIN, norm=None),
         )
         | dict(pre_norm=RMS, post_norm=RMS, deepstack=(0, 2), deepstack_projector=dataclasses.replace(JOIN, norm=RMS))
-        | dict(clipped=True, into=ProjectionConfig(dim=EMBED), tokens=OWN),
+        | dict(clipped=True, into=ProjectionConfig(dim=EMBED), tokens=OWN, depths=(2,), tiles=TILES),
+    ),
+    TilesConfig: (
+        TILES,
+        lambda c: media(vision=dataclasses.replace(TILED, tiles=c), positions=None, video_token=None),
+        dict(side=4, sizes=((8, 8), (16, 8))),
     ),
     PatchStemConfig: (
         STEM,

@@ -7,8 +7,8 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
-from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
+from eqx_decoders.encoders.tiles import token_order
 from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves, replaced
@@ -43,6 +44,12 @@ def logits(config) -> np.ndarray:
         tokens = text("x" + "i" * stem.side**2 + "xxaaaxx")[None]
         pixels = np.random.default_rng(3).normal(size=(1, stem.channels, 16, 16))
         media = ed.Media.create(config, tokens, pixel_values=pixels, **audio([10]))
+        _known[config] = np.asarray(drawn(config)(tokens, media=media).logits)[:, -7:]  # behind the image
+    if config not in _known and (tiles := config.media.tiles) is not None:
+        count, order = token_order(tiles, 5, 12, tiles.side // 4)
+        tokens = text("x" + "i" * len(order) + "xxaaaxx")[None]
+        pixels = np.random.default_rng(3).normal(size=(count, 3, tiles.side, tiles.side))
+        media = ed.Media.create(config, tokens, pixel_values=pixels, image_sizes=[[5, 12]], **audio([10]))
         _known[config] = np.asarray(drawn(config)(tokens, media=media).logits)[:, -7:]  # behind the image
     if config not in _known:
         frames = STEM.frames if config.media.vision.stem.frames == STEM.frames else 1

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 import eqx_decoders as ed
 from eqx_decoders.context import Context
+from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
-from eqx_decoders.encoders.frame_stem import CumulativeNormConfig
 from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.families import FAMILIES

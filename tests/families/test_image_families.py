@@ -51,7 +51,7 @@ def test_features_and_logits_are_those_of_transformers(stored):
     media = ed.Media.create(model.config, **inputs)
     features = np.asarray(model.encode(media).features)[: len(wanted["features"])]
     np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
-    # transformers has no divisor of a decoder's logits in a model with an encoder, though the decoder was trained with it
+    # transformers has no divisor of logits in a model with an encoder, though the decoder was trained with it
     logits = model(inputs["input_ids"], media=media).logits * model.config.logit_divisor
     np.testing.assert_allclose(logits, wanted["logits"], atol=3e-4)
 

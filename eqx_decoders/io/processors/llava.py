@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.encoders.tiles import TilesConfig, best_size, token_order
+from eqx_decoders.encoders.tiles import SIZES, TilesConfig, best_size, token_order
 from eqx_decoders.errors import CheckedFields, PositiveInt
-from eqx_decoders.families._llava import SIZES, read_sizes
 from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
@@ -80,7 +80,7 @@ class LlavaImages(CheckedFields):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlavaNextImages(CheckedFields):
-    """Images of LLaVA-NeXT: the whole, stretched to a square, and tiles of the image in its shape on one of several sizes.
+    """Images of LLaVA-NeXT: the whole, stretched to a square, and tiles of the image, in its shape, of some size.
 
     **Arguments:**
 
@@ -101,7 +101,9 @@ class LlavaNextImages(CheckedFields):
         fields = settings.images
         fields.allow_only("do_pad", True)
         side, _ = _read_side(fields)
-        return cls(tiles=TilesConfig(side=side, sizes=read_sizes(fields, "image_grid_pinpoints")), **_read_shared(settings))
+        return cls(
+            tiles=TilesConfig(side=side, sizes=fields.pairs("image_grid_pinpoints", SIZES)), **_read_shared(settings)
+        )
 
     @property
     def placeholder(self) -> str:
@@ -157,7 +159,7 @@ def _read_side(fields: Fields) -> tuple[int, bool]:
     return sides.pop(), keeps
 
 
-def _read_shared(settings: Settings) -> dict[str, object]:
+def _read_shared(settings: Settings) -> dict[str, Any]:
     fields, processor = settings.images, settings.processor
     more = processor.integer("num_additional_image_tokens", 0, least=0)
     if more != (processor.take("vision_feature_select_strategy", "default") == "default"):

@@ -261,7 +261,7 @@ def with_rounded_rows(media: Media) -> Media:
     """Return the media as one group of rows, which are padded to one of few lengths."""
     images, audio = _pad_rows(media.images), _pad_rows(media.audio)
     order, old_begin, new_begin = np.asarray(media.order), 0, 0
-    new_order = np.zeros_like(order)
+    new_order = np.minimum(order, 0)  # -1 is no row of a tile
     for rows, padded in ((media.images, images), (media.audio, audio)):
         if rows is None or padded is None:
             continue

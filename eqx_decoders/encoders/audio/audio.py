@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, FrameRows
 from eqx_decoders.encoders.packing import Packing
 from eqx_decoders.errors import DataError, check

@@ -1,0 +1,281 @@
+"""LLaVA, LLaVA-NeXT and Granite Vision: which tiles an image has, the order of its tokens, settings; see also
+`test_image_families.py`, which compares with transformers."""
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.media_documents import SyntheticReader
+from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
+from eqx_decoders.encoders.tiles import TilesConfig, best_size, token_order
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.processor import read_settings
+from eqx_decoders.planning.traced_memory import abstract_media
+from eqx_decoders.serving.engine.multimodal_prefill import with_rounded_rows
+from tests.families.samples import FIXTURES, decode
+
+
+SIZES = ((4, 8), (8, 4), (8, 8), (12, 4), (4, 12))
+TILES = TilesConfig(side=4, sizes=SIZES)
+
+
+def chosen(height, width):
+    """The size that most of an image fits into, step by step."""
+    best, most, least = SIZES[0], 0, float("inf")
+    for down, across in SIZES:
+        scale = min(across / width, down / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        waste = down * across - kept
+        if kept > most or (kept == most and waste < least):
+            best, most, least = (down, across), kept, waste
+    return best
+
+
+def lines(height, width, side):
+    """Tokens of the parts, which are counted tile by tile behind those of the whole; None at the end of each line."""
+    down, across = (length // TILES.side for length in chosen(height, width))
+    rows, columns = down * side, across * side
+    if width / height > columns / rows:
+        padding = (rows - int(round(height * (columns / width), 7))) // 2
+        shown = range(padding, rows - padding), range(columns)
+    else:
+        padding = (columns - int(round(width * (rows / height), 7))) // 2
+        shown = range(rows), range(padding, columns - padding)
+    for row in shown[0]:
+        for column in shown[1]:
+            tile = row // side * across + column // side
+            yield side**2 * (1 + tile) + row % side * side + column % side
+        yield -1
+
+
+@pytest.mark.parametrize("side", [1, 3])
+@pytest.mark.parametrize("size", [(8, 8), (5, 30), (30, 5), (7, 6), (3, 4), (100, 61), (61, 100), (9, 27)])
+def test_tokens_stand_line_by_line_without_padding(size: tuple[int, int], side):
+    assert best_size(*size, SIZES) == chosen(*size)
+    count, order = token_order(TILES, *size, side)
+    assert order.tolist() == [*range(side**2), *lines(*size, side)]
+    assert count == 1 + np.prod(chosen(*size)) // TILES.side**2
+
+
+# --- a model ---
+
+
+@pytest.fixture(scope="module")
+def stored():
+    arrays = dict(np.load(FIXTURES / "llava_next" / "media.npz"))
+    inputs = {name.removeprefix("inputs/"): x for name, x in arrays.items() if name.startswith("inputs/")}
+    return ed.load_hf(FIXTURES / "llava_next"), inputs
+
+
+def test_tiles_may_stand_one_behind_the_other(stored):
+    model, inputs = stored
+    pixels = np.concatenate([x[:count] for x, count in zip(inputs["pixel_values"], (5, 5, 2), strict=True)])
+    media, other = (ed.Media.create(model.config, **inputs | more) for more in ({}, dict(pixel_values=pixels)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, media, other))
+
+
+def test_ends_of_lines_are_found_in_longer_rows(stored):
+    """In those of several processes, in groups, and in those of an engine."""
+    model, inputs = stored
+    wanted = np.asarray(model.encode(ed.Media.create(model.config, **inputs)).features)
+    media = ed.Media.create(model.config, **inputs, groups=2)
+    shapes = array_shapes(media)
+    patches = shapes["images"]
+    longer = {key: [[x[0][0] + 1, x[0][1] + 4, *x[0][2:]], x[1]] for key, x in patches.items() if isinstance(x, list)}
+    longer = pad_to_shapes(media, merge_shapes([shapes, {**shapes, "images": patches | longer}]))
+    parts = np.asarray(model.encode(longer).by_group)
+    np.testing.assert_allclose(np.concatenate([parts[0, :16], parts[1, :24]]), wanted[:40], atol=1e-4)
+    alone = {key: x[:1] for key, x in inputs.items()}
+    rounded = with_rounded_rows(ed.Media.create(model.config, **alone))
+    np.testing.assert_allclose(model.encode(rounded).features[:16], wanted[:16], atol=1e-4)
+
+
+def test_features_are_multiplied_as_embeddings_are(stored):
+    media = stored[0].config.media
+    assert media is not None and media.feature_scale == stored[0].config.embedding_scale == 3.0
+
+
+REFUSED_INPUTS = [
+    (dict(image_sizes=None), r"give the height and width of each, \[images, 2\]"),
+    (dict(pixel_values=np.zeros((3, 5, 3, 6, 5))), "must have tiles of 5 x 5 pixels"),
+    (dict(pixel_values=np.zeros((3, 4, 3, 5, 5))), r"must be \[3, at least 5, ...\]"),
+    (dict(pixel_values=np.zeros((11, 3, 5, 5))), "has 11 tiles, and image_sizes=.* 12"),
+    (dict(image_sizes=[(10, 6), (6, 10), (3, 8)]), "has 40 image placeholders, but 3 images make 48 rows"),
+    (dict(image_grid_thw=[[1, 2, 2]]), "image_grid_thw: leave it out"),
+]
+
+
+@pytest.mark.parametrize("given, message", REFUSED_INPUTS, ids=[message for _, message in REFUSED_INPUTS])
+def test_tiles_that_do_not_fit_are_refused(stored, given, message):
+    model, inputs = stored
+    with pytest.raises(ed.DataError, match=message):
+        ed.Media.create(model.config, **inputs | given)
+
+
+def test_drawn_images_have_one_size(stored):
+    model, _ = stored
+    with pytest.raises(ed.ConfigError, match="drawn images need"):
+        SyntheticReader.of(model.config)
+    media = abstract_media(model.config, ed.Layout(), 2, 40, images=1, side=9)
+    assert media.order.shape == (2, 24) and (media.index.shape == (2, 40))
+
+
+# --- settings ---
+
+GRIDS = [(1, most) for most in range(1, 11)] + [(2, most) for most in range(1, 6)] + [(3, most) for most in (1, 2, 3)]
+GRIDS += [(4, 1), (4, 2), (5, 1), (5, 2), *((rows, 1) for rows in range(6, 11))]
+GRANITE_VISION = dict(
+    architectures=["LlavaNextForConditionalGeneration"], model_type="llava_next", image_seq_length=576,
+    image_grid_pinpoints=[[384 * rows, 384 * columns] for rows, columns in GRIDS], image_token_index=49_155,
+    multimodal_projector_bias=True, projector_hidden_act="gelu", tie_word_embeddings=True, torch_dtype="bfloat16",
+    transformers_version="4.49.0", use_image_newline_parameter=True, vision_feature_layer=[-24, -20, -12, -1],
+    vision_feature_select_strategy="full",
+    text_config=dict(
+        _name_or_path="ibm-granite/granite-3.1-2b-instruct", architectures=["GraniteForCausalLM"],
+        attention_bias=False, attention_dropout=0.1, attention_multiplier=0.015625, bos_token_id=0,
+        embedding_multiplier=12.0, eos_token_id=0, hidden_act="silu", hidden_size=2048, intermediate_size=8192,
+        logits_scaling=8.0, max_position_embeddings=131_072, mlp_bias=False, model_type="granite",
+        num_attention_heads=32, num_hidden_layers=40, num_key_value_heads=8, pad_token_id=0, residual_multiplier=0.22,
+        rms_norm_eps=1e-05, rope_theta=300_000, tie_word_embeddings=True, torch_dtype="bfloat16", vocab_size=49_156,
+    ),
+    vision_config=dict(
+        hidden_act="gelu_pytorch_tanh", hidden_size=1152, image_size=384, intermediate_size=4304, layer_norm_eps=1e-06,
+        model_type="siglip_vision_model", num_attention_heads=16, num_channels=3, num_hidden_layers=27, patch_size=14,
+        torch_dtype="bfloat16",
+    ),
+)  # fmt: skip
+LLAVA = dict(
+    architectures=["LlavaForConditionalGeneration"], model_type="llava", ignore_index=-100, image_token_index=32_000,
+    pad_token_id=32_001, projector_hidden_act="gelu", tie_word_embeddings=False, torch_dtype="float16",
+    transformers_version="4.36.0.dev0", vision_feature_layer=-2, vision_feature_select_strategy="default",
+    text_config=dict(
+        _name_or_path="lmsys/vicuna-7b-v1.5", architectures=["LlamaForCausalLM"], max_position_embeddings=4096,
+        model_type="llama", rms_norm_eps=1e-05, torch_dtype="float16", vocab_size=32_064,
+    ),
+    vision_config=dict(
+        hidden_size=1024, image_size=336, intermediate_size=4096, model_type="clip_vision_model",
+        num_attention_heads=16, num_hidden_layers=24, patch_size=14, projection_dim=768, vocab_size=32_000,
+    ),
+)  # fmt: skip
+MISTRAL = dict(
+    architectures=["MistralForCausalLM"], intermediate_size=14_336, max_position_embeddings=32_768,
+    model_type="mistral", num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=1_000_000.0, sliding_window=None,
+    vocab_size=32_064,
+)  # fmt: skip
+LLAVA_NEXT = LLAVA | dict(
+    architectures=["LlavaNextForConditionalGeneration"], model_type="llava_next", text_config=MISTRAL,
+    image_grid_pinpoints=[[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    use_image_newline_parameter=True,
+)  # fmt: skip
+PUBLISHED = {"granite-vision-3.2-2b": GRANITE_VISION, "llava1.5-7b": LLAVA, "llava1.6-mistral-7b": LLAVA_NEXT}
+PARAMETERS = {
+    "granite-vision-3.2-2b": 2_960_158_576,  # without the pooling head of SigLIP, which nothing reads
+    "llava1.5-7b": 7_063_427_072,
+    "llava1.5-13b": 13_351_494_656,
+    "llava1.6-vicuna-7b": 7_063_431_168,
+    "llava1.6-vicuna-13b": 13_351_499_776,
+    "llava1.6-mistral-7b": 7_566_747_648,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configuration_is_ours(name):
+    content = copy.deepcopy(PUBLISHED[name])
+    assert decode(content) == ed.get_config(name)
+    again = FAMILIES[content["model_type"]].encode(ed.get_config(name))
+    assert decode(again) == ed.get_config(name)
+    assert again["vision_feature_layer"] == content["vision_feature_layer"]
+    assert again["vision_config"]["model_type"] == content["vision_config"]["model_type"]
+    assert again["text_config"]["model_type"] == content["text_config"]["model_type"].replace("mistral", "llama")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if "7b" in x else ()) for x in PARAMETERS])
+def test_parameters_are_the_published_ones(name):
+    assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
+
+
+def test_a_model_without_tiles_is_llava(stored):
+    model, _ = stored
+    media = model.config.media
+    assert media is not None and media.vision is not None
+    whole = dataclasses.replace(media, vision=dataclasses.replace(media.vision, tiles=None))
+    with pytest.raises(ed.ConversionError, match="LLaVA does not"):
+        FAMILIES["llava_next"].encode(dataclasses.replace(model.config, media=whole))
+    with pytest.raises(ed.ConversionError, match="This model is no LlavaForConditionalGeneration"):
+        FAMILIES["llava"].encode(model.config)
+
+
+REFUSED = [
+    (GRANITE_VISION, None, dict(vision_feature_select_strategy="default"), "'default' must be 'full': SigLIP has no"),
+    (LLAVA, None, dict(vision_feature_select_strategy="full"), "'full' must be 'default': CLIP has a class token"),
+    (LLAVA, None, dict(vision_feature_layer=-26), "there are num_hidden_layers=24 layers"),
+    (LLAVA, None, dict(vision_feature_layer=[]), "must be the number of a layer, or a list of these"),
+    (LLAVA, None, dict(image_grid_pinpoints=[[336, 336]]), "image_grid_pinpoints: not known here"),
+    (LLAVA_NEXT, None, dict(image_grid_pinpoints=[[336, 0]]), "must be a list of heights and widths"),
+    (LLAVA_NEXT, None, dict(image_grid_pinpoints=[[336, 500]]), "must be multiples of TilesConfig.side=336"),
+    (LLAVA, "vision_config", dict(model_type="pixtral"), "model_type=pixtral is not known here"),
+    (LLAVA, "text_config", dict(model_type="gemma"), "model_type=gemma is not known here"),
+]
+
+
+@pytest.mark.parametrize("content, table, keys, message", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_not_implemented_is_refused(content, table, keys, message):
+    changed = copy.deepcopy(content)
+    (changed if table is None else changed[table]).update(keys)
+    with pytest.raises(ed.ConversionError, match=message):
+        decode(changed)
+
+
+# --- processors ---
+
+RULES = dict(
+    size=dict(height=384, width=384), crop_size=dict(height=384, width=384), do_center_crop=True, image_mean=[0.5] * 3,
+    image_std=[0.5] * 3, image_grid_pinpoints=[[384, 384], [384, 768]],
+)  # fmt: skip
+WORDS = dict(processor_class="LlavaNextProcessor", patch_size=14, vision_feature_select_strategy="full")
+
+
+def rules(folder, images, words):
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    (folder / "processor_config.json").write_text(json.dumps(words))
+    family, settings = read_settings(Directory(folder))
+    assert family.images is not None
+    made: Any = family.images(settings)
+    return made
+
+
+def test_an_image_has_as_many_placeholders_as_tokens(stored, tmp_path):
+    model, _ = stored
+    sides = dict.fromkeys(("height", "width"), 5)
+    images = RULES | dict(size=sides, crop_size=sides, image_grid_pinpoints=[[5, 5], [10, 5], [5, 15], [10, 10]])
+    pixels = [np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8) for size in ((9, 4), (20, 31))]
+    pytest.importorskip("PIL")
+    read = rules(tmp_path, images, WORDS | dict(patch_size=2))
+    files = [read.process(one, MediaLimits(), "x") for one in pixels]
+    ids = np.full((1, sum(one.text.count("<image>") for one in files)), 53)
+    media = ed.Media.create(model.config, ids, **read.join(files))
+    assert media.images is not None and media.images.patches.shape[1:] == (4, 12)
+
+
+def test_settings_of_processors_are_checked(tmp_path):
+    assert rules(tmp_path, RULES, WORDS).tiles == TilesConfig(side=384, sizes=((384, 384), (384, 768)))
+    clip = dict(num_additional_image_tokens=1, vision_feature_select_strategy="default")
+    plain = WORDS | clip | dict(processor_class="LlavaProcessor")
+    cropped = dict(size=dict(shortest_edge=336), crop_size=dict(height=336, width=336))
+    assert (rules(tmp_path, cropped, plain).side, rules(tmp_path, cropped, plain).crop) == (336, True)
+    with pytest.raises(ed.ConversionError, match="num_additional_image_tokens=1 must be 1 with"):
+        rules(tmp_path, RULES, WORDS | dict(num_additional_image_tokens=1))
+    with pytest.raises(ed.ConversionError, match="must be one square"):
+        rules(tmp_path, RULES | dict(crop_size=dict(height=384, width=380)), WORDS)
+    with pytest.raises(ed.ConversionError, match="do_center_crop=false"):
+        rules(tmp_path, cropped | dict(do_center_crop=False), plain)
+    with pytest.raises(ed.ConversionError, match="patch_size is missing"):
+        rules(tmp_path, RULES, {key: value for key, value in WORDS.items() if key != "patch_size"})
