@@ -105,7 +105,7 @@ class EncoderConfig(CheckedFields):
     def parts(self) -> tuple[tuple[tuple[BlockConfig, ...], int], ...]:
         """The layers as `(unit, repeats)`, each a scan: one ends where features leave for the decoder."""
         ends = sorted({*(layer + 1 for layer in self.deepstack), *self.depths, len(self.blocks)} - {0})
-        begins = [0, *ends[:-1]]
+        begins = [0, *ends][: len(ends)]
         return tuple(
             part for begin, end in zip(begins, ends, strict=True) if begin < end
             for part in segments(self.blocks[begin:end])

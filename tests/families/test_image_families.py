@@ -1,4 +1,4 @@
-"""Mistral 3, SmolVLM, InternVL, LFM2-VL and Llama 4 with images, as in transformers: settings, tensors, sizes."""
+"""Mistral 3, SmolVLM, InternVL, LFM2-VL, LLaVA and Llama 4 with images, as in transformers: settings and tensors."""
 
 import copy
 import json
@@ -37,7 +37,10 @@ def same_weights(one, other) -> bool:
 # --- beside transformers ---
 
 
-@pytest.fixture(scope="module", params=["mistral3", "smolvlm", "internvl", "lfm2_vl", "llava", "llava_next"])
+MADE = ["mistral3", "smolvlm", "internvl", "lfm2_vl", pytest.param("llava", marks=pytest.mark.slow), "llava_next"]
+
+
+@pytest.fixture(scope="module", params=MADE)
 def stored(request):
     """A directory, its model, the arguments of transformers' forward, and what it computed."""
     directory = FIXTURES / request.param
