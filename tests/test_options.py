@@ -526,7 +526,7 @@ ELSEWHERE_TOO += (
     MTPConfig,
 )
 READ = [
-    pytest.param(kind, field, marks=pytest.mark.slow if kind in ELSEWHERE_TOO or number % 3 else ())
+    pytest.param(kind, field, marks=pytest.mark.slow if kind in ELSEWHERE_TOO or number % 6 else ())
     for number, (kind, field) in enumerate(CASES)
 ]
 
