@@ -64,6 +64,7 @@ def check_methods(function, name, methods):
     missing = [method for method in methods if not callable(getattr(function, method, None))]
     if methods and not isinstance(function, type):
         raise TypeError(f"{name} is no class with {' and '.join(methods)}")
+    missing = missing or sorted(getattr(function, "__abstractmethods__", ()) if methods else ())
     if missing:
         raise TypeError(f"the class has no method {' and no '.join(missing)}")
 

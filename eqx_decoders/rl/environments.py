@@ -26,8 +26,10 @@ class Environment(Protocol):
     def step(self, answer: dict) -> dict:
         """Answer to the model's answer: `{"messages": …, "reward": …, "done": …, "metrics": …}`, each may be left out.
 
-        The answer has `text`, `message` (as in a conversation), `finish_reason` (`"stop"` or `"length"`), and
-        `tokens_left` of the episode. A reward is a number, numbers by name, or None for what can't be judged.
+        The answer has `text`, `message` (as in a conversation, with `tool_calls` where the episode has tools and the
+        text calls some), `malformed_calls` if some can't be read (`id` and `error` of each), `finish_reason` (`"stop"`
+        or `"length"`), and `tokens_left` and `turns_left` of the episode. A reward is a number, numbers by name, or
+        None for what can't be judged.
         """
         ...
 

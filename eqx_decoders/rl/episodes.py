@@ -10,13 +10,13 @@ from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.data.sources.documents import template_variables
 from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.function_workers import CallResult
-from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
+from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.rl.answerer import answer_text
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.rl.environments import Environments, checked_beginning, checked_turn
 from eqx_decoders.rl.open_episode import OpenEpisode
 from eqx_decoders.rl.sampler_engine import Drawer
+from eqx_decoders.rl.tools.tool_reader import ToolReader
 from eqx_decoders.rl.turn_writer import TurnWriter, Written
 from eqx_decoders.serving.engine.request import Request, RequestOutput
 from eqx_decoders.serving.engine.sampler import SamplingParams
@@ -49,6 +49,7 @@ class EpisodeAnswerer(Drawer):
         super().__init__(engine)
         self._config, self._tokenizer, self._limit, self._stop_ids = config, tokenizer, limit, tuple(stop_ids)
         self._environments, self._writer = Environments(config), TurnWriter(tokenizer, template)
+        self._reader = ToolReader(tokenizer, template, config.tool_call_parser)
 
     def close(self) -> None:
         """End the processes of environments."""
@@ -85,8 +86,8 @@ class EpisodeAnswerer(Drawer):
                     self._start(waiting.popleft(), table)
                 for episode, result in table.results():
                     self._heard(episode, result, table)
-                for episode, rendered in table.texts(self._writer):
-                    self._written(episode, rendered, table)
+                for episode, rendered, before in table.texts(self._writer):
+                    self._written(episode, rendered, before, table)
                 while table.ready and self._submit(table.ready[0], temperature, seed, table):
                     table.ready.popleft()
                 if table.running:
@@ -132,15 +133,23 @@ class EpisodeAnswerer(Drawer):
         else:
             self._end(episode, end, table)
 
-    def _written(self, episode: OpenEpisode, rendered: Rendered | EqxDecodersError, table: "_Table") -> None:
-        """Go on behind the text of the messages: with the tokens that it adds, or in a new part if it is another."""
+    def _written(
+        self, episode: OpenEpisode, rendered: Rendered | EqxDecodersError, before: Any, table: "_Table"
+    ) -> None:
+        """Go on behind the text of the messages: with the tokens that it adds, or in a new part if it is another.
+
+        `before`: the text up to the last answer, if its calls are a field of it.
+        """
         if not isinstance(rendered, Rendered):
             self._end(episode, "error", table, str(rendered))
             return
         added = None
         if episode.turns:
-            content = str(episode.calls[-1]["text"])
-            added = self._writer.go_on(episode.text, content, episode.stop_id, rendered)
+            content: str | None = str(episode.calls[-1]["text"])
+            if before is not None:
+                content = self._writer.written(episode.text, episode.stop_id, before)
+            if content is not None:
+                added = self._writer.go_on(episode.text, content, episode.stop_id, rendered)
             name = f"rl.strict_prefix: task {episode.prompt.number}, turn {episode.turns + 1}"
             rule = "the chat template writes earlier turns another way than they were"
             check(added is not None or not self._config.strict_prefix, f"{name}: {rule}.", DataError)
@@ -169,8 +178,10 @@ class EpisodeAnswerer(Drawer):
 
     def _drawn(self, episode: OpenEpisode, rollout: Rollout, table: "_Table") -> None:
         """Give an environment the model's answer."""
-        left = self._left(episode) - len(rollout.tokens)
-        answer = episode.say(rollout, answer_text(self._tokenizer, rollout), left)
+        left = {"tokens_left": self._left(episode) - len(rollout.tokens)}
+        left |= {"turns_left": self._config.max_turns - episode.turns - 1}
+        read = self._reader.read(rollout, episode.variables.get("tools") or (), episode.tool_calls)
+        answer = episode.say(rollout, read, **left)
         table.calls[episode] = [self._environments.step(episode.number, answer)]
 
     def _left(self, episode: OpenEpisode) -> int:
@@ -201,14 +212,19 @@ class _Table:
         pairs = [(episode, [call.result() for call in calls]) for episode, calls in there]
         return [(episode, next((each for each in every if each.error), every[-1])) for episode, every in pairs]
 
-    def texts(self, writer: TurnWriter) -> list[tuple[OpenEpisode, Any]]:
-        """Return the texts that are there, and have others written: all at once, since a process costs 0.1 s."""
+    def texts(self, writer: TurnWriter) -> list[tuple[OpenEpisode, Any, Any]]:
+        """Return the texts that are there, and have others written: all at once, since a process costs 0.1 s.
+
+        Each comes with that up to the last answer, or None.
+        """
         texts = []
         if self._rendering is not None and self._rendering[1].done():
-            texts = [*zip(self._rendering[0], self._rendering[1].result(), strict=True)]
+            results = iter(self._rendering[1].result())
+            pairs = [(each, [next(results) for _ in each.conversations()]) for each in self._rendering[0]]
+            texts = [(each, pair[0], pair[1] if pair[1:] else None) for each, pair in pairs]
             self._rendering = None
         if self.unwritten and self._rendering is None:
-            conversations = [Conversation(each.messages, each.variables, True) for each in self.unwritten]
+            conversations = [each for episode in self.unwritten for each in episode.conversations()]
             self._rendering, self.unwritten = (self.unwritten, writer.render(conversations)), []
         return texts
 

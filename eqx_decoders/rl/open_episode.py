@@ -1,14 +1,26 @@
 """An episode that is being played: its conversation, its tokens, its rewards so far."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.io.text.chat_template import Conversation
 from eqx_decoders.rl.drawn_answers import AnswerPart, Episode, JudgedAnswer
 from eqx_decoders.rl.rewards import weighted_reward
 from eqx_decoders.serving.rollouts import Rollout
+
+
+class ReadAnswer(NamedTuple):
+    """Answer of a model: what its environment gets, and the message of the conversation.
+
+    `structured`: whether the calls are a field of that message, since the template does not take them in a text.
+    """
+
+    answer: dict[str, Any]
+    message: Mapping[str, Any]
+    structured: bool = False
 
 
 class OpenEpisode:
@@ -21,6 +33,7 @@ class OpenEpisode:
     - `messages`, `variables`: the conversation so far, as the chat template takes it.
     - `text`: what the template wrote before the last answer.
     - `calls`: the answers that the environment was given, for another object in place of one that was lost.
+    - `tool_calls`: number of the model's calls of tools.
     - `restarts`: number of these; `seconds`: time of all calls; `end`, `error`: as of `Episode` and `JudgedAnswer`.
     """
 
@@ -29,6 +42,7 @@ class OpenEpisode:
         self.messages: list[Mapping[str, Any]] = []
         self.variables: Mapping[str, Any] = {}
         self.calls: list[dict[str, Any]] = []
+        self.tool_calls, self._before = 0, None
         self.text, self.end = "", ""
         self.error: str | None = None
         self.restarts, self.seconds = 0, 0.0
@@ -69,15 +83,21 @@ class OpenEpisode:
         """Add tokens that the model did not draw."""
         self._pieces.append((_not_drawn(ids), False))
 
-    def say(self, rollout: Rollout, text: str, tokens_left: int) -> dict[str, Any]:
+    def say(self, rollout: Rollout, read: ReadAnswer, *, tokens_left: int, turns_left: int) -> dict[str, Any]:
         """Add an answer of the model; return it as the environment gets it."""
         self._pieces.append((rollout, True))
         self._lengths.append(len(rollout.tokens))
-        message = {"role": "assistant", "content": text}
-        answer = {"text": text, "message": message, "finish_reason": rollout.finish_reason}
-        self.messages.append(message)
-        self.calls.append({**answer, "tokens_left": tokens_left})
+        self.messages.append(read.message)
+        self._before = len(self.messages) if read.structured else None
+        heard = read.answer
+        self.tool_calls += len(heard["message"].get("tool_calls", [])) + len(heard.get("malformed_calls", []))
+        self.calls.append({**heard, "tokens_left": tokens_left, "turns_left": turns_left})
         return self.calls[-1]
+
+    def conversations(self) -> list[Conversation]:
+        """Return the conversation to be written; behind it that up to the last answer, if its calls are a field."""
+        up_to = [] if self._before is None else [Conversation(self.messages[: self._before], self.variables)]
+        return [Conversation(self.messages, self.variables, True), *up_to]
 
     def take(
         self, messages: Sequence[Mapping[str, Any]], columns: Mapping[str, float] | None, metrics: Mapping[str, float]
@@ -122,7 +142,8 @@ class OpenEpisode:
         rewards = tuple(weighted_reward(turn, weights) if turn else 0.0 for turn in turns)
         episode = Episode(parts, self.turns, self.end, self._metrics, tuple(self._lengths), rewards)
         prompt = self.prompt._replace(tokens=episode.parts[0].context)
-        text = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in self.messages)
+        texts = (message.get("content") or message.get("tool_calls") or "" for message in self.messages)
+        text = "\n".join(f"{message['role']}: {each}" for message, each in zip(self.messages, texts, strict=True))
         reward = weighted_reward(columns, weights) if columns or not judged else 0.0
         return JudgedAnswer(prompt, episode.rollout, text, reward, columns, self.error, self.seconds, episode)
 

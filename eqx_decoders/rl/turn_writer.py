@@ -36,6 +36,16 @@ class TurnWriter:
         self._process = None if self._template is None else RenderingProcess()
         return texts
 
+    def written(self, text: str, stop_id: int | None, before: Rendered | ConversionError) -> str | None:
+        """Return what the template writes as an answer behind `text`, up to its end; None for an answer that was cut.
+
+        `before` is the rendering of the conversation up to the answer.
+        """
+        if stop_id is None or isinstance(before, ConversionError) or not before.text.startswith(text):
+            return None
+        content, ending, _ = before.text[len(text) :].rpartition(self._name(stop_id))
+        return content if ending else None
+
     def begin(self, rendered: Rendered) -> tuple[int, ...]:
         """Encode a whole conversation."""
         if self._template is None:
@@ -95,6 +105,13 @@ def render_all(
         return done
     texts = ["".join(message.get("content") or "" for message in each.messages) for each in conversations]
     return [Rendered(text, None, ()) for text in texts]
+
+
+def takes_calls_as_text(template: ChatTemplate | None) -> bool:
+    """Return whether results of tools may stand behind an answer that is a text, in a template, again and again."""
+    answer, result = {"role": "assistant", "content": "1"}, {"role": "tool", "name": "a", "content": "1"}
+    turns = (answer, {**result, "tool_call_id": "000000000"}) * 2
+    return isinstance(render_all(template, [Conversation((QUESTION, *turns), {}, True)])[0], Rendered)
 
 
 def rewritten_turns(template: ChatTemplate | None) -> str:

@@ -66,7 +66,7 @@ FLAGS = """
 --rl.routing-replay --rl.no-routing-replay
 --rl.max-staleness --sampler.devices --sampler.data --sampler.fsdp --sampler.tensor --sampler.expert
 --sampler.compute-dtype --sampler.no-compute-dtype
---rl.environment --rl.episode-tokens --rl.max-turns --rl.strict-prefix --rl.no-strict-prefix
+--rl.environment --rl.episode-tokens --rl.max-turns --rl.strict-prefix --rl.no-strict-prefix --rl.tool-call-parser
 --config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
 --checkpoint-dir
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha

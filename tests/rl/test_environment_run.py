@@ -66,6 +66,34 @@ def play(folder, name, *more, game="Guess", **changes):
     return train(folder, name, *more, **({"reward": None} | more_settings))
 
 
+TOOLS = '''
+from eqx_decoders.rl.tools import ToolEnvironment
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+Sums = ToolEnvironment.of([add], lambda task, answer: len(set(answer)) / 20)
+'''
+
+
+@pytest.mark.slow
+def test_an_environment_of_functions(folder):
+    (folder / "tools.py").write_text(TOOLS)
+    tasks = folder / "tools.jsonl"
+    tasks.write_text("\n".join(json.dumps({"prompt": f"{number} + 1"}) for number in range(10)))
+    play(folder, "tools", data=tasks, rl__environment=f"{folder / 'tools.py'}:Sums", rl__tool_call_parser="hermes")
+    rows = steps_of(folder / "tools")
+    assert all(row["reward"] > 0 and row["ended_done"] == 1 and row["metric/tool_calls"] == 0 for row in rows)
+    _, err = play(folder, "bad tools", "--rl.tool-call-parser", "json", code=2)
+    assert "--rl.tool-call-parser" in err and not (folder / "bad tools" / "metrics.jsonl").exists()
+
+
 @pytest.mark.slow
 def test_episodes_are_drawn_by_the_weights_that_learn_from_them(folder):
     held_out = folder / "prompts.jsonl"

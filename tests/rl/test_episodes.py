@@ -324,6 +324,7 @@ def test_bad_classes(games, name, says):
     [
         (dict(max_turns=3, reward="a.py:f"), "rl.max_turns is not read without rl.environment"),
         (dict(strict_prefix=True, episode_tokens=3), "rl.episode_tokens, rl.strict_prefix is not read without"),
+        (dict(tool_call_parser="hermes", reward="a.py:f"), "rl.tool_call_parser is not read without rl.environment"),
         (dict(environment="a.py:A", overlong_buffer=8), "rl.overlong_buffer is not read with rl.environment"),
     ],
 )

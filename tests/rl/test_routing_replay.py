@@ -15,7 +15,7 @@ from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.rl.answer_batch import AnswerNumbers, pack_answers
 from eqx_decoders.rl.drawn_answers import AnswerFiles, JudgedAnswer, StepAnswers
-from eqx_decoders.rl.open_episode import OpenEpisode
+from eqx_decoders.rl.open_episode import OpenEpisode, ReadAnswer
 from eqx_decoders.serving.rollouts import Rollout
 from tests.commands import ROOT, steps_of
 from tests.rl.test_rl_run import BASE, answers_of, figures, folder, train  # noqa: F401
@@ -66,9 +66,10 @@ def test_a_turn_keeps_the_experts_that_it_was_drawn_by():
     episode = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
     episode.begin((1, 2, 3))
     first, second = answer_of(3, 2).rollout, answer_of(7, 3, 100).rollout
-    episode.say(first, "", 9)
+    silence, left = ReadAnswer({"message": {}}, {"role": "assistant", "content": ""}), dict(tokens_left=9, turns_left=9)
+    episode.say(first, silence, **left)
     episode.hear([4, 5])
-    episode.say(second, "", 9)
+    episode.say(second, silence, **left)
     episode.hear([6])
     (part,) = episode.judged({}).parts
     experts: Any = part.rollout.experts
@@ -78,7 +79,7 @@ def test_a_turn_keeps_the_experts_that_it_was_drawn_by():
     assert (experts[9:] == -1).all()
     silent = OpenEpisode(prompt=Prompt(0, (), {}), sample=0, seed=0, number=0)
     silent.begin((1,))
-    silent.say(Rollout(*first[:4]), "", 9)
+    silent.say(Rollout(*first[:4]), silence, **left)
     assert silent.judged({}).parts[0].rollout.experts is None
 
 

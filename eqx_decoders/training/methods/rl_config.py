@@ -106,6 +106,8 @@ class EnvironmentSettings(CheckedFields):
     """Most answers of the model in an episode."""
     episode_tokens: PositiveInt | None = None
     """Most tokens of an episode, with those of its environment; None: seq_len."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
+    """Format in which the model calls the tools of an environment; auto: that of the chat template's models."""
     returns: Literal["episode", "turn"] = "episode"
     """What rewards are credited to. episode: all of its tokens; turn: the tokens of the turn and of those before it,
     compared with the same turn of the prompt's other episodes."""
@@ -115,7 +117,7 @@ class EnvironmentSettings(CheckedFields):
 
     def check_environment(self, rest: Any) -> None:
         """Raise ConfigError for settings of an environment without one, and of rewards with one."""
-        fields, word = ("episode_tokens", "max_turns", "returns", "strict_prefix"), "without"
+        fields, word = ("episode_tokens", "max_turns", "tool_call_parser", "returns", "strict_prefix"), "without"
         if self.environment is not None:
             fields, word = ("overlong_buffer",), "with"
         unread = [name for name in fields if getattr(rest, name) != type(rest).__dataclass_fields__[name].default]

@@ -1,0 +1,333 @@
+"""Python functions as tools: what templates are told of them, how calls are run, and the tokens of it."""
+
+import json
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.prompt_batches import Prompt
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.text.tokenizer import load_tokenizer, with_letters
+from eqx_decoders.rl.environments import Environment, checked_beginning, checked_turn
+from eqx_decoders.rl.episodes import EpisodeAnswerer
+from eqx_decoders.rl.tools import ToolEnvironment, tool_schema
+from eqx_decoders.rl.turn_writer import takes_calls_as_text
+from eqx_decoders.serving.engine.request import RequestOutput
+from eqx_decoders.serving.engine.sampler import TokenScore
+from eqx_decoders.training.methods.rl_config import RLConfig
+from tests.data.test_chats import FOLDER, template_of
+
+
+FILE = '''
+from eqx_decoders.rl.tools import ToolEnvironment
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+def exact(task, answer):
+    return {"right": float(answer.strip() == task["answer"])}
+
+Sums = ToolEnvironment.of([add], exact)
+
+class Counter(ToolEnvironment):
+    """Tools with a memory."""
+
+    def begin(self, task, seed):
+        self.count = seed
+        return [{"role": "user", "content": "count"}]
+
+    def more(self, by: int = 1) -> int:
+        """Count on.
+
+        Args:
+            by: How far.
+        """
+        self.count += by
+        return self.count
+
+    @property
+    def tools(self):
+        return (self.more,)
+
+    def reward(self, task, answer):
+        return float(self.count)
+
+class Unjudged(ToolEnvironment):
+    tools = (add,)
+'''
+
+
+def weather(city: str, days: int = 2, unit: str = "C") -> dict[str, float]:
+    """Tell the weather.
+
+    It is that of the next days.
+
+    Args:
+        city: The city, in full.
+            Not its code.
+        days: How many days.
+        unit: The unit of temperatures (choices: ["C", "F"])
+
+    Returns:
+        The temperatures.
+    """
+    return {city: days * (1.0 if unit == "C" else 1.8)}
+
+
+def many(a: list[int], b: float | None, c: int | str, d: Any, e: Literal["x", "y"], f: bool | dict[str, int] = True):
+    """Do it.
+
+    Args:
+        a: One: two.
+        b: Two.
+        c: Three.
+        d: Four.
+        e: Five.
+        f: Six.
+
+    Raises:
+        ValueError: never.
+    """
+
+
+# What transformers 5.23 says of these two (`get_json_schema`).
+RECORDED = """
+{"type": "function", "function": {"name": "weather",
+ "description": "Tell the weather.\\n\\nIt is that of the next days.",
+ "parameters": {"type": "object", "properties": {
+ "city": {"type": "string", "description": "The city, in full. Not its code."},
+ "days": {"type": "integer", "description": "How many days."},
+ "unit": {"type": "string", "enum": ["C", "F"], "description": "The unit of temperatures"}}, "required": ["city"]},
+ "return": {"type": "object", "additionalProperties": {"type": "number"}, "description": "The temperatures."}}}
+{"type": "function", "function": {"name": "many", "description": "Do it.",
+ "parameters": {"type": "object", "properties": {
+ "a": {"type": "array", "items": {"type": "integer"}, "description": "One: two."},
+ "b": {"type": "number", "nullable": true, "description": "Two."},
+ "c": {"type": ["integer", "string"], "description": "Three."}, "d": {"description": "Four."},
+ "e": {"type": "string", "enum": ["x", "y"], "description": "Five."},
+ "f": {"anyOf": [{"type": "boolean"}, {"type": "object", "additionalProperties": {"type": "integer"}}],
+ "description": "Six."}}, "required": ["a", "b", "c", "d", "e"]}}}
+"""
+
+
+def test_schemas_are_those_of_transformers():
+    decoder, text, found = json.JSONDecoder(), RECORDED.strip(), []
+    while text:
+        value, end = decoder.raw_decode(text)
+        found, text = [*found, value], text[end:].strip()
+    assert [tool_schema(weather), tool_schema(many)] == found
+
+
+def undocumented(a: int):
+    pass
+
+
+def untyped(a):
+    """Do.
+
+    Args:
+        a: It.
+    """
+
+
+def unlisted(a: int):
+    """Do."""
+
+
+def strange(a: np.ndarray):
+    """Do.
+
+    Args:
+        a: It.
+    """
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (undocumented, "undocumented has no docstring"),
+        (untyped, "parameter a of the tool untyped has no type hint"),
+        (unlisted, "parameter a of the tool unlisted has no line in the section Args:"),
+        (strange, "strange.a has the type .*ndarray.*, which JSON has not"),
+    ],
+)
+def test_what_can_not_be_described(function, says):
+    with pytest.raises(TypeError, match=says):
+        tool_schema(function)
+    with pytest.raises(TypeError, match=says):
+        ToolEnvironment.of([function], print)
+
+
+def said(*calls, text="", unread=(), turns=5):
+    """What an environment gets of an answer with these calls."""
+    each = [
+        {"type": "function", "id": str(n), "function": {"name": a, "arguments": b}} for n, (a, b) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": text} | ({"tool_calls": each} if each else {})
+    more = {"malformed_calls": [{"id": "9", "error": error} for error in unread]} if unread else {}
+    return {"text": text, "message": message, "finish_reason": "stop", "tokens_left": 9, "turns_left": turns} | more
+
+
+def test_calls_are_run_and_errors_told():
+    def broken(a: int) -> int:
+        """Break.
+
+        Args:
+            a: Not used.
+        """
+        raise KeyError("no")
+
+    environment = ToolEnvironment.of([weather, broken], lambda task, answer: float(answer == task["answer"]))()
+    assert isinstance(environment, Environment)
+    start = checked_beginning(environment.reset({"prompt": "?", "answer": "yes"}, 0))
+    assert [*start.messages] == [{"role": "user", "content": "?"}] and len(start.variables["tools"]) == 2
+    calls = [("weather", {"city": "Ü"}), ("weather", {"town": 1}), ("broken", {"a": 1}), ("wether", {})]
+    turn = checked_turn(environment.step(said(*calls, unread=["it is no JSON"])))
+    texts = [str(each["content"]) for each in turn.messages]
+    assert texts[0] == '{"Ü": 2.0}' and texts[1].startswith("Error: TypeError: ") and "'town'" in texts[1]
+    assert texts[2:] == [
+        "Error: KeyError: 'no'",
+        "Error: there is no tool 'wether': take one of weather, broken",
+        "Error: this call can't be read: it is no JSON",
+    ]
+    assert [each["tool_call_id"] for each in turn.messages] == ["0", "1", "2", "3", "9"] and not turn.done
+    assert {each["role"] for each in turn.messages} == {"tool"} and turn.messages[0]["name"] == "weather"
+    assert turn.metrics == {"tool_calls": 4, "failed_calls": 3, "malformed_calls": 1} and turn.columns == {}
+    end = checked_turn(environment.step(said(text="yes")))
+    assert end.done and end.columns == {"reward": 1.0} and not end.messages
+    limit = checked_turn(environment.step(said(("weather", {"city": "a"}), text="no", turns=0)))
+    assert not limit.done and limit.columns == {"reward": 0.0} and limit.messages
+    with pytest.raises(ValueError, match="the task has neither messages nor a prompt"):
+        environment.reset({}, 0)
+
+
+class Script:
+    """Engine that says what it was told, turn by turn."""
+
+    config: Any = None
+
+    def __init__(self, tokenizer, answers):
+        self._tokenizer, self._answers, self._open, self.prompts = tokenizer, list(answers), [], []
+
+    def submit(self, request):
+        self._open.append(request)
+        self.prompts.append(request.prompt)
+        return len(self.prompts) - 1
+
+    def step(self):
+        request = self._open.pop()
+        tokens = tuple(self._tokenizer.encode(self._answers[len(self.prompts) - 1], special=True).tolist())
+        reason = "stop" if tokens[-1] in request.stop_ids else "length"
+        scores = tuple(TokenScore(token, -1.0) for token in tokens)
+        return [
+            RequestOutput(
+                request_id=len(self.prompts) - 1, tokens=tokens, scores=scores, finish_reason=reason, version=1
+            )
+        ]
+
+    def release(self):
+        """Drop nothing."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(FOLDER / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "tools.py"
+    path.write_text(FILE)
+    return path
+
+
+def play(file, tokenizer, name, answers, *, which="Sums", task=None, **settings: Any):
+    """Play an episode with one of the templates, in which the model says `answers`."""
+    template = with_letters(template_of(name), tokenizer)
+    config = RLConfig(environment=f"{file}:{which}", reward_workers=1, **settings)
+    stops = [
+        each for each in range(tokenizer.vocab_size) if tokenizer.name_of(each) in ("<|im_end|>", "<|eot_id|>", "</s>")
+    ]
+    engine = Script(tokenizer, answers)
+    answerer = EpisodeAnswerer(config, tokenizer, template, limit=3000, stop_ids=stops, engine=engine)
+    prompt = Prompt(0, (), task or {"prompt": "2+3", "answer": "5"})
+    ((answer,),) = answerer.answer([prompt], samples=1, temperature=1.0, seed="1/1")
+    answerer.close()
+    assert answer.error is None
+    return answer, engine
+
+
+def text_of(tokenizer, answer):
+    part = answer.parts[0]
+    return tokenizer.decode([*part.context, *part.rollout.tokens.tolist()], special=True)
+
+
+HERMES = '<tool_call>\n{"name":"add",  "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+LLAMA = '{"name": "add", "parameters": {"a": 2, "b": 3}}<|eot_id|>'
+MISTRAL = '[TOOL_CALLS] [{"name":"add", "arguments": {"a": 2, "b": 3}}]</s>'
+RESULTS = {
+    "qwen3": "<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "llama3": '<|start_header_id|>ipython<|end_header_id|>\n\n"5"<|eot_id|>'
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": '[TOOL_RESULTS] {"content": 5, "call_id": "000000000"}[/TOOL_RESULTS]',
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "last"),
+    [("qwen3", HERMES, "5<|im_end|>"), ("llama3", LLAMA, "5<|eot_id|>"), ("mistral", MISTRAL, " 5</s>")],
+)
+def test_results_stand_behind_the_drawn_tokens(file, tokenizer, name, call, last):
+    """Which are never made from text again, also where a template would write the call with other blanks."""
+    answer, engine = play(file, tokenizer, name, [call, last])
+    assert answer.reward == 1.0 and len(answer.parts) == 1 and answer.columns == {"right": 1.0}
+    assert answer.episode is not None and (answer.episode.turns, answer.episode.end) == (2, "done")
+    assert answer.episode.metrics == {"tool_calls": 1, "failed_calls": 0, "malformed_calls": 0}
+    part, drawn = answer.parts[0], [tokenizer.encode(each, special=True).tolist() for each in (call, last)]
+    assert part.rollout.tokens[part.drawn].tolist() == [*drawn[0], *drawn[1]]
+    between = part.rollout.tokens[~part.drawn].tolist()
+    assert tokenizer.decode(between, special=True).lstrip("\n") == RESULTS[name]
+    assert engine.prompts[1] == (*engine.prompts[0], *drawn[0], *between)
+    assert "add" in tokenizer.decode(part.context, special=True)  # the template tells of the tools
+    assert takes_calls_as_text(template_of(name)) == (name != "mistral")
+
+
+def test_malformed_calls_are_counted_and_told(file, tokenizer):
+    bad = {"qwen3": ("<tool_call>{</tool_call><|im_end|>", "6<|im_end|>"), "mistral": ("[TOOL_CALLS] [{</s>", "6</s>")}
+    for name, (call, last) in bad.items():
+        answer, _ = play(file, tokenizer, name, [call, call, last])
+        assert answer.reward == 0.0 and len(answer.parts) == 1
+        assert answer.episode is not None and answer.episode.metrics["malformed_calls"] == 2
+        assert text_of(tokenizer, answer).count("Error: this call can't be read: it is no JSON") == 2
+
+
+def test_tools_with_a_memory_and_the_limit_of_turns(file, tokenizer):
+    call = HERMES.replace("add", "more").replace('{"a": 2, "b": 3}', '{"by": 4}')
+    answer, _ = play(file, tokenizer, "qwen3", [call] * 3, which="Counter", max_turns=2)
+    assert answer.episode is not None and (answer.episode.turns, answer.episode.end) == (2, "turns")
+    start = int(answer.reward) - 8
+    assert f"<tool_response>\n{start + 4}\n</tool_response>" in text_of(tokenizer, answer) and answer.reward > 8
+
+
+def test_the_format_of_calls_is_a_setting(file, tokenizer):
+    call = LLAMA.replace("<|eot_id|>", "<|im_end|>")
+    answer, _ = play(file, tokenizer, "qwen3", [call, "5<|im_end|>"], tool_call_parser="llama3_json")
+    assert answer.reward == 1.0 and answer.episode is not None and answer.episode.metrics["tool_calls"] == 1
+    answer, _ = play(file, tokenizer, "qwen3", [call])
+    assert answer.episode is not None and answer.episode.turns == 1 and answer.reward == 0.0  # an answer like others
+
+
+@pytest.mark.parametrize(
+    ("which", "says"),
+    [("Unjudged", "TypeError: the class has no method reward"), ("add", "is no class with reset and step")],
+)
+def test_bad_classes(file, tokenizer, which, says):
+    with pytest.raises(ConfigError, match=says):
+        EpisodeAnswerer(RLConfig(environment=f"{file}:{which}"), tokenizer, None, limit=9, stop_ids=(), engine=None)
