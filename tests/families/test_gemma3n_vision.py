@@ -15,6 +15,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig
 from eqx_decoders.encoders.common_shapes import array_shapes, merge_shapes, pad_to_shapes
 from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
+from eqx_decoders.encoders.mobilenet.convolution import depthwise
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families._mobilenet import architectures
@@ -156,6 +157,17 @@ def test_a_cumulative_norm_is_that_of_each_clip():
             squares.append(np.square(x[0, frame] - mean).mean())
             wanted = (x[0, frame] - mean) / np.sqrt(np.mean(squares) + 0.1) * [0.5, 2.0]
             np.testing.assert_allclose(found[0, frame], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("edges, before", [("same", 0), ("equal", 1)])
+def test_zeros_stand_behind_an_image_or_on_both_sides(edges, before):
+    layer = depthwise(2, 3, stride=2, edges=edges, key=jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(1, 4, 4, 2)).astype(np.float32)
+    wide = np.pad(x[0], ((before, 2), (before, 2), (0, 0)))
+    places = [(row, column) for row in (0, 2) for column in (0, 2)]
+    windows = np.stack([wide[row : row + 3, column : column + 3] for row, column in places])
+    wanted = np.einsum("prcf,rcf->pf", windows, np.asarray(layer.kernel)).reshape(1, 2, 2, 2)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), layer.norm(jnp.asarray(wanted)), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.encoders.mobilenet.blocks import EdgeResidualConfig, InvertedResidualConfig, PlaneAttentionConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.attention.variants.learned_init import LearnedInitConfig
@@ -77,7 +78,11 @@ LAYERS = {
         1 + 3 + 2,
     ),
     "block": (BlockConfig(mixer=ATTENTION, mlp=EXPERTS, residual="chained"), 14),
+    "edge residual": (EdgeResidualConfig(dim=4), 2),
+    "inverted residual": (InvertedResidualConfig(dim=4, start=3, middle=3), 4),
+    "plane attention": (PlaneAttentionConfig(dim=4, num_heads=2, head_dim=3, kv_stride=2), 6),
 }
+PLANES = ("edge residual", "inverted residual", "plane attention")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -95,7 +100,7 @@ def test_no_two_weights_share_a_key(name, monkeypatch):
 
     for draw in ("normal", "truncated_normal", "uniform"):
         monkeypatch.setattr(jax.random, draw, recorded(getattr(jax.random, draw)))
-    config.build(4, key=jax.random.key(0))
+    config.build(4, key=jax.random.key(0), **(dict(edges="same", layer_scale=None) if name in PLANES else {}))
     assert len(set(keys)) == len(keys) == count
 
 

@@ -49,6 +49,14 @@ def token_by_hand(residual, x):
     return x
 
 
+def test_streams_begin_as_copies_and_end_as_their_mean():
+    """Where there are no maps, as in multi-token prediction."""
+    x = jnp.asarray(normal(2, 5, EMBED))
+    np.testing.assert_array_equal(CONFIG.expand(x), np.stack([x] * STREAMS, axis=2))
+    streams = jnp.asarray(normal(2, 5, STREAMS, EMBED))
+    assert_close(CONFIG.reduce(streams), np.asarray(streams).mean(axis=2))
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_streams_are_predicted_corrected_and_added_to(streams):
     residual = drawn(lambda key: CONFIG.build(EMBED, branches=3, inner_dim=EMBED, key=key))

@@ -157,6 +157,19 @@ def test_a_window_has_several_tokens():
         CompressionConfig(size=1)
 
 
+def test_what_is_cached_is_what_is_attended_to():
+    """Compressed keys are those of windows: pages, which hold single tokens, hold none of them."""
+    assert {
+        form: set(CompressedAttentionConfig(**SIZES, **options).cache_shape(8)) for form, options in FORMS.items()
+    } == {
+        "window": {"window"},
+        "compressed": {"window", "compressed"},
+        "overlapping": {"window", "compressed"},
+        "chosen": {"window", "compressed", "index"},
+    }
+    assert not CompressedShape.by_token
+
+
 def test_operations_are_counted():
     config = CompressedAttentionConfig(**SIZES, **FORMS["chosen"])
     assert config.token_products(20) == 4 * (4 + 2) * 16 + 8 * 6 * 10

@@ -82,6 +82,7 @@ def test_it_is_the_loop(config, by_hand):
     assert_close(np.asarray(got)[real], by_hand(layer, wide(x))[real], units=64)
 
 
-def test_the_stream_is_the_config_s():
-    with pytest.raises(ed.ConfigError, match=r"TimeMixConfig.embed_dim=8 must be the residual stream's, 6"):
-        drawn(lambda key: TimeMixConfig(embed_dim=8, channels=4).build(6, key=key))
+@pytest.mark.parametrize("config", [TimeMixConfig(embed_dim=8, channels=4), ChannelMixConfig(embed_dim=8, mlp_dim=4)])
+def test_the_stream_is_the_config_s(config):
+    with pytest.raises(ed.ConfigError, match=r"MixConfig.embed_dim=8 must be the residual stream's, 6"):
+        drawn(lambda key: config.build(6, key=key))
