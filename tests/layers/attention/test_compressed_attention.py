@@ -187,3 +187,5 @@ def test_rows_of_another_length_replace_rows():
 
     long = caches(8, 8).with_row(0, caches(3, 2).row(jnp.int32(1)))
     np.testing.assert_array_equal(long.kv.positions, [[0, 1, *[-1] * 6], range(8)])
+    some = long.past_of_rows(long.slices_of_rows()[0], jnp.asarray([1, 0]))
+    np.testing.assert_array_equal(some.whole().positions, long.kv.positions[::-1])
