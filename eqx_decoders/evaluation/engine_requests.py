@@ -90,8 +90,8 @@ def run_requests(
 ) -> None:
     """Submit requests as there is room, and hand each output to `take` with the number of its request.
 
-    A request is cancelled where `take` returns True: it has all that it needs. Raises EqxDecodersError for a request
-    that fails.
+    A request is cancelled where `take` returns True: it has all that it needs. `progress` is called after each step of
+    the engine. Raises EqxDecodersError for a request that fails.
     """
     waiting: Iterator[tuple[int, Request]] = enumerate(requests)
     numbers: dict[int, int] = {}
@@ -106,31 +106,25 @@ def run_requests(
                     break
             if not numbers:
                 return
-            for output in engine.step():
-                _take(engine, numbers, output, take, progress)
+            progress(sum([_take(engine, numbers, output, take) for output in engine.step()]))
     finally:
         for number in numbers:
             engine.cancel(number)
 
 
-def _take(
-    engine: EvaluationEngine,
-    numbers: dict[int, int],
-    output: RequestOutput,
-    take: Take,
-    progress: Progress,
-) -> None:
-    """Hand over one output; forget its request where it has ended."""
+def _take(engine: EvaluationEngine, numbers: dict[int, int], output: RequestOutput, take: Take) -> bool:
+    """Hand over one output; forget its request where it has ended, and return whether it has."""
     number = numbers.get(output.request_id)
     if number is None:  # of one that was cancelled
-        return
+        return False
     check(output.finish_reason != "error", f"request {number} failed: {output.error}", EqxDecodersError)
     enough = take(number, output)
     if enough and output.finish_reason is None:
         engine.cancel(output.request_id)
-    if enough or output.finish_reason is not None:
+    ended = enough or output.finish_reason is not None
+    if ended:
         del numbers[output.request_id]
-        progress(1)
+    return ended
 
 
 def no_progress(count: int) -> None:

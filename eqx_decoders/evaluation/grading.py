@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.evaluation.task import Example
+from eqx_decoders.io.coordination import LONG, from_first, in_first
 from eqx_decoders.io.function_workers import CallResult, FunctionWorkers, numbers_by_name
 
 
@@ -21,17 +22,21 @@ class Grade(NamedTuple):
 def grade_answers(
     grader: str, calls: Sequence[tuple[Example, str]], *, workers: int = 2, seconds: float = 10.0, flag: str = "tasks"
 ) -> list[Grade]:
-    """Return the grades of answers to examples, in order.
+    """Return the grades of answers to examples, in order. Of several processes the first computes those of all.
 
     Raises ConfigError for a function that cannot be imported, and for one that fails at every answer.
     """
     if not calls:
         return []
-    with FunctionWorkers(grader, workers=min(workers, len(calls)), seconds=seconds, flag=flag) as processes:
-        grades = [_grade(result) for result in processes.map(calls)]
-    errors = [grade.error for grade in grades if grade.error is not None]
-    check(len(errors) < len(grades), f"the grade {grader!r} failed for all {len(grades)} answers: {errors[:1]}.")
-    return grades
+
+    def grade() -> list[Grade]:
+        with FunctionWorkers(grader, workers=min(workers, len(calls)), seconds=seconds, flag=flag) as processes:
+            grades = [_grade(result) for result in processes.map(calls)]
+        errors = [grade.error for grade in grades if grade.error is not None]
+        check(len(errors) < len(grades), f"the grade {grader!r} failed for all {len(grades)} answers: {errors[:1]}.")
+        return grades
+
+    return [Grade(*each) for each in from_first("grades", in_first("grading", grade, seconds=LONG))]
 
 
 def _grade(result: CallResult) -> Grade:

@@ -1,6 +1,7 @@
 """Tasks that a model is measured on again and again, while its weights change: a held-out evaluation of a run."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from eqx_decoders.evaluation.task_run import (
     make_engine,
 )
 from eqx_decoders.evaluation.task_scores import TaskScores
+from eqx_decoders.io.coordination import check_same
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
 
 
@@ -85,7 +87,8 @@ class TaskEvaluator:
     ) -> "TaskEvaluator":
         """Load tasks, `file.py:name` or `lm-eval:name`, for a model, which may have shapes in place of arrays.
 
-        Raises ConfigError and DataError for tasks that cannot be loaded, and for those that the model cannot answer.
+        Raises ConfigError and DataError for tasks that cannot be loaded, for those that the model cannot answer, and
+        for others than those of the first process: all compute the answers together.
         """
         tasks = [load_task(spec, flag=flag) for spec in specs if not spec.startswith(PREFIX)]
         harness = task_names(specs)
@@ -93,6 +96,8 @@ class TaskEvaluator:
         check(len(set(names)) == len(names), f"{flag} has {', '.join(names)}: give each name once.")
         once = dataclasses.replace(settings, samples=1, pass_at=())
         requests = [request for task in tasks for request in answer_requests(text, task, once)]
+        prompts = hashlib.blake2b(repr([request.prompt for request in requests]).encode(), digest_size=16)
+        check_same("the examples of tasks", prompts.hexdigest(), "they must not depend on chance, or on the machine")
         lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
         lengths += [min(MAX_LENGTH, text.model.trained_positions or MAX_LENGTH)] if harness else []
         limits = EngineLimits(max_length=max(lengths), prefill_chunk=default_chunk(text))

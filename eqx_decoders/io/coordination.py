@@ -70,10 +70,10 @@ def check_same(what: str, hashes: Any, remedy: str) -> None:
     check(hashes == from_first("made", hashes), f"{rule}: {remedy}.", DataError)
 
 
-def in_first(name: str, make: Callable[[], T]) -> T | None:
+def in_first(name: str, make: Callable[[], T], *, seconds: int | float = WAIT) -> T | None:
     """Call `make()` in the first process alone, and return its result there; None in the others, which wait for it.
 
-    Its error is raised in all of them: in the others as an EqxDecodersError of the same text.
+    They wait so many seconds. Its error is raised in all: in the others as an EqxDecodersError of the same text.
     """
     result, failure = None, None
     if jax.process_index() == 0:
@@ -81,7 +81,7 @@ def in_first(name: str, make: Callable[[], T]) -> T | None:
             result = make()
         except Exception as error:  # whatever it is: the others would wait in vain
             failure = error
-    said = from_first(name, None if failure is None else f"{type(failure).__name__}: {failure}")
+    said = from_first(name, None if failure is None else f"{type(failure).__name__}: {failure}", seconds=seconds)
     if failure is not None:
         raise failure
     check(said is None, f"the first process ({name}): {said}", EqxDecodersError)

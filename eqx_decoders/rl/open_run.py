@@ -10,11 +10,8 @@ from eqx_decoders.data.dataset import written_by
 from eqx_decoders.data.prompt_batches import PromptBatches, read_prompts, read_tasks
 from eqx_decoders.errors import check
 from eqx_decoders.io.coordination import check_same
-from eqx_decoders.io.huggingface.hub import resolve
-from eqx_decoders.io.huggingface.load import abstract_hf, load_hf
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import load_tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.expert_choices import check_choices
 from eqx_decoders.model.init import add_score_head
@@ -150,18 +147,21 @@ def _check_room(config: Any, limit: int) -> None:
 
 def open_critic(start: MethodStart) -> Critic:
     """Make what a run needs to train its critic. Raises ConfigError for `init_from` with another vocabulary."""
+    from eqx_decoders.training.run.run_loading import OtherModel  # late: of its imports this needs few
+
     config, source = start.config, start.config.rl.critic.init_from
-    options = vars(start.execution)
-    if source is not None:
+    other = None if source is None else OtherModel(source)
+    if other is not None:
         name = f"rl.critic.init_from={source!r}"
         remedy = "It would read other tokens: take a model with the policy's tokenizer"
-        check_same_tokens(start.tokenizer, load_tokenizer(resolve(source).path), name, "the policy's", remedy)
-    base = abstract_base(start.run, start.execution) if source is None else abstract_hf(source, **options)
+        check_same_tokens(start.tokenizer, other.tokenizer, name, "the policy's", remedy)
+    execution = start.execution
+    base = abstract_base(start.run, execution) if other is None else other.abstract(execution)
     target, key = _with_values(base, config, jax.random.key(0)), jax.random.key(config.dataset.seed)
 
     def new_model() -> Decoder:
         with StatusLine("making the critic", remains="nothing of it is kept"):
-            model = new_base(start.run, start.execution) if source is None else load_hf(source, **options)
+            model = new_base(start.run, execution) if other is None else other.load(execution)
             return _with_values(model, config, jax.random.fold_in(key, 4))
 
     def trainer_by(settings: TrainConfig) -> Trainer:

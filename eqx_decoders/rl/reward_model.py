@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,10 +10,8 @@ from jaxtyping import Array, Float32
 from eqx_decoders.context import Execution
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.huggingface.hub import resolve
-from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
+from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.weights_fingerprint import weights_fingerprint
 from eqx_decoders.rl.answer_batch import AnswerPacker
@@ -80,17 +77,13 @@ def load_reward_model(source: str, tokenizer: Tokenizer, execution: Execution) -
 
     Raises ConfigError for one without a score, or with another vocabulary.
     """
-    # late: of their imports this needs few
-    from eqx_decoders.training.run.run_directory import RunDirectory
-    from eqx_decoders.training.run.run_loading import load_run
+    from eqx_decoders.training.run.run_loading import OtherModel  # late: of its imports this needs few
 
-    name = f"rl.reward_model={source!r}"
+    name, other = f"rl.reward_model={source!r}", OtherModel(source)
     with StatusLine(f"loading the reward model {source}", remains="what was downloaded is kept"):
-        of_run = (Path(source) / "settings.json").is_file()
-        tokens = RunDirectory.open(source).tokenizer if of_run else resolve(source).path
         remedy = "It would read other tokens: take a reward model with the policy's tokenizer"
-        check_same_tokens(tokenizer, load_tokenizer(tokens), name, "the policy's", remedy)
-        model = (load_run if of_run else load_hf)(source, **vars(execution))
+        check_same_tokens(tokenizer, other.tokenizer, name, "the policy's", remedy)
+        model = other.load(execution)
     rule = f"{name} has DecoderConfig.scores={model.config.scores}, and not one score"
     check(model.config.scores == 1, f"{rule}: take a model that method='reward' has trained.")
     return model

@@ -214,8 +214,6 @@ class TrainConfig(ProcessSettings, MethodSettings, StepSettings, DataSettings, T
         check(free, f"optimizer.trainable={patterns} and lora_rank={self.lora_rank} exclude each other: leave one out.")
         self.check_rows(self.dataset.batch_size)
         check_method(self)
-        alone = not (self.eval_tasks and self.distributed)
-        check(alone, f"eval_tasks={self.eval_tasks} need a run of one process: leave them out, and evaluate the run.")
         make_schedule(self.optimizer, self.steps)
 
     def optimizer_config(self) -> OptimizerConfig:

@@ -14,7 +14,7 @@ from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, load_weights
 from eqx_decoders.model.init import add_score_head
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.run.run_loading import load_run
-from tests.commands import steps_of
+from tests.commands import call, steps_of
 from tests.rl.test_environment_run import GAMES
 from tests.rl.test_rl_run import BASE, REWARDS, answers_of, train
 
@@ -138,6 +138,31 @@ def test_a_value_is_read_before_its_token(folder):
     (row,) = steps_of(folder / "read")
     assert row["value"] == pytest.approx(np.mean(values), abs=1e-5) and np.ptp(values) > 0.1
     assert row["return"] == pytest.approx(np.mean(returns), abs=1e-5) and row["truncated"] > 0
+
+
+@pytest.mark.slow
+def test_a_critic_begins_with_a_run_of_a_reward_model(folder):
+    """With its pairs merged: as with the directory that it was exported to."""
+    pairs = [{"prompt": f"the {word}", "chosen": "cat sat", "rejected": "mat"} for word in ("old", "green", "many")]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    words = [
+        "--method",
+        "reward",
+        "--init-from",
+        BASE,
+        "--data",
+        folder / "pairs.jsonl",
+        "--steps",
+        2,
+        "--lora-rank",
+        2,
+    ]
+    words += ["--steps", 2, "--batch-size", 2, "--seq-len", 32, "--sample-tokens", 0, "--optimizer.learning-rate", 0.1]
+    call("train", "--run-dir", folder / "pairs", *words, "--export", folder / "pairs exported")
+    for name in ("pairs", "pairs exported"):
+        ppo(folder, f"of {name}", steps=2, rl__critic__init_from=folder / name, rl__reward_model=folder / name)
+    assert figures(folder, "of pairs") == figures(folder, "of pairs exported")
+    assert steps_of(folder / "of pairs")[0]["value"] != 0
 
 
 @pytest.mark.slow

@@ -173,8 +173,8 @@ def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Ar
             def step(logits, values, before):
                 logits = logits, teachers(values[0])
                 log_probs = (x - normalizer[..., None] for x, normalizer in zip(logits, values[1], strict=True))
-                found = (part.without_repeated(x, 0.0) for x in forms.divergence.terms(*log_probs))
-                return tuple(each + jnp.sum(x, axis=-1) for each, x in zip(before, found, strict=True))
+                terms = (part.without_repeated(x, 0.0) for x in forms.divergence.terms(*log_probs))
+                return tuple(each + jnp.sum(x, axis=-1) for each, x in zip(before, terms, strict=True))
 
             return step
 
@@ -221,9 +221,9 @@ def _backward(forms: _Forms, saved: Any, cotangent: Array) -> Any:
         return joined(to_hidden, length), to_head
 
     values = (cotangent, slopes, *normalizers)
-    found = forms.mapped(on_device, lambda split: (split.tokens, split.head_gradient), *arguments, *values)
-    found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, arguments[:2])
-    return *found, *jax.tree.map(jnp.zeros_like, arguments[2:])
+    slopes = forms.mapped(on_device, lambda split: (split.tokens, split.head_gradient), *arguments, *values)
+    slopes = jax.tree.map(lambda x, like: x.astype(like.dtype), slopes, arguments[:2])
+    return *slopes, *jax.tree.map(jnp.zeros_like, arguments[2:])
 
 
 _divergence.defvjp(_forward_saved, _backward)

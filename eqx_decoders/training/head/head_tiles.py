@@ -269,8 +269,8 @@ def scores(
     def prepare(part: VocabPart, _: Any) -> Any:
         return lambda logits, targets, before: before.joined(LogitSums.of(logits, targets, part, entropy))
 
-    found = over_logits(form, split, hidden, targets, head, prepare, LogitSums.none(targets, entropy))
-    return found.over_ids(split, known_ids(split, targets, head.kernel))
+    sums = over_logits(form, split, hidden, targets, head, prepare, LogitSums.none(targets, entropy))
+    return sums.over_ids(split, known_ids(split, targets, head.kernel))
 
 
 def known_ids(split: HeadSplit, ids: Array, kernel: Array) -> Array:

@@ -114,8 +114,8 @@ def _backward(form: HeadForm, saved: Any, cotangents: LogProbs) -> Any:
         return joined(to_hidden, hidden.shape[1]), to_head
 
     values = (targets, *cotangents[:3], normalizer, entropy)
-    found = split.mapped(on_device, (split.tokens, split.head_gradient))(hidden, head, *values)
-    return *jax.tree.map(lambda x, like: x.astype(like.dtype), found, (hidden, head)), None
+    slopes = split.mapped(on_device, (split.tokens, split.head_gradient))(hidden, head, *values)
+    return *jax.tree.map(lambda x, like: x.astype(like.dtype), slopes, (hidden, head)), None
 
 
 _log_probs = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))(_forward)

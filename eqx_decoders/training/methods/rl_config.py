@@ -37,8 +37,8 @@ class CriticConfig(CheckedFields):
 
     checked_name = "rl.critic"
     init_from: str | None = None
-    """Where its weights come from: a reward model, or any model with the policy's tokenizer, a directory of a Hugging
-    Face checkpoint or "org/name"; None: the weights that the policy begins with."""
+    """Where its weights come from: a reward model, or any model with the policy's tokenizer, as a run directory, a
+    directory of a Hugging Face checkpoint or "org/name"; None: the weights that the policy begins with."""
     learning_rate: PositiveFloat | None = None
     """Its peak learning rate; None: that of the policy."""
     warmup_steps: NonNegativeInt = 0
@@ -190,10 +190,10 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     eval_samples: PositiveInt = 1
     """Answers drawn to each held-out prompt, beside the most likely one."""
 
-    def __new__(cls, **given: Any) -> "RLConfig":
+    def __new__(cls, **settings: Any) -> "RLConfig":
         """Note which settings are given, also those that are given their default."""
         config = super().__new__(cls)
-        object.__setattr__(config, "_given", given.keys())
+        object.__setattr__(config, "_given", settings.keys())
         return config
 
     def __post_init__(self):

@@ -285,8 +285,8 @@ def pair_figures(sums: Sums) -> Sums:
     """Return the means over pairs of sums over them."""
     pairs = jnp.maximum(sums["pairs"], 1.0)
     names = {"correct": "reward_accuracy", "margin": "reward_margin"}
-    found = {names.get(name, name): value / pairs for name, value in sums.items() if name != "pairs"}
-    return {"pairs": sums["pairs"]} | found
+    means = {names.get(name, name): value / pairs for name, value in sums.items() if name != "pairs"}
+    return {"pairs": sums["pairs"]} | means
 
 
 def reward_loss(

@@ -1,13 +1,17 @@
 """Models of a run for inference: the weights of a checkpoint, and the tokenizer."""
 
+import dataclasses
 from pathlib import Path
 from typing import Unpack
 
+import equinox as eqx
 import jax
 
 from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.inference.text_model import TextModel, build_text_model
 from eqx_decoders.io.checkpoint.checkpoints import load_weights
+from eqx_decoders.io.huggingface.hub import resolve
+from eqx_decoders.io.huggingface.load import abstract_hf, load_hf
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
@@ -27,6 +31,41 @@ def load_run(
     `checkpoint_dir` of a run, as `gs://…`.
     """
     return _load_weights(RunDirectory.open(run_dir), step, Execution(**execution), ema)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherModel:
+    """Model that a run reads beside its own: of a run directory, or of a checkpoint of Hugging Face's form.
+
+    `source` is one of these, or "org/name".
+    """
+
+    source: str
+
+    @property
+    def _run(self) -> RunDirectory | None:
+        return RunDirectory.open(self.source) if (Path(self.source) / "settings.json").is_file() else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Load its tokenizer."""
+        run = self._run
+        return load_tokenizer(resolve(self.source).path if run is None else run.tokenizer)
+
+    def load(self, execution: Execution) -> Decoder:
+        """Load its weights; of a run as `load_run` does."""
+        run = self._run
+        return load_hf(self.source, **vars(execution)) if run is None else _load_weights(run, None, execution, True)
+
+    def abstract(self, execution: Execution) -> Decoder:
+        """Return their shapes, with shardings."""
+        run = self._run
+        if run is None:
+            return abstract_hf(self.source, **vars(execution))
+        target = abstract_run(run, with_params_dtype(execution, run.settings.params_dtype))
+        merged = eqx.filter_eval_shape(merge_lora, target)
+        shardings = execution.layout.shardings(merged)
+        return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), merged, shardings)
 
 
 def _load_weights(run: RunDirectory, step: int | None, execution: Execution, ema: bool) -> Decoder:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import ROOT, call, flags, steps_of
 from tests.data.test_host_rows import finish, launch, settings
 from tests.training.run.test_process_meshes import WORKER
@@ -27,10 +28,22 @@ CASES = {
     "likeliest": TEACHER | {"--distill.top": 5},
     "rewards": REWARDS,
     "critic": REWARDS | {"--rl.preset": "ppo", "--rl.critic.updates": 2},
+    "tasks": PAIRS | {"--method": "dpo", "--eval-tasks": "tasks.py:letters", "--eval-every": 2},
 }
 
 
-FILES = ("pairs.jsonl", "teacher", "prompts.jsonl", "rewards.py")
+FILES = ("pairs.jsonl", "teacher", "prompts.jsonl", "rewards.py", "tasks.py")
+TASKS = """
+from eqx_decoders.evaluation import Task
+
+def grade(example, answer):
+    with open(__file__ + ".graded", "a") as file:
+        file.write("graded\\n")
+    return len(answer) / 100
+
+ROWS = [{"prompt": f"the {word}"} for word in ("quick", "lazy", "small", "old")]
+letters = Task(examples=ROWS, grade=grade, max_new_tokens=4, stop=("e",))
+"""
 
 
 def words_of(folder, options):
@@ -53,6 +66,7 @@ def folder(tmp_path_factory):
     prompts = [{"prompt": text(2)} for _ in range(6)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     (folder / "rewards.py").write_text("def length(prompt, answer):\n    return len(answer)\n")
+    (folder / "tasks.py").write_text(TASKS)
     ed.save_hf(jax.tree.map(lambda leaf: 1.3 * leaf, ed.load_hf(BASE)), folder / "teacher")
     (folder / "cases.json").write_text(json.dumps({name: words_of(folder, each) for name, each in CASES.items()}))
     both = launch(folder, {}, worker=WORKER)
@@ -69,3 +83,20 @@ def test_two_processes_have_the_losses_of_one(folder, name):
     )
     assert len(both) == 3
     np.testing.assert_allclose(both, alone, rtol=1e-4, atol=1e-6)  # the loss of a step on policy is near 0
+
+
+def test_tasks_are_answered_together_and_graded_by_one(folder):
+    """Twice in the run of two processes, with the scores of one."""
+    graded = folder / "tasks.py.graded"
+    assert graded.read_text().count("graded") <= 8  # fewer where answers were cut
+    graded.unlink()
+    call("train", "--run-dir", folder / "tasks again", *words_of(folder, CASES["tasks"]), devices=4)
+    both, one = (
+        [
+            (row["step"], row["task/letters"], row["task/letters/length"])
+            for row in read_metrics(path)
+            if "task/letters" in row
+        ]
+        for path in (folder / name / "metrics.jsonl" for name in ("tasks", "tasks again"))
+    )
+    assert both == one and [step for step, *_ in both] == [2, 3]

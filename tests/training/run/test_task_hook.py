@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 
-from eqx_decoders.errors import ConfigError
 from eqx_decoders.evaluation import task_evaluator
 from eqx_decoders.evaluation.task import load_task
 from eqx_decoders.evaluation.task_evaluator import TaskResults
@@ -14,7 +13,6 @@ from eqx_decoders.evaluation.task_run import AnswerSettings, evaluate_task, make
 from eqx_decoders.io.coordination import Stop
 from eqx_decoders.serving.engine.config import EngineLimits
 from eqx_decoders.sharding.axes import named_leaves
-from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.goodput import WallTime
 from eqx_decoders.training.run.hooks.task_hook import TaskHook
 from eqx_decoders.training.run.metrics import read_metrics
@@ -120,8 +118,3 @@ def test_mistakes_are_found_before_the_first_step(folder, task, says):
     words = ("--run-dir", folder / "mistake", "--data", folder / "text", *flags(OPTIONS))
     left, _, err = outcome("train", *words, "--eval-tasks", f"{folder}/{task}")
     assert left == 2 and says.format(folder=folder) in " ".join(err.replace("│", "").split())
-
-
-def test_a_run_of_several_processes_has_no_tasks():
-    with pytest.raises(ConfigError, match="need a run of one process: leave them out, and evaluate the run"):
-        TrainConfig(eval_tasks=("tasks.py:a",), distributed=True)
