@@ -39,6 +39,8 @@ from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tool_calls import ToolFormat, tool_format
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
@@ -107,6 +109,9 @@ class ServeConfig(ModelSource, EngineLimits):
     be worked on. Further ones are told to come again (429)."""
     max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
     """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
+    """Format in which the model calls the tools of a conversation; auto: that of its chat template, where that knows
+    tools; none: calls are texts in answers."""
     special_tokens_in_content: bool = False
     """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     api_key: tuple[str, ...] = ()
@@ -282,10 +287,18 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
         max_open=config.max_open or max(ApiConfig.max_open, config.max_waiting + config.max_batch_size),
         max_open_bytes=max(most, config.max_open_bytes),
         allow_priority=config.allow_priority,
+        tool_call_parser=_call_format(config.tool_call_parser, text.chat),
         api_keys=(*config.api_key, *keys),
         seed=config.seed,
         defaults=text.model.generation_config,
     )
+
+
+def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
+    """Return the format of calls that a setting names."""
+    if parser == "auto":
+        return tool_format(chat.source) if chat is not None and "tools" in chat.source else None
+    return None if parser == "none" else parser
 
 
 def body_bytes(text: TextModel, max_length: int) -> int:

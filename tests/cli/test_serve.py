@@ -144,6 +144,7 @@ EFFECTS = {
     "max_open_bytes": (["--max-open-bytes", "9000000"], lambda found: found.api.max_open_bytes == 9_000_000),
     "max_choices": (["--max-choices", "2"], lambda found: found.api.max_choices == 2),
     "max_body_bytes": (["--max-body-bytes", "1000"], lambda found: found.api.max_body_bytes == 1000),
+    "tool_call_parser": (["--tool-call-parser", "hermes"], lambda found: found.api.tool_call_parser == "hermes"),
     "api_key": (["--api-key", "a", "--api-key", "b"], lambda found: found.api.api_keys == ("a", "b")),
     "allow_origin": (["--allow-origin", "*"], lambda found: found.options["allow_origins"] == ("*",)),
     "seed": (["--seed", "5"], lambda found: found.api.seed == 5),

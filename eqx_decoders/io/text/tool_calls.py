@@ -16,6 +16,13 @@ _MARKS: tuple[tuple[str, ToolFormat], ...] = (
     ("<|python_tag|>", "llama3_json"),
     ("ipython", "llama3_json"),
 )
+# Beginnings of calls: of whole answers, and within them.
+_BEGINS: dict[ToolFormat, tuple[Sequence[str], Sequence[str]]] = {
+    "hermes": ((), ("<tool_call>",)),
+    "llama3_json": (("{", "<|python_tag|>"), ()),
+    "mistral": (("[",), ("[TOOL_CALLS]",)),
+    "qwen3_coder": ((), ("<tool_call>", "<function=")),
+}
 _FUNCTION = re.compile(r"\s*([^>\s]+)>(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
@@ -73,6 +80,44 @@ def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, A
         return ParsedAnswer(text)
     calls = tuple(each for each in parts if isinstance(each, FunctionCall))
     return ParsedAnswer((text[:end] + content).rstrip(), calls, tuple(each for each in parts if isinstance(each, str)))
+
+
+class CallDivider:
+    """Divider of an answer that is being written: what is no call for sure is shown at once, the rest at its end.
+
+    **Arguments:**
+
+    - `form`, `tools`: as of `parse_tool_calls`.
+    """
+
+    def __init__(self, form: ToolFormat, tools: Sequence[Mapping[str, Any]] = ()):
+        self._form: ToolFormat = form
+        self._tools, self._text, self._shown = tools, "", 0
+
+    def push(self, text: str) -> str:
+        """Add a piece of the answer; return what can be shown."""
+        self._text += text
+        begin, self._shown = self._shown, _begin_of_calls(self._text, self._shown, self._form)
+        return self._text[begin : self._shown]
+
+    def finish(self) -> ParsedAnswer:
+        """Return the calls, and the content that was not shown yet; the whole text where a call can't be read."""
+        parsed = parse_tool_calls(self._text, self._form, self._tools)
+        if parsed.malformed or not parsed.calls:
+            return ParsedAnswer(self._text[self._shown :])
+        return ParsedAnswer(parsed.content[self._shown :], parsed.calls)
+
+
+def _begin_of_calls(text: str, start: int, form: ToolFormat) -> int:
+    """Return where calls begin, or may begin with what comes; `start`: they don't before."""
+    alone, marks = _BEGINS[form]
+    body = text.lstrip()
+    if start == 0 and any(body.startswith(each) or each.startswith(body) for each in alone):
+        return 0
+    begins = [place for each in marks if (place := text.find(each, start)) >= 0]
+    ends = ((each, length) for each in marks for length in range(len(each) - 1, 0, -1))
+    begins += [len(text) - length for each, length in ends if text.endswith(each[:length])]
+    return max(start, min(begins, default=len(text)))
 
 
 Found = tuple[str, list[FunctionCall | str]]  # the content, and calls or the reasons why they are none

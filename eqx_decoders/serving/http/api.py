@@ -255,7 +255,7 @@ class Api:
         work = self._preparer.chat(*chat_protocol.conversation(request), answer=answer, client=http_request.client)
         prompt = await self._with_client_errors(work)
         limits = self._answer_limits(request, [prompt])
-        choices = [Choice(request, self.frontend.tokenizer) for _ in range(request.n)]
+        choices = Choice.of_chat(request, self.frontend.tokenizer, self.config.tool_call_parser)
         builder = ChatResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
         return await self._respond(http_request, request, builder, [prompt], limits, choices, seed)
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import CheckedFields, InRange, NonNegativeInt, PositiveInt, check, check_integer
+from eqx_decoders.io.text.tool_calls import ToolFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class ApiConfig(CheckedFields):
     - `max_open`: requests that may be open at once; the engine's own limit bounds how many of them it queues.
     - `max_open_bytes`: total size of the bodies of open requests, where one has more than 64 kB.
     - `body_seconds`: time in which a body must arrive.
+    - `tool_call_parser`: format in which the model calls tools; None: calls are texts in answers.
     - `api_keys`: one of them must be sent as `Authorization: Bearer …`; empty: no key is needed.
     - `seed`: seed of requests without one; None: a random one for each.
     - `defaults`: sampling settings published with the model, for requests without them; the next defaults are OpenAI's:
@@ -53,6 +55,7 @@ class ApiConfig(CheckedFields):
     max_open: PositiveInt = 1000
     max_open_bytes: int = 512_000_000
     body_seconds: Annotated[int | float, InRange(above=0)] = 30.0
+    tool_call_parser: ToolFormat | None = None
     api_keys: tuple[str, ...] = ()
     seed: int | None = None
     defaults: GenerationConfig = GenerationConfig()

@@ -16,7 +16,7 @@ KINDS = {
     503: "service_unavailable_error",
 }
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 Unset = msgspec.UnsetType  # of a field that is left out
 
 
@@ -196,12 +196,34 @@ class ChatLogprobs(ResponseFields, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(ResponseFields, kw_only=True):
+    """Function that an answer calls, with arguments as a text of JSON."""
+
+    name: str
+    arguments: str
+
+
+class WrittenToolCall(ResponseFields, kw_only=True):
+    """Call of a tool by an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(WrittenToolCall, kw_only=True):
+    """Call of a tool in a chunk, whole."""
+
+    index: int
+
+
 class AnswerMessage(ResponseFields, kw_only=True):
     """Message that answers a conversation."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[WrittenToolCall] | Unset = msgspec.UNSET
 
 
 class ChatChoice(AnyChoice, kw_only=True):
@@ -223,6 +245,7 @@ class MessageDelta(ResponseFields, kw_only=True):
 
     role: Literal["assistant"] | Unset = msgspec.UNSET
     content: str | Unset = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | Unset = msgspec.UNSET
 
 
 class ChatChunkChoice(AnyChoice, kw_only=True):

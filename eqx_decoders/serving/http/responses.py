@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,13 @@ from typing import Any
 import msgspec
 
 from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.io.text.tool_calls import CallDivider, FunctionCall, ToolFormat
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt
+from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest
 from eqx_decoders.serving.http.engine_thread import RequestOutputs
 from eqx_decoders.serving.http.protocol import CompletionRequest, GenerationRequest
 from eqx_decoders.serving.http.response_types import (
@@ -22,6 +25,7 @@ from eqx_decoders.serving.http.response_types import (
     AnyChoice,
     AnyResponse,
     CachedTokens,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -35,7 +39,9 @@ from eqx_decoders.serving.http.response_types import (
     ScoredText,
     ScoredToken,
     TokenLogprob,
+    ToolCallDelta,
     Usage,
+    WrittenToolCall,
 )
 
 
@@ -52,6 +58,7 @@ class Delta:
     - `offsets`: positions in the text of the scored tokens.
     - `finish`: `"stop"` or `"length"` when the answer is complete.
     - `reason`: stop string, or token of `stop_token_ids`, that ended it.
+    - `calls`: calls of tools, when the answer is complete.
     """
 
     text: str = ""
@@ -61,6 +68,7 @@ class Delta:
     offsets: list[int] = dataclasses.field(default_factory=list)
     finish: str | None = None
     reason: str | int | None = None
+    calls: Sequence[FunctionCall] = ()
 
     @property
     def empty(self) -> bool:
@@ -79,7 +87,7 @@ class CollectedDeltas:
         self._texts.append(other.text)
         for name in ("tokens", "scored", "scores", "offsets"):
             getattr(self._delta, name).extend(getattr(other, name))
-        self._delta.finish, self._delta.reason = other.finish, other.reason
+        self._delta.finish, self._delta.reason, self._delta.calls = other.finish, other.reason, other.calls
 
     def whole(self) -> Delta:
         """Return all as one delta."""
@@ -104,6 +112,7 @@ class Choice:
     - `text`: detokenizer of the prompt whose text the answer continues, which is copied; None for an answer of its own.
     - `echo`: prompt to return before the answer.
     - `wanted`: False: only the echo is returned, and no answer.
+    - `divider`: finds calls of tools in the answer; None: it is a text.
     """
 
     def __init__(
@@ -114,8 +123,10 @@ class Choice:
         text: Detokenizer | None = None,
         echo: Echo | None = None,
         wanted: bool = True,
+        divider: CallDivider | None = None,
     ):
         self._request, self._tokenizer, self._echo, self._wanted = request, tokenizer, echo, wanted
+        self._divider = divider
         self._text = Detokenizer(tokenizer, special=not request.skip_special_tokens) if text is None else text.copy()
         self._stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
         self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
@@ -123,8 +134,24 @@ class Choice:
         self.cached = 0
         self.finished = False
 
+    @classmethod
+    def of_chat(cls, request: ChatCompletionRequest, tokenizer: Tokenizer, parser: ToolFormat | None) -> "list[Choice]":
+        """Return the answers to a conversation, in which calls are found if it has tools that may be called."""
+        form = parser if request.tools and request.tool_choice != "none" else None
+        dividers = (None if form is None else CallDivider(form, request.tools) for _ in range(request.n))
+        return [cls(request, tokenizer, divider=each) for each in dividers]
+
     def take(self, output: RequestOutput) -> Delta:
         """Return the delta of an output. Raises ApiError for an answer that failed or was cut off."""
+        delta = self._taken(output)
+        if self._divider is not None:
+            delta.text = self._divider.push(delta.text)
+            if self.finished:
+                parsed = self._divider.finish()
+                delta.text, delta.calls = delta.text + parsed.content, parsed.calls
+        return delta
+
+    def _taken(self, output: RequestOutput) -> Delta:
         if output.finish_reason == "error":
             raise ApiError(500, output.error or "The engine could not answer this request.")
         if output.finish_reason == "cancelled":
@@ -230,7 +257,8 @@ class ResponseBuilder:
 
     def _end(self, index: int, delta: Delta, prompt: tuple[int, ...] | None) -> dict[str, Any]:
         """Return the fields that choices of all kinds have."""
-        fields = dict(index=index, finish_reason=delta.finish, stop_reason=delta.reason)
+        finish = "tool_calls" if delta.calls and delta.finish == "stop" else delta.finish
+        fields = dict(index=index, finish_reason=finish, stop_reason=delta.reason)
         if self._request.return_token_ids:
             fields |= dict(token_ids=delta.tokens, prompt_token_ids=msgspec.UNSET if prompt is None else prompt)
         return fields
@@ -270,11 +298,21 @@ class ChatResponseBuilder(ResponseBuilder):
         return ChatCompletionChunk(**self._chunk_frame, choices=[choice])
 
     def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
-        return ChatChoice(**end, message=AnswerMessage(content=delta.text), logprobs=self._chat_logprobs(delta))
+        calls = [WrittenToolCall(**call) for _, call in self._calls(delta, end["index"])] or msgspec.UNSET
+        message = AnswerMessage(content=None if delta.calls and not delta.text else delta.text, tool_calls=calls)
+        return ChatChoice(**end, message=message, logprobs=self._chat_logprobs(delta))
 
     def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
-        message = MessageDelta(content=delta.text or msgspec.UNSET)
+        calls = [ToolCallDelta(index=number, **call) for number, call in self._calls(delta, end["index"])]
+        message = MessageDelta(content=delta.text or msgspec.UNSET, tool_calls=calls or msgspec.UNSET)
         return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
+
+    def _calls(self, delta: Delta, choice: int) -> list[tuple[int, dict[str, Any]]]:
+        """Return the calls of an answer by their numbers, with arguments as texts of JSON."""
+        frame = f"call-{self._frame['id']}-{choice}"
+        texts = [(each.name, json.dumps(each.arguments, ensure_ascii=False)) for each in delta.calls]
+        functions = [CalledFunction(name=name, arguments=text) for name, text in texts]
+        return [(number, dict(id=f"{frame}-{number}", function=each)) for number, each in enumerate(functions)]
 
     def _chat_logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if self._request.alternatives is None:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -439,6 +440,37 @@ def test_tools_go_to_a_template_that_knows_them(chats):
     frontend = chat_frontend(chat=ChatTemplate(source="{{ messages[0].content }}{{ tools[0].function.name }}"))
     with serving(frontend=frontend) as server:
         assert prompt_of(server, body["messages"], tools=[TOOL]) == "af"
+
+
+HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "ü", "b": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("said", "calls"), [(HERMES, 1), (HERMES[:-20], 0), ("Well. <tool>", 0), (HERMES[6:] * 2, 2)])
+def test_calls_of_tools_are_found_in_answers(said, calls):
+    """In a stream, too, where what comes before them does not wait; a call that can't be read is a text."""
+    frontend = chat_frontend(chat=MadeUp(source="messages and tools"))
+    script = (*frontend.tokenizer.encode(said).tolist(), 257)
+    options: Any = dict(model="fake", messages=[{"role": "user", "content": "a"}], max_tokens=200, tools=[TOOL], n=2)
+    with serving(FakeEngine(script=script, per_step=3), frontend, tool_call_parser="hermes") as server:
+        whole, chunks, text = (
+            client(server).chat.completions.create(**options | more)
+            for more in ({}, {"stream": True}, {"tool_choice": "none"})
+        )
+        chunks = list(chunks)
+    assert text.choices[0].message.content == said and text.choices[0].finish_reason == "stop"
+    content = said if not calls else "Well." if said.startswith("W") else None
+    for number, choice in enumerate(whole.choices):
+        found = choice.message.tool_calls or []
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        assert content == (choice.message.content and choice.message.content.rstrip())
+        assert [json.loads(each.function.arguments) for each in found] == [{"a": "ü", "b": 1}] * calls
+        assert len({each.id for each in found}) == calls
+        deltas = [each for chunk in chunks for each in chunk.choices if each.index == number]
+        assert "".join(each.delta.content or "" for each in deltas).rstrip() == (content or "")
+        streamed = [each for delta in deltas for each in delta.delta.tool_calls or []]
+        assert [each.index for each in streamed] == list(range(calls))
+        assert [each.function.model_dump() for each in streamed] == [each.function.model_dump() for each in found]
+        assert deltas[-1].finish_reason == choice.finish_reason
 
 
 def test_a_real_template_is_rendered_also_for_many_at_once():
