@@ -792,7 +792,7 @@ DATA = {
     "Image", "TiledImage", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
     "DecodingPlan", "PlannedStep", "Estimate", "FlashPlan", "ScanPlan", "AttentionCall", "AttentionOptions", "Ring",
-    "StateLayout", "ExternalCall", "Preferences",
+    "StateLayout", "ExternalCall", "OtherModel", "Preferences",
     "CachedBlock", "Echo", "EngineStats",
     "Change", "Comparison", "Likeness", "Note", "Notes", "Ranking", "Reading", "Rename", "TensorGroup", "Vocabulary",
     "Architecture", "BlocksTensor", "Description", "FactorTensor", "Found", "GGUFFile", "HalvesOfHeads", "InTurn",

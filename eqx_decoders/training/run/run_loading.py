@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Unpack
 
-import equinox as eqx
 import jax
 
 from eqx_decoders.context import Execution, ExecutionOptions
@@ -62,10 +61,7 @@ class OtherModel:
         run = self._run
         if run is None:
             return abstract_hf(self.source, **vars(execution))
-        target = abstract_run(run, with_params_dtype(execution, run.settings.params_dtype))
-        merged = eqx.filter_eval_shape(merge_lora, target)
-        shardings = execution.layout.shardings(merged)
-        return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), merged, shardings)
+        return merge_lora(abstract_run(run, with_params_dtype(execution, run.settings.params_dtype)))
 
 
 def _load_weights(run: RunDirectory, step: int | None, execution: Execution, ema: bool) -> Decoder:
