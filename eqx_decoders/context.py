@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import equinox as eqx
-from jaxtyping import Array, Int, Integer, Num
+from jaxtyping import Array, Bool, Int, Integer, Num
 
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
 from eqx_decoders.numerics.einsum import AbstractWeight, einsum
@@ -202,6 +202,7 @@ class Context(eqx.Module):
     - `tokens`: their ids; None where embeddings were given.
     - `spans`: last position of each token's span, -1 for none; None if there are none.
     - `rotary_positions`: positions of several dimensions; None if they are those of `positions`.
+    - `unseen`: True for tokens that attend to others, and that none attends to; None if there are none.
     - `layer_inputs`: inputs of this layer alone, by name.
     - `shared`: what earlier layers share, by its name: see `BlockConfig.lent`.
     """
@@ -216,6 +217,7 @@ class Context(eqx.Module):
     tokens: Int[Array, "batch length"] | None = None
     spans: Any = None
     rotary_positions: Num[Array, "batch length dimensions"] | None = None
+    unseen: Bool[Array, "batch length"] | None = None
     layer_inputs: dict[str, Any] = eqx.field(default_factory=dict)
     shared: dict[str, Any] = eqx.field(default_factory=dict)
 

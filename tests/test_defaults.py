@@ -65,7 +65,8 @@ DEFAULTS = {
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),
     "LocalAttentionConfig": dict(chunk=12, left=13, soft_cap=50.0, distances="shifted")
     | dict(key_scale=math.log2(1 + math.e)),
-    "LightConvolutionConfig": dict(taps=5, activation="silu", norm=RMSNormConfig()),
+    "LightConvolutionConfig": dict(taps=5, activation="silu", gate="sigmoid", norm=RMSNormConfig()),
+    "RelativeAttentionConfig": dict(distances=1000, reach=500),
     "BlockSelection": dict(size=1024, top_k=8, local_blocks=1),
     "BlockIndexerConfig": dict(
         size=1024, top_k=8, local_blocks=1, num_heads=4, head_dim=128, norm=RMSNormConfig(),

@@ -17,6 +17,7 @@ from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttention, CompressedAttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttention, LocalAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttention, LatentAttentionConfig
+from eqx_decoders.layers.attention.relative_attention import RelativeAttention, RelativeAttentionConfig
 from eqx_decoders.layers.attention.variants.differential import DifferentialAttention, DifferentialAttentionConfig
 from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskAttention, DynamicMaskConfig
 from eqx_decoders.layers.attention.variants.head_mixture import HeadMixture, HeadMixtureConfig
@@ -62,6 +63,7 @@ MixerConfig = (
     | TimeMixConfig
     | MLSTMConfig
     | LocalAttentionConfig
+    | RelativeAttentionConfig
     | ParallelMixersConfig
     | AidedMixerConfig
 )
@@ -83,6 +85,7 @@ Mixer = (
     | TimeMix
     | MLSTM
     | LocalAttention
+    | RelativeAttention
     | ParallelMixers
     | AidedMixer
 )

@@ -19,6 +19,7 @@ from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
 from eqx_decoders.encoders.projector import EncoderTokens, Projection, Projector
 from eqx_decoders.encoders.stem import PatchStem
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS
 from eqx_decoders.layers.norm import Norm
 from eqx_decoders.numerics.clipped_weight import with_clipping
 from eqx_decoders.numerics.initializers import normal
@@ -32,13 +33,13 @@ class EncodedRows(NamedTuple):
     - `features`: the projector's features.
     - `rows`: the rows that replace placeholders: the same, unless `EncoderConfig.into` multiplies them.
     - `deepstack`: features that are added behind the first layers of the decoder.
-    - `line_end`: the row at the end of each line of an image's tokens; None for none.
+    - `separators`: the rows at the end of each line of an image's tokens, and between its parts and the whole.
     """
 
     features: Float[Array, "batch rows features"]
     rows: Float[Array, "batch rows embed"]
     deepstack: tuple[Float[Array, "batch rows embed"], ...]
-    line_end: Float[Array, "embed"] | None
+    separators: tuple[Float[Array, "embed"], ...] = ()
 
 
 class Encoder(eqx.Module):
@@ -49,10 +50,13 @@ class Encoder(eqx.Module):
     pre_norm: Norm | None
     post_norm: Norm | None
     projector: Projector
+    projector_beside: Projector | None
     deepstack: tuple[Projector, ...]
     into: Projection | None
     tokens: EncoderTokens | None
     line_end: Float[Array, "embed"] | None
+    divider: Float[Array, "embed"] | None
+    distance_bias: Float[Array, "positions heads"] | None
     config: EncoderConfig = eqx.field(static=True)
 
     @classmethod
@@ -65,7 +69,10 @@ class Encoder(eqx.Module):
             begin += count
         deepstack, into = config.deepstack_projector, config.into
         inner, out = config.projector.combined_dim(config.input_dim), config.projector.out_dim
-        into_key, token_key, end_key = (jax.random.fold_in(projector_key, index) for index in range(3))
+        keys_of_more = [jax.random.fold_in(projector_key, index) for index in range(6)]
+        into_key, token_key, end_key, divider_key, beside_key, bias_key = keys_of_more
+        tiles, table, beside = config.tiles, config.distance_table, config.projector_beside
+        size = config.input_dim if tiles is not None and tiles.projected else out
         return cls(
             stem=config.stem.build(config.embed_dim, key=stem_key),
             segments=with_clipping(tuple(stack)) if config.clipped else tuple(stack),
@@ -78,20 +85,35 @@ class Encoder(eqx.Module):
             ),
             into=None if into is None else into.build(out, key=into_key),
             tokens=None if config.tokens is None else config.tokens.build(inner, key=token_key),
-            line_end=None if config.tiles is None else normal(end_key, (out,), jnp.float32, out**-0.5),
+            projector_beside=None if beside is None else beside.build(config.input_dim, key=beside_key),
+            line_end=None if tiles is None else normal(end_key, (size,), jnp.float32, size**-0.5),
+            divider=normal(divider_key, (size,), jnp.float32, size**-0.5) if tiles and tiles.whole == "last" else None,
+            distance_bias=None if table is None else normal(bias_key, table, jnp.float32, 0.02),
             config=config,
         )  # fmt: skip
 
-    def __call__(self, rows: PatchRows | AudioRows, execution: Execution) -> EncodedRows:
-        """Return the features that replace placeholders, and those that are added behind the decoder's layers."""
+    def __call__(self, rows: PatchRows | AudioRows, execution: Execution, *, beside: bool = False) -> EncodedRows:
+        """Return the features that replace placeholders, and those that are added behind the decoder's layers.
+
+        beside: whether the call has images, and this is the encoder of audio.
+        """
         ctx = self._context(rows, execution)
         stem: Any = self.stem
         x = stem(rows, ctx)
         x = x if self.pre_norm is None else self.pre_norm(x)
         x, deepstack = self._layers(x, ctx)
-        features = self._filled(self.projector(x, ctx), ctx)
+        projector = self.projector_beside if beside and self.projector_beside is not None else self.projector
+        features = self._filled(projector(x, ctx), ctx)
         replacing = features if self.into is None else self.into(features, ctx)
-        return EncodedRows(features, replacing, deepstack, self.line_end)
+        return EncodedRows(features, replacing, deepstack, self._separators(ctx))
+
+    def _separators(self, ctx: Context) -> tuple[Array, ...]:
+        """Return the learned rows among an image's tokens."""
+        dtype, tiles = ctx.execution.precision.compute, self.config.tiles
+        learned = [x.astype(dtype) for x in (self.line_end, self.divider) if x is not None]
+        if tiles is None or not tiles.projected:
+            return tuple(learned)
+        return tuple(self.projector.project(jnp.stack(learned)[None], ctx)[0])
 
     def _layers(self, x: Array, ctx: Context) -> tuple[Array, tuple[Array, ...]]:
         """Return the features for the projector, and those that are added behind the decoder's layers."""
@@ -133,12 +155,15 @@ class Encoder(eqx.Module):
         # pipelines and batch overlap are the decoder's; the order of tokens is that of the image
         execution = dataclasses.replace(execution, pipeline=None, batch_split=1, context_order="plain")
         coordinates = rows.coordinates if isinstance(rows, PatchRows) else None
+        unseen = rows.unseen if isinstance(rows, PatchRows) else None
         segment_ids = None if rows.segment_ids is None else jnp.asarray(rows.segment_ids)
         return Context(
             positions=jnp.asarray(rows.positions),
             segment_ids=segment_ids,
             execution=execution,
             rotary_positions=None if coordinates is None else jnp.asarray(coordinates),
+            unseen=None if unseen is None else jnp.asarray(unseen),
+            shared={} if self.distance_bias is None else {DISTANCE_BIAS: self.distance_bias},
         )
 
 
@@ -151,22 +176,22 @@ def encode_media(
     features: list[Array] = []
     own_features: list[Array] = []
     deepstacks: list[list[Array]] = []
-    line_end: Array | None = None
+    separators: tuple[Array, ...] = ()
     for name, encoder, rows in (("vision", vision, media.images), ("audio", audio, media.audio)):
         if rows is None:
             continue
         if encoder is None:
             raise ConfigError(f"media has rows for an encoder of {name}, but this model has none.")
-        encoded = encoder(rows, execution)
+        encoded = encoder(rows, execution, beside=name == "audio" and media.images is not None)
         features.append(encoded.rows.reshape(groups, -1, encoded.rows.shape[-1]))
         own_features.append(encoded.features.reshape(groups, -1, encoded.features.shape[-1]))
         deepstacks.append([each.reshape(groups, -1, each.shape[-1]) for each in encoded.deepstack])
-        line_end = encoded.line_end if line_end is None else line_end
+        separators += encoded.separators
     if not features:
         return Encoded(by_group=jnp.zeros((*order.shape, embed_dim), dtype))
-    if line_end is not None:  # the last row, which is -1 in the order
-        row = jnp.broadcast_to(line_end.astype(features[0].dtype), (groups, 1, embed_dim))
-        features, own_features, deepstacks = [*features, row], [*own_features, row], [*deepstacks, []]
+    if separators:  # the last rows, from the last one on: they are -1, -2 in the order
+        last = jnp.broadcast_to(jnp.stack(separators[::-1])[None], (groups, len(separators), embed_dim))
+        features, own_features, deepstacks = [*features, last], [*own_features, last], [*deepstacks, []]
     levels = max(map(len, deepstacks))
     for rows, deepstack in zip(features, deepstacks, strict=True):  # an encoder without them adds zeros
         deepstack += [jnp.zeros_like(rows)] * (levels - len(deepstack))

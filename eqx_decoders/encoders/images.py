@@ -26,6 +26,7 @@ class Image:
     - `patches`: `[patches, numbers]`.
     - `grid`: frames, rows and columns of patches.
     - `rows`, `columns`, `frames`: position of each patch; -1 for one that fills a group up.
+    - `unseen`: True for patches of padding behind the image's rows or columns, which none attends to; None for none.
     """
 
     patches: np.ndarray
@@ -33,6 +34,7 @@ class Image:
     rows: np.ndarray
     columns: np.ndarray
     frames: np.ndarray
+    unseen: np.ndarray | None = None
 
 
 def from_pixels(
@@ -222,6 +224,8 @@ def separate_frames(videos: Sequence[Image]) -> list[Image]:
 def learned_positions(stem: ImageStem, image: Image) -> Taps | None:
     """Return the rows of the position table for each patch, and their weights."""
     positions, (_, height, width) = stem.positions, image.grid
+    if image.unseen is not None and not image.unseen.all():
+        height, width = (int(x[~image.unseen].max()) + 1 for x in (image.rows, image.columns))
     if positions is None:
         return None
     if isinstance(positions, LearnedAxes):
@@ -231,6 +235,7 @@ def learned_positions(stem: ImageStem, image: Image) -> Taps | None:
         index = np.stack([image.columns, image.rows + positions.size], axis=1)
         return index, np.ones(index.shape, np.float32)
     index, weights = _on_learned_grid(positions, image, height, width)
+    index = index if image.unseen is None else np.where(image.unseen[:, None], 0, index)
     return index + int(positions.class_first), weights
 
 
@@ -288,9 +293,13 @@ def _cubics(side: int, index: np.ndarray, count: int) -> Taps:
     center = (index.astype(np.float32) + np.float32(0.5)) / np.float32(count) * np.float32(side) - np.float32(0.5)
     low = np.floor(center).astype(np.int64)
     taps = low[:, None] + np.arange(-1, 3)
-    x = np.abs(center[:, None] - taps)
+    return np.clip(taps, 0, side - 1), cubic_weights(np.abs(center[:, None] - taps))
+
+
+def cubic_weights(x: np.ndarray) -> np.ndarray:
+    """Return the weights of neighbors at distances below 2: cubic convolution with a = -0.75."""
     near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
-    return np.clip(taps, 0, side - 1), np.where(x <= 1, near, far)
+    return np.where(x <= 1, near, far)
 
 
 def _at_fraction(side: int, index: np.ndarray, count: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from eqx_decoders.encoders.processor_arrays import (
     read_tokens,
     read_videos,
     token_kinds,
+    with_one_name,
 )
 from eqx_decoders.encoders.protocols import EncoderInputs, HasMedia
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
@@ -40,8 +41,8 @@ class Media(eqx.Module):
     **Arguments:**
 
     - `images`, `audio`: rows of patches, chunks or frames for the encoders; None where there are none.
-    - `order`: for each group, the row of the encoders' features that belongs to its next placeholder; -1 for the
-        vector at the end of each line of an image's tokens.
+    - `order`: for each group, the row of the encoders' features that belongs to its next placeholder; below 0 for
+        learned vectors among an image's tokens.
     - `index`: for each token, the index of its feature in its group; -1 for none.
     - `spans`: 1 where a token is an image's and attends to all of it; None where the model has no spans.
     - `real`: 0 where a token is padding; None where no padding is known.
@@ -71,6 +72,7 @@ class Media(eqx.Module):
         - `arrays`: `pixel_values`, `image_grid_thw`, `input_features`, …: see `ProcessorArrays` and its bases.
         """
         check_names(arrays)
+        arrays = with_one_name(arrays)
         media = config.media
         if media is None:
             raise ConfigError("Media.create: this model has no encoders (DecoderConfig.media is None): it reads text.")

@@ -14,6 +14,7 @@ from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.norm import NormConfig
@@ -31,6 +32,7 @@ class EncoderConfig(CheckedFields):
         network of convolutions.
     - `pre_norm`, `post_norm`: norms before the first layer and behind the last one; None for none.
     - `projector`: makes the rows that replace placeholder tokens.
+    - `projector_beside`: does so in calls that have images, too (Phi-4's audio); None for the same.
     - `depths`: numbers of layers behind which features are taken for the projector, and joined if there are several, in
         place of those of `post_norm`; layers and a norm behind the deepest one are kept, but not run (LLaVA). Empty for
         the latter.
@@ -50,6 +52,7 @@ class EncoderConfig(CheckedFields):
     stem: PatchStemConfig | MobileNetConfig | AudioStemConfig | FrameStemConfig
     blocks: tuple[BlockConfig, ...]
     projector: ProjectorConfig
+    projector_beside: ProjectorConfig | None = None
     pre_norm: NormConfig | None = None
     post_norm: NormConfig | None = None
     depths: tuple[NonNegativeInt, ...] = ()
@@ -77,9 +80,13 @@ class EncoderConfig(CheckedFields):
         good = max(self.depths, default=0) <= len(self.blocks)
         check(good, f"EncoderConfig.depths={self.depths} must be numbers of layers, at most {len(self.blocks)}.")
         self._check_tiles()
+        shapes = {mixer.table_shape for mixer in self._relative_mixers}
+        rule = "must have the same num_heads, distances and symmetric: they share a table"
+        check(len(shapes) < 2, f"EncoderConfig.blocks: each RelativeAttentionConfig {rule}.")
         both = (self.deepstack_projector is not None) == bool(self.deepstack)
         check(both, "EncoderConfig.deepstack and deepstack_projector: give both, or neither.")
         groups = {self.stem.group, self.projector.group}
+        groups |= set() if self.projector_beside is None else {self.projector_beside.group}
         groups |= set() if self.deepstack_projector is None else {self.deepstack_projector.group}
         rule = f"must be {self.stem.group}, as many patches as the stem puts together"
         check(len(groups) == 1, f"EncoderConfig.projector.group={self.projector.group} {rule}.")
@@ -90,6 +97,15 @@ class EncoderConfig(CheckedFields):
         rule = "needs a PatchStemConfig: it makes a token of each group of patches of a tile"
         check(isinstance(self.stem, PatchStemConfig), f"EncoderConfig.tiles {rule}.")
         check(self.into is None, "EncoderConfig.tiles: leave `into` out: the learned vector is one of the projector's.")
+
+    @property
+    def _relative_mixers(self) -> list[RelativeAttentionConfig]:
+        return [block.mixer for block in self.blocks if isinstance(block.mixer, RelativeAttentionConfig)]
+
+    @property
+    def distance_table(self) -> tuple[int, int] | None:
+        """Shape of the table of distances that all layers share; None where none has one."""
+        return next((mixer.table_shape for mixer in self._relative_mixers), None)
 
     @property
     def input_dim(self) -> int:
@@ -169,6 +185,8 @@ class MediaConfig(CheckedFields):
                 check(any(token is not None for token in tokens), f"MediaConfig.{kind} {rule}.")
         rule = "must be None with MediaConfig.vision.tiles: rows of tokens are not those of one image"
         check(self.positions is None or self.tiles is None, f"MediaConfig.positions {rule}.")
+        beside = None if self.vision is None else self.vision.projector_beside
+        check(beside is None, "MediaConfig.vision.projector_beside must be None: it is of audio beside images.")
         tables = [encoder.tokens for encoder in (self.vision, self.audio) if encoder is not None and encoder.tokens]
         ranges = sorted((tokens.first, tokens.first + tokens.count) for tokens in tables)
         rule = f"{ranges} must be different ids"
@@ -186,7 +204,7 @@ def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embe
     layers = [layer for block in blocks for layer in block.branches().values()]
     for layer in layers:
         rule = "remembers nothing of earlier calls: it is for the layers of encoders"
-        only = isinstance(layer, LocalAttentionConfig | LightConvolutionConfig)
+        only = isinstance(layer, LocalAttentionConfig | RelativeAttentionConfig | LightConvolutionConfig)
         check(not only, f"DecoderConfig.blocks has a {type(layer).__name__}, which {rule}.")
     takers = sum(isinstance(layer, AddedFeaturesConfig) for layer in layers)
     if media is None:
@@ -198,6 +216,7 @@ def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embe
         if encoder is None:
             continue
         deepstack_projector = encoder.deepstack_projector
-        sizes = {encoder.out_dim} | (set() if deepstack_projector is None else {deepstack_projector.out_dim})
+        beside = encoder.projector_beside
+        sizes = {encoder.out_dim} | {each.out_dim for each in (deepstack_projector, beside) if each is not None}
         rule = f"must make DecoderConfig.embed_dim={embed_dim} features"
         check(sizes == {embed_dim}, f"MediaConfig.{name}: its projectors make {sorted(sizes)}, and {rule}.")

@@ -17,6 +17,7 @@ class PatchRows(eqx.Module):
     - `coordinates`: row and column, or column and row, of each patch.
     - `position_index`, `position_weights`: rows of the table of learned positions, and their weights.
     - `class_tokens`: True for class tokens; None where there are none.
+    - `unseen`: True for patches of padding that become part of a token; None where there are none.
     - `group`: number of patches that become one feature.
     """
 
@@ -27,6 +28,7 @@ class PatchRows(eqx.Module):
     position_index: Int[AnyArray, "batch length neighbors"] | None = None
     position_weights: Float[AnyArray, "batch length neighbors"] | None = None
     class_tokens: Bool[AnyArray, "batch length"] | None = None
+    unseen: Bool[AnyArray, "batch length"] | None = None
     group: int = eqx.field(static=True, default=1)
 
 

@@ -77,6 +77,7 @@ def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[Pat
     most = max((at[0].shape[1] for at in learned if at is not None), default=0)
     taps = 1 << (most - 1).bit_length() if most else 0
     indices, weights = np.zeros((*shape, taps), np.int32), np.zeros((*shape, taps), np.float32)
+    unseen = np.zeros(shape, bool) if any(each.unseen is not None for each in images) else None
     rows_of, number = [], np.zeros(packing.rows, np.int64)
     for image, (row, begin), at in zip(images, packing.starts, learned, strict=True):
         order, order_positions = window_order(stem, image)
@@ -87,6 +88,8 @@ def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[Pat
         if at is not None:
             count_of_taps = at[0].shape[1]
             indices[span][:, :count_of_taps], weights[span][:, :count_of_taps] = at[0][order], at[1][order]
+        if unseen is not None and image.unseen is not None:
+            unseen[span] = image.unseen[order]
         if classes is not None:
             token = row, begin + count
             classes[token], positions[token], segments[token] = True, count, segments[row, begin]
@@ -105,5 +108,6 @@ def pack_images(stem: ImageStem, groups: Sequence[Sequence[Image]]) -> tuple[Pat
         position_index=indices if taps else None,
         position_weights=weights if taps else None,
         class_tokens=classes,
+        unseen=unseen,
         group=stem.group,
     ), rows_of

@@ -38,6 +38,10 @@ class ImageArrays(TypedDict, total=False):
         into tiles, `[images, tiles, channels, height, width]`: those before.
     - `pixel_attention_mask`: 0 where a pixel is padding: the shape of `pixel_values` without channels; with
         `spatial_shapes` it is accepted, and compared with these.
+    - `image_attention_mask`: 0 where a patch of a tile is padding, `[images, tiles, rows, columns]`; then `image_sizes`
+        are those of all parts of an image (Phi-4).
+    - `image_pixel_values`: another name of `pixel_values` (Phi-4).
+    - `num_img_tokens`: accepted: `input_ids` show it.
     """
 
     pixel_values: Any
@@ -46,6 +50,9 @@ class ImageArrays(TypedDict, total=False):
     spatial_shapes: Any
     image_sizes: Any
     pixel_attention_mask: Any
+    image_attention_mask: Any
+    image_pixel_values: Any
+    num_img_tokens: Any
 
 
 class VideoArrays(TypedDict, total=False):
@@ -76,11 +83,16 @@ class AudioArrays(TypedDict, total=False):
     - `input_features`: log-mel spectra, `[audio, bands, frames]`, or `[audio, frames, bands]` for an encoder that reads
         whole audio clips.
     - `feature_attention_mask`, or `input_features_mask` (Gemma 4): 1 for real frames, `[audio, frames]`.
+    - `audio_input_features`, `audio_attention_mask`: other names of these (Phi-4).
+    - `audio_embed_sizes`: accepted: `input_ids` show it.
     """
 
     input_features: Any
     feature_attention_mask: Any
     input_features_mask: Any
+    audio_input_features: Any
+    audio_attention_mask: Any
+    audio_embed_sizes: Any
 
 
 class TokenArrays(TypedDict, total=False):
@@ -111,6 +123,24 @@ def check_names(names: Iterable[str]) -> None:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"Media.create() got an unexpected keyword argument {name!r}.{hint}")
+
+
+_SAME = {
+    "image_pixel_values": "pixel_values",
+    "audio_input_features": "input_features",
+    "audio_attention_mask": "input_features_mask",
+}
+
+
+def with_one_name(arrays: ProcessorArrays) -> ProcessorArrays:
+    """Return the arrays, each under the name that is read. Raises DataError where one is given twice."""
+    given: dict[str, Any] = dict(arrays)
+    for other, name in _SAME.items():
+        value = given.pop(other, None)
+        twice = value is not None and given.get(name) is not None
+        check(not twice, f"Media.create: {other} and {name} are the same: give one.", DataError)
+        given |= {} if value is None else {name: value}
+    return ProcessorArrays(**given)
 
 
 def read_tokens(input_ids: Any, groups: int) -> np.ndarray:
@@ -154,7 +184,8 @@ def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] 
     shapes = arrays.get("spatial_shapes")
     if media.tiles is not None and isinstance(media.patch_stem, PatchStemConfig):
         _check_tiled(arrays)
-        return [] if pixels is None else tiled_images(media.patch_stem, media.tiles, pixels, extent["sizes"])
+        mask = arrays.get("image_attention_mask")
+        return [] if pixels is None else tiled_images(media.patch_stem, media.tiles, pixels, extent["sizes"], mask)
     if pixels is not None and shapes is not None:
         positions = positions_within(shapes, np.shape(pixels), extent["mask"])
     images = _in_patches(media, pixels, grids, positions, "pixel_values", "image", **extent)

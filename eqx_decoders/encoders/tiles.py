@@ -1,35 +1,44 @@
 """Images cut into tiles, each of which an encoder sees by itself, and the order of their tokens in a prompt."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import numpy as np
 
 from eqx_decoders.encoders.images import Image, from_pixels
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.errors import CheckedFields, DataError, NonEmpty, PositiveInt, check
+from eqx_decoders.errors import CheckedFields, DataError, PositiveInt, check
 
 
 Size = tuple[PositiveInt, PositiveInt]  # height and width
 SIZES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # where settings have none
+LINE_END, DIVIDER = -1, -2  # learned vectors in the place of a row of a tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TilesConfig(CheckedFields):
-    """Configuration of images as tiles: the whole image, and parts of a larger one (LLaVA-NeXT, Liu et al. 2024).
+    """Configuration of images as tiles: the whole image, and parts of a larger one.
 
-    An image is resized to fill one of several sizes without a change of its shape. What is padding there has no tokens.
-    Tokens of the whole stand first, then rows of tokens of the parts, each of which ends with the same learned vector.
+    The tokens of the parts stand in rows of the image, each of which ends with the same learned vector. An image fills
+    the parts without a change of its shape, and what is padding has no tokens.
 
     **Arguments:**
 
     - `side`: rows and columns of pixels in a tile.
-    - `sizes`: heights and widths, multiples of `side`: the one counts in which most of an image's pixels are kept.
+    - `sizes`: heights and widths of all parts, multiples of `side`: the one counts in which most of an image's pixels
+        are kept, and the image stands in its middle (LLaVA-NeXT; Liu et al. 2024). Empty where `image_sizes` are those
+        of all parts, and a mask shows the padding behind the image (Phi-4).
+    - `whole`: `"first"`, its tokens stand before the parts'; or `"last"`, in rows as these, behind them and another
+        learned vector (Phi-4).
+    - `projected`: whether learned vectors are features, of which the projector's layers make rows (Phi-4).
     """
 
     side: PositiveInt
-    sizes: Annotated[tuple[Size, ...], NonEmpty("height and width")]
+    sizes: tuple[Size, ...] = SIZES
+    whole: Literal["first", "last"] = "first"
+    projected: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -45,7 +54,8 @@ class TiledImage:
     **Arguments:**
 
     - `tiles`: the whole image, and its parts.
-    - `order`: for each token of the image the index of its row among those of all tiles; -1 for the learned vector.
+    - `order`: for each token of the image the index of its row among those of all tiles; `LINE_END` or `DIVIDER` for
+        learned vectors.
     """
 
     tiles: tuple[Image, ...]
@@ -63,12 +73,12 @@ def count_tokens(image: Image | TiledImage, group: int) -> int:
 
 
 def in_order(images: Sequence[Image | TiledImage], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the rows of features of each image's tokens, -1 for the learned vector, from those of all tiles."""
+    """Return the rows of features of each image's tokens, below 0 for learned vectors, from those of all tiles."""
     each, found = iter(rows), []
     for image in images:
         known = np.concatenate([next(each) for _ in tiles_of(image)])
         tiled = isinstance(image, TiledImage)
-        found.append(np.where(image.order < 0, -1, known[image.order]) if tiled else known)
+        found.append(np.where(image.order < 0, image.order, known[image.order]) if tiled else known)
     return found
 
 
@@ -90,38 +100,112 @@ def padded_rows(height: int, width: int, rows: int, columns: int) -> tuple[int, 
     return 0, (columns - int(round(width * (rows / height), 7))) // 2
 
 
-def token_order(tiles: TilesConfig, height: int, width: int, side: int) -> tuple[int, np.ndarray]:
-    """Return the number of an image's tiles, each with `side x side` tokens, and `TiledImage.order`."""
-    down, across = (length // tiles.side for length in best_size(height, width, tiles.sizes))
-    rows, columns, whole = down * side, across * side, np.arange(side**2)
-    parts = len(whole) + np.arange(rows * columns).reshape(down, across, side, side)
-    top, left = padded_rows(height, width, rows, columns)
-    parts = parts.swapaxes(1, 2).reshape(rows, columns)[top : rows - top, left : columns - left]
-    lines = np.pad(parts, ((0, 0), (0, 1)), constant_values=-1)
-    return 1 + down * across, np.concatenate([whole, lines.reshape(-1)])
+def grid_of(tiles: TilesConfig, height: int, width: int) -> tuple[int, int]:
+    """Return the rows and columns of tiles of an image's parts."""
+    down, across = best_size(height, width, tiles.sizes) if tiles.sizes else (height, width)
+    return down // tiles.side, across // tiles.side
 
 
-def tiled_images(stem: PatchStemConfig, tiles: TilesConfig, pixels: Any, sizes: Any) -> list[TiledImage]:
+def token_order(
+    tiles: TilesConfig, height: int, width: int, side: int, real: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Return `TiledImage.order` of an image, each of whose tiles has `side x side` tokens.
+
+    real: the rows and columns of tokens that are no padding, where `tiles.sizes` is empty; None for all.
+    """
+    down, across = grid_of(tiles, height, width)
+    rows, columns, count = down * side, across * side, side**2
+    top, left = padded_rows(height, width, rows, columns) if tiles.sizes else (0, 0)
+    bottom, right = (rows - top, columns - left) if real is None else real
+    parts = count + np.arange(rows * columns).reshape(down, across, side, side)
+    lines = _in_lines(parts.swapaxes(1, 2).reshape(rows, columns)[top:bottom, left:right])
+    if tiles.whole == "first":
+        return np.concatenate([np.arange(count), lines])
+    return np.concatenate([lines, [DIVIDER], _in_lines(np.arange(count).reshape(side, side))])
+
+
+def _in_lines(tokens: np.ndarray) -> np.ndarray:
+    return np.pad(tokens, ((0, 0), (0, 1)), constant_values=LINE_END).reshape(-1)
+
+
+def tiled_images(
+    stem: PatchStemConfig, tiles: TilesConfig, pixels: Any, sizes: Any, mask: Any = None
+) -> list[TiledImage]:
     """Return images from their tiles, one behind the other, or `[images, tiles, channels, height, width]`.
 
-    Of the latter, tiles behind an image's own are padding. `sizes` are the images' heights and widths in pixels.
+    Of the latter, tiles behind an image's own are padding.
+
+    **Arguments:**
+
+    - `sizes`: height and width of each image in pixels, or those of its parts together.
+    - `mask`: 0 where a patch is padding, `[images, tiles, rows, columns]`, in the latter case; None for no padding.
     """
-    pixels, extents = np.asarray(pixels), np.asarray(sizes if sizes is not None else np.zeros(0))
+    extents = _checked_sizes(tiles, sizes)
+    counts = [1 + math.prod(grid_of(tiles, *size)) for size in extents]
+    found, ends = from_pixels(stem, _checked_pixels(tiles, np.asarray(pixels), counts)), np.cumsum(counts).tolist()
+    parts = [found[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    masks = _checked_masks(stem, tiles, counts, mask)
+    return [_tiled(stem, tiles, *given) for given in zip(extents, parts, masks, strict=True)]
+
+
+def _tiled(
+    stem: PatchStemConfig, tiles: TilesConfig, size: tuple[int, int], parts: list[Image], mask: np.ndarray | None
+) -> TiledImage:
+    side, real = tiles.side // stem.size // stem.merge, None
+    if mask is not None:
+        down, across = grid_of(tiles, *size)
+        whole = mask[1:].reshape(down, across, *mask.shape[1:]).swapaxes(1, 2)
+        whole = whole.reshape(down * mask.shape[1], across * mask.shape[2])
+        of_tokens = whole[:: stem.merge, :: stem.merge]  # a token is one of its first patch
+        real = int(of_tokens[:, 0].sum()), int(of_tokens[0].sum())
+        rows, columns = int(whole[:, 0].sum()), int(whole[0].sum())
+        rule = "must leave an image whole, from its first row and column on: one rectangle of patches"
+        first = bool(mask[0].all()) and int(whole.sum()) == int(whole[:rows, :columns].sum()) == rows * columns > 0
+        check(first, f"Media.create: image_attention_mask {rule}.", DataError)
+        unseen = (~seen[part.rows, part.columns] for part, seen in zip(parts, mask, strict=True))
+        parts = [dataclasses.replace(part, unseen=x) for part, x in zip(parts, unseen, strict=True)]
+    return TiledImage(tiles=tuple(parts), order=token_order(tiles, *size, side, real))
+
+
+def _checked_sizes(tiles: TilesConfig, sizes: Any) -> list[tuple[int, int]]:
+    """Return heights and widths; raise DataError for others."""
+    extents = np.asarray(sizes if sizes is not None else np.zeros(0))
     good = extents.ndim == 2 and extents.shape[1] == 2 and bool(np.all(extents > 0))
     rule = "this model cuts images into tiles: give the height and width of each, [images, 2]"
     check(good, f"Media.create: image_sizes of shape {extents.shape}: {rule}.", DataError)
-    shape, side = pixels.shape, tiles.side // stem.size // stem.merge
+    whole = bool(tiles.sizes) or bool(np.all(extents % tiles.side == 0))
+    rule = f"must be multiples of {tiles.side}, the side of a tile"
+    check(whole, f"Media.create: image_sizes={extents.tolist()} {rule}.", DataError)
+    return [(height, width) for height, width in extents.tolist()]
+
+
+def _checked_pixels(tiles: TilesConfig, pixels: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Return the tiles of all images, one behind the other."""
+    shape = pixels.shape
     square = pixels.ndim in (4, 5) and shape[-2:] == (tiles.side, tiles.side)
     rule = f"must have tiles of {tiles.side} x {tiles.side} pixels"
     check(square, f"Media.create: pixel_values of shape {shape} {rule}.", DataError)
-    counts, orders = zip(*(token_order(tiles, height, width, side) for height, width in extents.tolist()), strict=True)
     if len(shape) == 5:
         enough = len(pixels) == len(counts) and max(counts) <= shape[1]
         rule = f"must be [{len(counts)}, at least {max(counts)}, ...]: so many images and tiles have image_sizes"
         check(enough, f"Media.create: pixel_values of shape {shape} {rule}.", DataError)
         pixels = np.concatenate([each[:count] for each, count in zip(pixels, counts, strict=True)])
-    rule = f"has {len(pixels)} tiles, and image_sizes={extents.tolist()} {sum(counts)}"
+    rule = f"has {len(pixels)} tiles, but by image_sizes there are {sum(counts)}"
     check(len(pixels) == sum(counts), f"Media.create: pixel_values {rule}.", DataError)
-    found, ends = from_pixels(stem, pixels), np.cumsum(counts)
-    parts = [tuple(found[end - count : end]) for end, count in zip(ends.tolist(), counts, strict=True)]
-    return [TiledImage(tiles=one, order=order) for one, order in zip(parts, orders, strict=True)]
+    return pixels
+
+
+def _checked_masks(
+    stem: PatchStemConfig, tiles: TilesConfig, counts: Sequence[int], mask: Any
+) -> list[np.ndarray | None]:
+    """Return the mask of each image's patches, `[tiles, rows, columns]`; None for no padding."""
+    if mask is None:
+        return [None] * len(counts)
+    check(not tiles.sizes, "Media.create: image_attention_mask: leave it out: image_sizes say the same.", DataError)
+    mask, side = np.asarray(mask) > 0, tiles.side // stem.size
+    good = (
+        mask.ndim == 4 and mask.shape[2:] == (side, side) and len(mask) == len(counts) and mask.shape[1] >= max(counts)
+    )
+    rule = f"must be [{len(counts)}, at least {max(counts)}, {side}, {side}]"
+    check(good, f"Media.create: image_attention_mask of shape {mask.shape} {rule}.", DataError)
+    return [each[:count] for each, count in zip(mask, counts, strict=True)]

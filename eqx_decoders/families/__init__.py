@@ -99,6 +99,7 @@ from eqx_decoders.families import (
     opt,
     phi,
     phi3,
+    phi4_multimodal,
     phimoe,
     qwen2,
     qwen2_5_vl,
@@ -150,7 +151,8 @@ _PUBLISHED = (
     *(llama4_vision, mistral3, smolvlm, idefics3, internvl, glm4v, glm4v_moe, glm46v, llava, llava_next),
     *(phi, gptj, opt, modernbert_decoder, bloom, mpt, gemma3n, gemma3n_vision),
     *(mimo, mimo_v2_flash),
-    *(olmo, olmoe, nanochat, bitnet, lfm2, lfm2_moe, lfm2_vl, hunyuan, hunyuan_moe, phi3),
+    *(phi3, phi4_multimodal),
+    *(olmo, olmoe, nanochat, bitnet, lfm2, lfm2_moe, lfm2_vl, hunyuan, hunyuan_moe),
     *(mamba, falcon_mamba, jamba, olmo_hybrid, falcon_h1, minimax, zamba2),
     *(recurrent_gemma, rwkv, xlstm, diffllama, doge),
 )

@@ -180,8 +180,8 @@ class Fields:
         return None if value is None else Fields(value, f"{self.where}: {key}")
 
     def carry(self, key: str, ignored: Mapping[str, Any]) -> None:
-        """Add the ignored keys of the nested object `key` to those that `ignored` returns."""
-        self._carried[key] = dict(ignored)
+        """Add ignored keys of the nested object `key` to those that `ignored` returns; for an empty one beside them."""
+        self._carried |= {key: dict(ignored)} if key else ignored
 
     def ignored(self, known: Mapping[str, str]) -> dict[str, Any]:
         """Return the keys among `known` that have no effect, for an export; refuse unread keys that are not there."""

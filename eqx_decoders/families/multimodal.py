@@ -116,6 +116,7 @@ class MultimodalFamily(Family):
     - `changes`: fields of the text family that differ in these checkpoints.
     - `text_settings`: rows that stand before those of the text family, in `text_config`.
     - `reads_as_text`: whether the decoder is opened by itself as one of the text family without `changes`.
+    - `flat`: whether the decoder's settings are written beside the encoders', without a `text_config`.
     - `settings`: the rows outside of `text_config`, which see the decoder's configuration as `text`.
     - `build`: returns the configuration from the decoder's, `text`, and the values of `settings`.
     - `weights`: rows of the encoders; `with_text` adds those of the decoder.
@@ -129,6 +130,7 @@ class MultimodalFamily(Family):
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text_settings: tuple[Setting, ...] = ()
     reads_as_text: bool = False
+    flat: bool = False
     prefix: str = ""
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*(rotary_emb\.inv_freq|position_ids)"
     auto_class: str = "AutoModelForImageTextToText"
@@ -158,7 +160,7 @@ class MultimodalFamily(Family):
         text = dataclasses.replace(text, settings=(*checked, *self.text_settings, *text.settings))
         return dataclasses.replace(
             self,
-            settings=(_TextSettings(text), *self.settings),
+            settings=(_TextSettings(text, self.flat), *self.settings),
             weights=(*self._renamed_rows(text.weights), *self.weights),
             fused=self._renamed_rows(text.fused),
             transposed=self._renamed_rows(text.transposed),
@@ -178,16 +180,19 @@ class MultimodalFamily(Family):
 
 @dataclasses.dataclass(frozen=True)
 class _TextSettings(Setting):
-    """Rows of a text family, under `text_config`; its configuration is `text`."""
+    """Rows of a text family, under `text_config`, or with `flat` written beside others; its configuration is `text`."""
 
     family: Family
+    flat: bool = False
 
     def read(self, fields: Fields, values: Values) -> None:
         values["text"], ignored = self.family.decode_fields(text_fields(fields))
-        fields.carry("text_config", ignored)
+        fields.carry("" if self.flat else "text_config", ignored)
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
         inner = write_all(self.family.settings, config)
+        if self.flat:
+            return inner
         tied = {_TIED: inner[_TIED]} if _TIED in inner else {}
         return {"text_config": {"model_type": self.family.model_type, **inner}, **tied}
 

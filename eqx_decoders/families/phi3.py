@@ -61,8 +61,30 @@ _14B: dict[str, Any] = dict(
     embed_dim=5120, num_layers=40, num_heads=40, num_kv_heads=10, head_dim=128, mlp_dim=17_920, eps=1e-5
 )
 
+# of long texts: what frequencies are divided by
+_LONG = (
+    1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215,
+    18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64,
+    32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+)  # fmt: skip
+
+
+def _phi4_mini() -> DecoderConfig:
+    shape = DecoderSizes(
+        vocab_size=200_064, embed_dim=3072, num_layers=32, num_heads=24, num_kv_heads=8, head_dim=128, mlp_dim=8192,
+        eps=1e-5, tied=True,
+    )  # fmt: skip
+    rope = LongRope(
+        theta=10_000.0, fraction=0.75, short_factors=(1.0,) * 48, long_factors=_LONG, original_length=4096, factor=32.0
+    )
+    return phi3(shape, rope=rope, mask=SlidingWindow(262_144))
+
+
 MODELS = {
     "phi3-mini-3.8b": lambda: phi3(_MINI, mask=SlidingWindow(2047)),
     "phi3-medium-14b": lambda: phi3(DecoderSizes(vocab_size=32_064, **_14B), mask=SlidingWindow(2047)),
+    "phi4-mini-3.8b": _phi4_mini,
     "phi4-14b": lambda: phi3(DecoderSizes(vocab_size=100_352, **_14B), rope=Rope(theta=250_000.0)),
 }

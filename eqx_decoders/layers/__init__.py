@@ -5,7 +5,8 @@ Mix tokens
     `DifferentialAttentionConfig`, `DynamicMaskConfig`,
     `GatedDeltaNetConfig`, `KimiDeltaAttentionConfig`, `Mamba1Config`, `Mamba2Config`, `GatedConvolutionConfig`,
     `RGLRUConfig`, `TimeMixConfig`, `MLSTMConfig`, `LightningAttentionConfig`; several of them side by side:
-    `ParallelMixersConfig` of `NamedMixer`s; in encoders of audio `LocalAttentionConfig` and `LightConvolutionConfig`;
+    `ParallelMixersConfig` of `NamedMixer`s; in encoders of audio `LocalAttentionConfig`,
+    `RelativeAttentionConfig` and `LightConvolutionConfig`;
     `LearnedInitConfig` learns attention's first weights.
 
 Transform each token
@@ -50,6 +51,10 @@ from eqx_decoders.layers.attention.mla import (
     LatentAttentionConfig as LatentAttentionConfig,
 )
 from eqx_decoders.layers.attention.moba import BlockSelection as BlockSelection
+from eqx_decoders.layers.attention.relative_attention import (
+    RelativeAttention as RelativeAttention,
+    RelativeAttentionConfig as RelativeAttentionConfig,
+)
 from eqx_decoders.layers.attention.variants.differential import (
     DifferentialAttention as DifferentialAttention,
     DifferentialAttentionConfig as DifferentialAttentionConfig,

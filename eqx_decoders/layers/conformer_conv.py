@@ -13,54 +13,83 @@ from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.mlp import ACTIVATIONS, ActivationName
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
+from eqx_decoders.numerics.einsum import add_bias
 from eqx_decoders.numerics.initializers import fan_in
 from eqx_decoders.remat import save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LightConvolutionConfig(CheckedFields):
-    """Configuration of `out(act(norm(convolution(a * sigmoid(b)))))`, a and b being `into x`; it is causal.
+    """Configuration of `out(act(norm(point(convolution(a * gate(b))))))`, a and b being `into x`; it is causal.
 
     **Arguments:**
 
     - `taps`: tokens that the convolution sees, the last among them.
-    - `activation`: one of `ACTIVATIONS`.
-    - `norm`: normalization of the convolution's output.
+    - `activation`, `gate`: of `ACTIVATIONS`.
+    - `norm`: normalization of the convolution's output; None for none.
+    - `pointwise`: whether a matrix `point` stands behind the convolution (Phi-4).
+    - `bias`: whether matrices and the convolution have biases, and a and b one more each (Phi-4).
     """
 
     taps: PositiveInt = 5
     activation: ActivationName = "silu"
-    norm: NormConfig = RMSNormConfig()
+    gate: ActivationName = "sigmoid"
+    norm: NormConfig | None = RMSNormConfig()
+    pointwise: bool = False
+    bias: bool = False
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LightConvolution":
         keys = jax.random.split(key, 3)
+        point_key = jax.random.fold_in(key, 3)
+
+        def zeros(*shape: int) -> Array | None:
+            return jnp.zeros((*shape, embed_dim)) if self.bias else None
+
         return LightConvolution(
             into=fan_in(keys[0], (embed_dim, 2, embed_dim), jnp.float32, embed_dim),
             taps=fan_in(keys[1], (embed_dim, self.taps), jnp.float32, self.taps),
-            norm=self.norm.build(embed_dim),
+            norm=None if self.norm is None else self.norm.build(embed_dim),
+            point=fan_in(point_key, (embed_dim, embed_dim), jnp.float32, embed_dim) if self.pointwise else None,
             out=fan_in(keys[2], (embed_dim, embed_dim), jnp.float32, embed_dim),
+            into_bias=zeros(2),
+            value_shift=zeros(),
+            gate_shift=zeros(),
+            taps_bias=zeros(),
+            point_bias=zeros() if self.pointwise else None,
+            out_bias=zeros(),
             config=self,
         )
 
 
 class LightConvolution(eqx.Module):
-    """Gated convolution `out(act(norm(convolution(a * sigmoid(b)))))`, a and b being `into x`."""
+    """Gated convolution `out(act(norm(point(convolution(a * gate(b))))))`, a and b being `into x`."""
 
     into: Float[Array, "embed inputs channels"]
     taps: Float[Array, "channels taps"]
-    norm: Norm
+    norm: Norm | None
+    point: Float[Array, "channels outer"] | None
     out: Float[Array, "channels embed"]
+    into_bias: Float[Array, "inputs channels"] | None
+    value_shift: Float[Array, "channels"] | None
+    gate_shift: Float[Array, "channels"] | None
+    taps_bias: Float[Array, "channels"] | None
+    point_bias: Float[Array, "outer"] | None
+    out_bias: Float[Array, "embed"] | None
     config: LightConvolutionConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
         both = ctx.einsum("batch length embed, embed inputs channels -> batch length inputs channels", x, self.into)
-        both = save(both, "mlpwi")
-        gated = ctx.constrain(both[:, :, 0] * jax.nn.sigmoid(both[:, :, 1]), "batch length channels")
+        both = save(add_bias(both, self.into_bias), "mlpwi")
+        gate = ACTIVATIONS[self.config.gate](add_bias(both[:, :, 1], self.gate_shift))
+        gated = ctx.constrain(add_bias(both[:, :, 0], self.value_shift) * gate, "batch length channels")
         positions, segments = ctx.positions, ctx.segment_ids
-        y = convolve_on_mesh(gated, self.taps, None, None, positions, segments, execution=ctx.execution)
-        y = ACTIVATIONS[self.config.activation](self.norm(y))
+        y = convolve_on_mesh(gated, self.taps, self.taps_bias, None, positions, segments, execution=ctx.execution)
+        if self.point is not None:
+            y = ctx.einsum("batch length channels, channels outer -> batch length outer", y, self.point)
+            y = add_bias(y, self.point_bias)
+        y = ACTIVATIONS[self.config.activation](y if self.norm is None else self.norm(y))
         out = ctx.einsum("batch length channels, channels embed -> batch length embed", y, self.out)
-        return save(ctx.constrain(out, "batch length embed"), "mlpwo")
+        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """Call the layer for a block."""

@@ -12,7 +12,7 @@ from eqx_decoders.data.batch import Batch
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.encoders.tiles import TilesConfig, token_order
+from eqx_decoders.encoders.tiles import TilesConfig, grid_of, token_order
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -84,7 +84,8 @@ def _image_patches(stem: PatchStemConfig, images: int, side: int) -> tuple[dict[
 
 
 def _image_tiles(stem: PatchStemConfig, tiles: TilesConfig, images: int, side: int) -> tuple[dict[str, Any], int]:
-    count, order = token_order(tiles, side, side, tiles.side // stem.size // stem.merge)
+    order = token_order(tiles, side, side, tiles.side // stem.size // stem.merge)
+    count = 1 + math.prod(grid_of(tiles, side, side))
     pixels = np.zeros((images * count, stem.channels, tiles.side, tiles.side), np.float32)
     return dict(pixel_values=pixels, image_sizes=np.full((images, 2), side)), images * len(order)
 

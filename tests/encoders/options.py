@@ -18,6 +18,7 @@ from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
 from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -119,12 +120,13 @@ ENCODER_OPTIONS: dict[type, tuple] = {
             projector=dataclasses.replace(JOIN, norm=None),
         )
         | dict(pre_norm=RMS, post_norm=RMS, deepstack=(0, 2), deepstack_projector=dataclasses.replace(JOIN, norm=RMS))
-        | dict(clipped=True, into=ProjectionConfig(dim=EMBED), tokens=OWN, depths=(2,), tiles=TILES),
+        | dict(clipped=True, into=ProjectionConfig(dim=EMBED), tokens=OWN, depths=(2,), tiles=TILES)
+        | dict(projector_beside=JOIN),
     ),
     TilesConfig: (
         TILES,
         lambda c: media(vision=dataclasses.replace(TILED, tiles=c), positions=None, video_token=None),
-        dict(side=4, sizes=((8, 8), (16, 8))),
+        dict(side=4, sizes=((8, 8), (16, 8)), whole="last", projected=True),
     ),
     PatchStemConfig: (
         STEM,
@@ -185,7 +187,7 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         FRAME_AUDIO.stem,
         frames,
         dict(mel_bands=5, filters=(4, 2), norm=LayerNormConfig(eps=0.5, bias=False), activation="gelu")
-        | dict(frames="behind", group=2, rows_per_clip=3),
+        | dict(frames="behind", group=2, rows_per_clip=3, separable=True, bias=True, standardize=True, longest=2),
     ),
     CumulativeNormConfig: (
         CumulativeNormConfig(),
@@ -224,10 +226,15 @@ ENCODER_OPTIONS: dict[type, tuple] = {
         lambda c: near(mixer=c),
         dict(num_heads=1, head_dim=2, chunk=5, left=2, right=3, soft_cap=0.5, distances="plain", key_scale=0.5),
     ),
+    RelativeAttentionConfig: (
+        RelativeAttentionConfig(num_heads=2, head_dim=4, distances=3, reach=3),
+        lambda c: near(mixer=c),
+        dict(num_heads=1, head_dim=2, distances=1, symmetric=True, reach=2),
+    ),
     LightConvolutionConfig: (
         CONFORMER_BLOCK.post_layers[0].layer,
         lambda c: near(post_layers=(dataclasses.replace(CONFORMER_BLOCK.post_layers[0], layer=c),)),
-        dict(taps=1, activation="relu", norm=RMS),
+        dict(taps=1, activation="relu", norm=RMS, gate="tanh", pointwise=True, bias=True),
     ),
 }
 # other fields that a field needs before it means anything, and their values on both sides

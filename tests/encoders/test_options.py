@@ -1,6 +1,7 @@
 """Every option of an encoder is read: another value gives other logits, or says why it does not fit."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
-from eqx_decoders.encoders.tiles import token_order
+from eqx_decoders.encoders.tiles import grid_of, token_order
 from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves, replaced
@@ -46,7 +47,7 @@ def logits(config) -> np.ndarray:
         media = ed.Media.create(config, tokens, pixel_values=pixels, **audio([10]))
         _known[config] = np.asarray(drawn(config)(tokens, media=media).logits)[:, -7:]  # behind the image
     if config not in _known and (tiles := config.media.tiles) is not None:
-        count, order = token_order(tiles, 5, 12, tiles.side // 4)
+        order, count = token_order(tiles, 5, 12, tiles.side // 4), 1 + math.prod(grid_of(tiles, 5, 12))
         tokens = text("x" + "i" * len(order) + "xxaaaxx")[None]
         pixels = np.random.default_rng(3).normal(size=(count, 3, tiles.side, tiles.side))
         media = ed.Media.create(config, tokens, pixel_values=pixels, image_sizes=[[5, 12]], **audio([10]))

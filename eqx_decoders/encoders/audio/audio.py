@@ -88,7 +88,7 @@ def _in_frames(stem: FrameStemConfig, features: np.ndarray, real: np.ndarray, na
         check(most is None or rows <= most, f"{message}, {rule}.", DataError)
         # the last tokens look at frames behind the clip, too
         end = stem.stride * (tokens + 1) if stem.frames == "behind" else count
-        clips.append(Audio(spectrum[:end], tokens, most or rows))
+        clips.append(Audio(spectrum[:end], stem.filled(tokens), most or rows))
     return clips
 
 
@@ -130,7 +130,8 @@ def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Audio]]) -> tu
             number += 1
         tokens, first = np.s_[row, begin : begin + count], begin * stem.stride
         frames[row, first : first + len(clip)], real[row, first : first + len(clip)] = clip, True
-        positions[tokens], segments[tokens] = np.arange(count), number
+        longest = stem.longest or max(count, 1)
+        positions[tokens], segments[tokens] = np.arange(count) % longest, number + np.arange(count) // longest
         index = (row * length + begin) // unit + np.arange(rows)
         index[-(-count // unit) :] = (row + 1) * length // unit - 1
         rows_of.append(index)

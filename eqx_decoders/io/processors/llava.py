@@ -113,7 +113,7 @@ class LlavaNextImages(CheckedFields):
     def process(self, pixels: Pixels, limits: MediaLimits, where: str) -> ProcessedFile:
         """Return `pixel_values`, one image's tiles, and `image_sizes`, its height and width."""
         (height, width), side = pixels.shape[:2], self.tiles.side
-        _, order = token_order(self.tiles, height, width, side // self.patch)
+        order = token_order(self.tiles, height, width, side // self.patch)
         check_tokens(where, len(order))
         room = best_size(height, width, self.tiles.sizes)
         small = resize(pixels, fitting(height, width, room), self.resample, limits, where)

@@ -24,6 +24,7 @@ from eqx_decoders.io.processors.lfm2_vl import Lfm2VLImages
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Images
 from eqx_decoders.io.processors.llava import LlavaImages, LlavaNextImages
+from eqx_decoders.io.processors.phi4 import Phi4Audio, Phi4Images
 from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.prompts import ARGUMENTS, PromptFiles, check_parts, expand, in_order, render
 from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenImages, QwenVideos
@@ -33,6 +34,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered, load_chat
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, hidden, load_tokenizer
 
 
+AudioRules = QwenAudio | Gemma3nAudio | Gemma4Audio | Phi4Audio
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -42,7 +44,7 @@ class ProcessorFamily:
 
     images: Callable[[Settings], ImageRules] | None = None
     videos: Callable[[Settings], VideoRules] | None = None
-    audio: Callable[[Settings], QwenAudio | Gemma3nAudio | Gemma4Audio] | None = None
+    audio: Callable[[Settings], AudioRules] | None = None
 
 
 # By the name of transformers' class, and the model types whose directories have it.
@@ -63,6 +65,10 @@ FAMILIES: dict[str, tuple[ProcessorFamily, tuple[str, ...]]] = {
     "Lfm2VlProcessor": (ProcessorFamily(images=Lfm2VLImages.read), ("lfm2_vl",)),
     "LlavaProcessor": (ProcessorFamily(images=LlavaImages.read), ("llava",)),
     "LlavaNextProcessor": (ProcessorFamily(images=LlavaNextImages.read), ("llava_next",)),
+    "Phi4MultimodalProcessor": (
+        ProcessorFamily(images=Phi4Images.read, audio=Phi4Audio.read),
+        ("phi4_multimodal",),
+    ),
     "Qwen2VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read_untimed), ("qwen2_vl",)),
     "Qwen2_5_VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read), ("qwen2_5_vl",)),
     "Qwen3VLProcessor": (
@@ -104,7 +110,7 @@ class FileReader:
 
     images: ImageRules | None = None
     videos: VideoRules | None = None
-    audio: QwenAudio | Gemma3nAudio | Gemma4Audio | None = None
+    audio: AudioRules | None = None
     limits: MediaLimits = MediaLimits()
 
     @classmethod
@@ -344,7 +350,8 @@ def read_settings(folder: Directory) -> tuple[ProcessorFamily, Settings]:
         says = f"processor_class={abbreviate(name)}" if name else f"{folder.path} names no processor_class, which"
         raise ConversionError(f"{where}: {says} is not known here. Known: {known}.")
     parts = [whole.get(key) or other for key, other in (
-        ("image_processor", images), ("video_processor", videos or images), ("feature_extractor", images),
+        ("image_processor", images), ("video_processor", videos or images),
+        ("audio_processor" if "audio_processor" in whole else "feature_extractor", images),
     )]  # fmt: skip
     tables = [Fields(part if isinstance(part, dict) else {}, str(folder.path / FILES[1])) for part in parts]
     settings = Settings(

@@ -5,8 +5,9 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 
+from eqx_decoders.encoders.images import cubic_weights
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
@@ -40,6 +41,20 @@ def resize_with_short_weights(pixels: Pixels, size: Size, resample: int, limits:
     if size[0] != pixels.shape[0]:
         pixels = _along_rows(pixels.swapaxes(0, 1), size[0], resample).swapaxes(0, 1)
     return np.ascontiguousarray(pixels)
+
+
+def resize_cubic(values: Float[np.ndarray, "3 height width"], size: Size) -> Float[np.ndarray, "3 rows columns"]:
+    """Resize numbers as PyTorch's `interpolate(mode="bicubic")` does: between 4 x 4 neighbors, whatever the sizes."""
+    for axis, new in ((2, size[1]), (1, size[0])):
+        old = values.shape[axis]
+        place = (np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new) - np.float32(0.5)
+        taps = np.floor(place).astype(np.int64)[:, None] + np.arange(-1, 3)
+        weights = cubic_weights(np.abs(place[:, None] - taps))
+        taken = np.take(values, np.clip(taps, 0, old - 1), axis=axis)
+        shape = [1] * taken.ndim
+        shape[axis : axis + 2] = weights.shape
+        values = (taken * weights.reshape(shape).astype(np.float32)).sum(axis=axis + 1)
+    return values
 
 
 def _along_rows(pixels: np.ndarray, size: int, resample: int) -> np.ndarray:

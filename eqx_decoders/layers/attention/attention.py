@@ -383,8 +383,10 @@ class Attention(eqx.Module):
     ) -> tuple[Array, Any]:
         """Attend to the tokens of this call and to the cached ones; return the entries to be cached, too."""
         config, execution = self.config, ctx.execution
-        spans, aligned = ctx.spans if config.spans else None, execution.context_order == "plain"
-        positions = AttentionPositions(ctx.positions, ctx.positions, ctx.segment_ids, ctx.segment_ids, spans)
+        spans = ctx.spans if config.spans else None
+        aligned = execution.context_order == "plain" and ctx.unseen is None
+        of_keys = ctx.positions if ctx.unseen is None else jnp.where(ctx.unseen, -1, ctx.positions)
+        positions = AttentionPositions(ctx.positions, of_keys, ctx.segment_ids, ctx.segment_ids, spans)
         inputs = AttentionInputs(query, entries.key, entries.value, positions, chosen.present)
         options = AttentionOptions(mask=config.mask, soft_cap=config.soft_cap, alibi=config.alibi)
         of_call = dataclasses.replace(

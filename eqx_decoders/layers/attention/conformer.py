@@ -146,8 +146,8 @@ def visible_keys(config: LocalAttentionConfig, ctx: Context) -> Bool[Array, "bat
     """Return which keys of its chunk each query sees: near ones of its own document, without padding."""
     segments = jnp.ones_like(ctx.positions) if ctx.segment_ids is None else ctx.segment_ids
     documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0 is also what fills the last chunk
-    query = _chunks(documents, config.chunk, 0, 0)
-    key = _chunks(documents, config.chunk, config.before, config.behind).swapaxes(2, 3)
+    query = in_chunks(documents, config.chunk, 0, 0)
+    key = in_chunks(documents, config.chunk, config.before, config.behind).swapaxes(2, 3)
     distance = jnp.arange(key.shape[3])[None] - jnp.arange(config.chunk)[:, None]
     near = (distance >= 0) & (distance <= config.before + config.behind)
     return (query == key) & near[None, None]
@@ -163,8 +163,8 @@ def attend_locally(
 ) -> Float32[Array, "batch length heads head_dim"]:
     """Attend to the visible keys: return the values, weighted by the softmax of scores."""
     length = query.shape[1]
-    query = _chunks(query, config.chunk, 0, 0)
-    key, value = (_chunks(each, config.chunk, config.before, config.behind) for each in (key, value))
+    query = in_chunks(query, config.chunk, 0, 0)
+    key, value = (in_chunks(each, config.chunk, config.before, config.behind) for each in (key, value))
     scores = jnp.einsum("bcqhd,bckhd->bchqk", query, key)
     scores = scores + _by_key(jnp.einsum("bcqhd,phd->bchqp", query, relative), key.shape[2])
     scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
@@ -173,7 +173,7 @@ def attend_locally(
     return mixed.reshape(mixed.shape[0], -1, *mixed.shape[3:])[:, :length]
 
 
-def _chunks(x: Array, size: int, before: int, behind: int) -> Array:
+def in_chunks(x: Array, size: int, before: int, behind: int) -> Array:
     """Split into `[batch, chunks, size + before + behind, ...]`: each chunk with its neighbors, or zeros."""
     count = -(-x.shape[1] // size)
     width, unpadded = before + size + behind, ((0, 0),) * (x.ndim - 2)

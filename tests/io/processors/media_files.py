@@ -49,6 +49,7 @@ IMAGES = {
     "printed": ("CMYK", 60, 60),
 }
 SECONDS = (0.7, 2.345)
+PHI4_AUDIO = (0.7, 2.345, 0.0251)
 # settings of Gemma 4's feature extractor, and the lengths of audio
 GEMMA_AUDIO = {
     "published": ({"padding_side": "left"}, [2.345]),

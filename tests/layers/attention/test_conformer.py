@@ -25,6 +25,7 @@ CONFIGS = {
     "chunks of one": LocalAttentionConfig(**SHAPE, chunk=1, left=4, right=5),
 }
 CONVOLUTION = LightConvolutionConfig(taps=3, norm=RMSNormConfig(eps=0.1, clip=0.4))
+POINTWISE = LightConvolutionConfig(taps=3, gate="silu", norm=None, pointwise=True, bias=True)
 
 
 def near(layer, x, document):
@@ -55,14 +56,22 @@ def near(layer, x, document):
 
 def convolved(layer, x, document):
     """Token by token."""
-    w = {name: np.asarray(getattr(layer, name), np.float64) for name in ("into", "taps", "out")}
+    names = ("into", "taps", "out", "point", *(f"{part}_bias" for part in ("into", "taps", "point", "out")))
+    names += ("value_shift", "gate_shift")
+    found = {name: getattr(layer, name) for name in names}
+    w = {name: np.asarray(0.0 if value is None else value, np.float64) for name, value in found.items()}
     a, b = np.einsum("te,eic->itc", x, w["into"])
-    gated, y = a / (1 + np.exp(-b)), np.zeros_like(a)
+    a, b = (a, b) if found["into_bias"] is None else (a + w["into_bias"][0], b + w["into_bias"][1])
+    a, b = a + w["value_shift"], b + w["gate_shift"]
+    gated, y = a / (1 + np.exp(-b)) * (b if layer.config.gate == "silu" else 1.0), np.zeros_like(a)
     for i in range(len(x)):
         for lag in range(layer.config.taps):
             if i >= lag and document[i] == document[i - lag]:
                 y[i] += w["taps"][:, -1 - lag] * gated[i - lag]
-    norm = layer.config.norm
+    norm, y = layer.config.norm, y + w["taps_bias"]
+    if norm is None:
+        y = y @ w["point"] + w["point_bias"]
+        return np.einsum("tc,ce->te", y / (1 + np.exp(-y)), w["out"]) + w["out_bias"]
     y = np.clip(y, -norm.clip, norm.clip)
     y = y / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + norm.eps) * np.asarray(layer.norm.scale)
     return np.einsum("tc,ce->te", y / (1 + np.exp(-y)), w["out"])
@@ -77,7 +86,7 @@ def rows(length):
     return positions, np.stack([np.ones(length, int), parts + 1]), np.stack([np.zeros(length, int), parts])
 
 
-LAYERS = {**CONFIGS, "convolution": CONVOLUTION}
+LAYERS = {**CONFIGS, "convolution": CONVOLUTION, "pointwise": POINTWISE}
 
 
 CASES = [
@@ -97,7 +106,7 @@ def test_the_definition(name, length):
     x, (positions, segments, documents) = normal(2, length, EMBED), rows(length)
     given = context(positions, segments)
     found = np.asarray(run(layer, jnp.asarray(x), given))
-    define = convolved if name == "convolution" else near
+    define = near if name in CONFIGS else convolved
     for row in range(2):
         real = documents[row] >= 0
         np.testing.assert_allclose(found[row][real], define(layer, x[row], documents[row])[real], atol=2e-5)

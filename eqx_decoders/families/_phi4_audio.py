@@ -1,0 +1,237 @@
+"""Audio encoder of Phi-4 multimodal (Microsoft 2025): a Conformer (Gulati et al. 2020), 80 ms a token.
+
+Its layers share a learned number for each distance; speech alone, and beside images, has a projector of its own.
+"""
+
+import dataclasses
+
+from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
+from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.media_config import EncoderConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.families.common import norm
+from eqx_decoders.families.multimodal import linear, token
+from eqx_decoders.families.settings_table import (
+    Check,
+    Flag,
+    Group,
+    Integer,
+    Layers,
+    Only,
+    Rule,
+    Table,
+    activation,
+    sized,
+    value_at,
+)
+from eqx_decoders.families.vision_fields import OUT_DIM
+from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
+from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig
+
+
+AUDIO = 200_011
+_NORM = LayerNormConfig(eps=1e-5)
+_LONGEST = 500  # tokens that transformers' encoder sees at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeechSizes:
+    """Sizes of the encoder of audio; the defaults are those of transformers' `Phi4MultimodalAudioConfig`.
+
+    **Arguments:**
+
+    - `embed_dim`, `layers`, `heads`, `mlp_dim`: features, number, heads and MLP width of the layers.
+    - `mel_bands`, `filters`, `convolutions`: bands of a frame; filters and number of the stem's convolutions.
+    - `stem_activation`, `activation`, `gate`, `convolution_activation`: activations behind these, of MLPs, and of the
+        layers' convolutions.
+    - `taps`: taps of a layer's convolution.
+    - `distances`, `symmetric`: as in `RelativeAttentionConfig`.
+    """
+
+    embed_dim: int = 1024
+    layers: int = 24
+    heads: int = 16
+    mlp_dim: int = 1536
+    mel_bands: int = 80
+    filters: int = 1024
+    convolutions: int = 3
+    stem_activation: str = "relu"
+    activation: str = "silu"
+    gate: str = "silu"
+    convolution_activation: str = "silu"
+    taps: int = 3
+    distances: int = 1000
+    symmetric: bool = False
+
+
+def phi4_audio(sizes: SpeechSizes = SpeechSizes(), *, out_dim: int) -> EncoderConfig:
+    """Return the encoder of audio."""
+    mlp = MLPConfig(mlp_dim=sizes.mlp_dim, activation=sizes.activation, bias=True)
+    feed_forward = ExtraLayerConfig(layer=mlp, pre_norm=_NORM, scale=0.5)
+    convolution = LightConvolutionConfig(
+        taps=sizes.taps, activation=sizes.convolution_activation, gate=sizes.gate, norm=None, pointwise=True, bias=True
+    )
+    block = BlockConfig(
+        pre_layers=(feed_forward,),
+        mixer=RelativeAttentionConfig(
+            num_heads=sizes.heads, head_dim=sizes.embed_dim // sizes.heads, distances=sizes.distances,
+            symmetric=sizes.symmetric, reach=_LONGEST,
+        ),
+        mlp=None,
+        pre_mixer_norm=_NORM,
+        post_layers=(ExtraLayerConfig(layer=convolution, pre_norm=_NORM), feed_forward),
+        residual=Sequential(output_norm=_NORM),
+    )  # fmt: skip
+    projector = ProjectorConfig(
+        layers=(ProjectionConfig(dim=out_dim, bias=True, activation="gelu"), ProjectionConfig(dim=out_dim, bias=True))
+    )
+    return EncoderConfig(
+        embed_dim=sizes.embed_dim,
+        stem=FrameStemConfig(
+            mel_bands=sizes.mel_bands, filters=(sizes.filters,) * sizes.convolutions, norm=None, bias=True,
+            activation=sizes.stem_activation, separable=True, standardize=True, longest=_LONGEST,
+        ),
+        blocks=(block,) * sizes.layers,
+        projector=projector,
+        projector_beside=projector,
+    )  # fmt: skip
+
+
+# --- config.json ---
+
+
+def _read_convolutions(fields, values):
+    reduction = fields.integer("time_reduction", 8, least=2)
+    if reduction & (reduction - 1):
+        raise fields.error(f"time_reduction={reduction} must be a power of two: each convolution halves the frames.")
+    return reduction.bit_length() - 1
+
+
+_BRANCH, _MIXER, _CONVOLUTION = "blocks.0.pre_layers.0.layer.", "blocks.0.mixer.", "blocks.0.post_layers.0.layer."
+_AUDIO = (
+    OUT_DIM,
+    Integer("hidden_size", "embed_dim", 1024),
+    Integer("intermediate_size", _BRANCH + "mlp_dim", 1536),
+    Layers("num_blocks", "blocks", 24, name="layers"),
+    Integer("num_attention_heads", _MIXER + "num_heads", 16, name="heads"),
+    Check(
+        lambda values: values["embed_dim"] % values["heads"] == 0,
+        "hidden_size={embed_dim} must be a multiple of num_attention_heads={heads}.",
+    ),
+    Integer("input_size", "stem.mel_bands", 80),
+    Integer("nemo_conv_channels", lambda audio: value_at(audio, "stem.filters")[0], 1024, name="filters"),
+    Rule("convolutions", _read_convolutions, lambda audio: {"time_reduction": value_at(audio, "stem.stride")}),
+    activation("nemo_activation", "stem.activation", "relu", name="stem_activation"),
+    activation("activation", _BRANCH + "activation", "swish"),
+    activation("conv_glu_type", _CONVOLUTION + "gate", "swish"),
+    activation("conv_activation", _CONVOLUTION + "activation", "swish", name="convolution_activation"),
+    Integer("kernel_size", _CONVOLUTION + "taps", 3),
+    Integer("bias_max_distance", _MIXER + "distances", 1000),
+    Flag("bias_symmetric", _MIXER + "symmetric", False),
+    *(
+        Rule(
+            "",
+            lambda fields, values, key=key: fields.allow_only(key, values["embed_dim"]),
+            lambda audio, key=key: {key: audio.embed_dim},
+        )
+        for key in ("ext_pw_out_channel", "depthwise_separable_out_channel")
+    ),
+    Only("depthwise_multiplier", 1, written=True),
+    Only("downsample_rate", 1, written=True),
+    Only("chunk_size", -1, written=True),
+)
+SETTINGS = Table(
+    "audio_config",
+    (
+        Group("audio", sized(SpeechSizes, phi4_audio), _AUDIO, path="media.audio"),
+        token("audio_token_id", "audio_token", AUDIO),
+    ),
+    model_type="phi4_multimodal_audio",
+    ignored={
+        "initializer_range": "of new weights",
+        "dropout_rate": "dropout happens in training only",
+        "left_chunk": "chunks would have it: there is one",
+        "feature_layer": "transformers does not read it",
+        "nemo_final_size": "the other sizes say it",
+    },
+)
+
+
+# --- tensors ---
+
+_EMBED = "model.embed_tokens_extend.audio_embed."
+_TOWER = _EMBED + "encoder."
+_LAYER = _TOWER + "encoders.{layer}."
+_CONV, _LIGHT = _LAYER + "conv.", "audio.post_layers.0.layer."
+_KERNEL = "filters input_filters kernel_columns kernel_rows"
+
+
+def _feed_forward(name: str, path: str) -> tuple[Weight, ...]:
+    prefix, path, into = f"{_LAYER}{name}.", f"audio.{path}.", "mlp embed -> embed mlp"
+    biases = (path + "layer.up_bias", "mlp -> mlp"), (path + "layer.gate_bias", "mlp -> mlp")
+    return (
+        *norm(prefix + "layer_norm", path + "pre_norm"),
+        *sharing(prefix + "gate_up_proj.weight", (path + "layer.up", into), (path + "layer.gate", into)),
+        *sharing(prefix + "gate_up_proj.bias", *biases),
+        Weight(prefix + "down_proj.weight", path + "layer.down", "embed mlp -> mlp embed"),
+        Weight(prefix + "down_proj.bias", path + "layer.down_bias", "embed -> embed"),
+    )
+
+
+def _stem(index: int) -> tuple[Weight, ...]:
+    """Return the rows of a convolution: those behind the first one have two modules and an activation each."""
+    path, at = f"audio.stem.convolutions.{index}.", 0 if index == 0 else 3 * index - 1
+    conv, point = f"{_TOWER}embed.conv.{at}.", f"{_TOWER}embed.conv.{at + 1}."
+    return (
+        Weight(conv + "weight", path + "kernel", f"{_KERNEL} -> {_KERNEL}"),
+        Weight(conv + "bias", path + "bias", "filters -> filters"),
+        Weight(point + "weight", path + "point", "outer inner 1 1 -> outer inner"),
+        Weight(point + "bias", path + "point_bias", "outer -> outer"),
+    )
+
+
+_CHANNELS = "channels -> channels"
+WEIGHTS = (
+    Weight(_TOWER + "encoder_embedding.global_mean", "audio.stem.mean", "norm -> norm"),
+    Weight(_TOWER + "encoder_embedding.global_invstd", "audio.stem.scale", "norm -> norm"),
+    *(row for index in range(8) for row in _stem(index)),
+    Weight(_TOWER + "embed.out.weight", "audio.stem.out", "embed (filters mel) -> mel filters embed"),
+    Weight(_TOWER + "embed.out.bias", "audio.stem.out_bias", "embed -> embed"),
+    Weight(
+        _TOWER + "relative_attention_bias_layer.bias_values.weight", "audio.distance_bias",
+        "positions heads -> positions heads",
+    ),
+    *_feed_forward("feed_forward_in", "pre_layers.0"),
+    *norm(_LAYER + "layer_norm_att", "audio.pre_mixer_norm"),
+    *(
+        Weight(f"{_LAYER}self_attn.{name[0]}_proj.{kind}", f"audio.mixer.{name}{end}", pattern)
+        for name in ("query", "key", "value")
+        for kind, end, pattern in (
+            ("weight", "", "(heads head_dim) embed -> embed heads head_dim"),
+            ("bias", "_bias", "(heads head_dim) -> heads head_dim"),
+        )
+    ),
+    Weight(_LAYER + "self_attn.o_proj.weight", "audio.mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+    Weight(_LAYER + "self_attn.o_proj.bias", "audio.mixer.out_bias", "embed -> embed"),
+    *norm(_CONV + "layer_norm", "audio.post_layers.0.pre_norm"),
+    Weight(_CONV + "glu.ext_pw_conv_1d.weight", _LIGHT + "into", "(inputs channels) embed 1 -> embed inputs channels"),
+    Weight(_CONV + "glu.ext_pw_conv_1d.bias", _LIGHT + "into_bias", "(inputs channels) -> inputs channels"),
+    Weight(_CONV + "glu.b1", _LIGHT + "value_shift", "1 channels 1 -> channels"),
+    Weight(_CONV + "glu.b2", _LIGHT + "gate_shift", "1 channels 1 -> channels"),
+    Weight(_CONV + "dw_sep_conv_1d.dw_conv.weight", _LIGHT + "taps", "channels 1 taps -> channels taps"),
+    Weight(_CONV + "dw_sep_conv_1d.dw_conv.bias", _LIGHT + "taps_bias", _CHANNELS),
+    Weight(_CONV + "dw_sep_conv_1d.pw_conv.weight", _LIGHT + "point", "outer channels 1 -> channels outer"),
+    Weight(_CONV + "dw_sep_conv_1d.pw_conv.bias", _LIGHT + "point_bias", "outer -> outer"),
+    Weight(_CONV + "ext_pw_conv_1d.weight", _LIGHT + "out", "embed channels 1 -> channels embed"),
+    Weight(_CONV + "ext_pw_conv_1d.bias", _LIGHT + "out_bias", "embed -> embed"),
+    *_feed_forward("feed_forward_out", "post_layers.1"),
+    *norm(_LAYER + "layer_norm", "audio.residual.norm"),
+    *linear(_EMBED + "up_proj_for_speech", "audio.projector.layers.0"),
+    *linear(_EMBED + "down_proj_for_speech", "audio.projector.layers.1"),
+    *linear(_EMBED + "up_proj_for_vision_speech", "audio.projector_beside.layers.0"),
+    *linear(_EMBED + "down_proj_for_vision_speech", "audio.projector_beside.layers.1"),
+)  # fmt: skip

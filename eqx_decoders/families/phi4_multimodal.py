@@ -1,0 +1,111 @@
+"""Phi-4 multimodal (Microsoft 2025): Phi-4 mini that sees and hears; images as tiles, each encoded by SigLIP."""
+
+import dataclasses
+import functools
+
+from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedGrid
+from eqx_decoders.encoders.tiles import TilesConfig
+from eqx_decoders.families import _phi4_audio
+from eqx_decoders.families._phi4_audio import phi4_audio
+from eqx_decoders.families._siglip import siglip, siglip_weights
+from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, nested, token
+from eqx_decoders.families.settings_table import Check, Integer, Number, Rule, activation
+from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
+from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.model.decoder_config import DecoderConfig
+
+
+IMAGE = 200_010
+
+
+def phi4_vision(sizes: EncoderSizes, *, side: int, depth: int, eps: float = 1e-6) -> EncoderConfig:
+    """Return SigLIP for tiles of `side x side` patches; averages of four patches behind layer `depth` are projected."""
+    encoder = siglip(sizes, side=side, eps=eps)
+    layers = (
+        ProjectionConfig(dim=sizes.out_dim, bias=True, activation="gelu"),
+        ProjectionConfig(dim=sizes.out_dim, bias=True),
+    )
+    return dataclasses.replace(
+        encoder,
+        stem=dataclasses.replace(encoder.stem, positions=LearnedGrid(side=side, resample="fraction")),
+        depths=(depth,),
+        tiles=TilesConfig(side=side * sizes.size, sizes=(), whole="last", projected=True),
+        projector=ProjectorConfig(group=sizes.merge**2, combine="mean", layers=layers),
+    )
+
+
+def phi4_multimodal(
+    text: DecoderConfig, vision: EncoderConfig, audio: EncoderConfig, *, image_token: int, audio_token: int
+) -> DecoderConfig:
+    """Return a decoder with these encoders."""
+    media = MediaConfig(vision=vision, audio=audio, image_token=image_token, audio_token=audio_token)
+    return dataclasses.replace(text, media=media)
+
+
+# --- config.json ---
+
+
+def _read_depth(fields, values):
+    """Return the number of layers behind which features are taken: `hidden_states[0]` stands before the first one."""
+    layer, count = fields.take("feature_layer", -2), values["layers"] + 1
+    if type(layer) is not int or not -count <= layer < count:
+        raise fields.error(f"feature_layer={layer} must be one of num_hidden_layers={values['layers']} layers.")
+    return layer % count
+
+
+_VISION = vision_config(
+    phi4_vision,
+    *encoder_sizes(width=1152, heads=16, layers=27, mlp_dim=4304, size=14),
+    *grid_side(448),
+    Integer("crop_size", "tiles.side", 448, name="_crop"),
+    Check(
+        lambda values: values["_crop"] == values["_pixels"] and values["_crop"] % (2 * values["size"]) == 0,
+        "crop_size={_crop} must be image_size={_pixels}, and a multiple of two patches of {size} pixels.",
+    ),
+    activation("hidden_act", "mlp.activation", "gelu_pytorch_tanh"),
+    Number("layer_norm_eps", "post_norm.eps", 1e-6),
+    Rule("depth", _read_depth, lambda encoder: {"feature_layer": encoder.depths[0] - len(encoder.blocks) - 1}),
+    model_type="phi4_multimodal_vision",
+    ignored={"initializer_range": "of new weights"},
+)
+_EMBED = "model.embed_tokens_extend.image_embed."
+_IMAGES = _EMBED + "img_processor."
+WEIGHTS = (
+    *siglip_weights(_IMAGES),
+    *linear(_EMBED + "img_projection_up", "vision.projector.layers.0"),
+    *linear(_EMBED + "img_projection_down", "vision.projector.layers.1"),
+    Weight(_EMBED + "sub_img_feature_extensor", "vision.line_end", "1 1 1 embed -> embed"),
+    Weight(_EMBED + "global_img_feature_extensor", "vision.divider", "1 1 embed -> embed"),
+    *_phi4_audio.WEIGHTS,
+)
+_TEXT = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+FAMILY = MultimodalFamily(
+    text_type="phi3",
+    model_type="phi4_multimodal",
+    architecture="Phi4MultimodalForCausalLM",
+    settings=(
+        dataclasses.replace(_VISION, settings=(*_VISION.settings, token("image_token_id", "image_token", IMAGE))),
+        _phi4_audio.SETTINGS,
+    ),
+    build=phi4_multimodal,
+    weights=WEIGHTS,
+    flat=True,
+    text_names={name: name for name in _TEXT},
+    # nothing reads what the head makes
+    ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|" + _IMAGES.replace(".", r"\.") + r"head\..*",
+    own_settings=nested("audio_config"),
+    auto_class="AutoModelForCausalLM",
+)
+
+_so400m = functools.partial(EncoderSizes, embed_dim=1152, layers=27, heads=16, mlp_dim=4304, size=14)
+
+
+def _with_encoders(text: DecoderConfig) -> DecoderConfig:
+    vision = phi4_vision(_so400m(out_dim=text.embed_dim), side=32, depth=26)
+    audio = phi4_audio(out_dim=text.embed_dim)
+    return phi4_multimodal(text, vision, audio, image_token=IMAGE, audio_token=_phi4_audio.AUDIO)
+
+
+MODELS = {"phi4-multimodal-4.7b": ExtendedModel("phi4-mini-3.8b", _with_encoders)}

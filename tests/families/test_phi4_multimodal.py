@@ -1,0 +1,240 @@
+"""Phi-4 multimodal as in transformers: images as tiles, audio alone and beside images, its adapters, settings."""
+
+import copy
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqx_decoders as ed
+from eqx_decoders.encoders.tiles import DIVIDER, LINE_END, TilesConfig, token_order
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.phi3 import _LONG
+from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.huggingface.peft import load_peft
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.processor import read_settings
+from eqx_decoders.layers.attention.relative_attention import DISTANCE_BIAS
+from eqx_decoders.sharding.rules import WEIGHTS
+from tests.families.samples import FIXTURES, decode
+
+
+DIRECTORY = FIXTURES / "phi4_multimodal"
+ARRAYS = dict(np.load(DIRECTORY / "media.npz"))
+CONTENT = json.loads((DIRECTORY / "config.json").read_text())
+HEAD = "model.embed_tokens_extend.image_embed.img_processor.head."
+AUDIO = 55
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ed.load_hf(DIRECTORY)
+
+
+def of(group: str) -> tuple[dict, dict]:
+    """Arguments of transformers' forward, and what it computed: with images and audio, or of audio alone."""
+    found = {name.removeprefix(group): x for name, x in ARRAYS.items() if name.startswith(group)}
+    inputs = {name.removeprefix("inputs/"): x for name, x in found.items() if name.startswith("inputs/")}
+    return inputs, found
+
+
+@pytest.mark.parametrize("group", ["", pytest.param("alone/", marks=pytest.mark.slow)])
+def test_logits_are_those_of_transformers(model, group):
+    """Two images whose padding ends within tokens; speech has a projector of its own where there are none."""
+    inputs, wanted = of(group)
+    media = ed.Media.create(model.config, **inputs)
+    np.testing.assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["", "alone/"])
+def test_features_and_greedy_tokens_are_those_of_transformers(model, group):
+    inputs, wanted = of(group)
+    media, count = ed.Media.create(model.config, **inputs), wanted["generated_ids"].shape[1]
+    features = np.asarray(model.encode(media).features)[: len(wanted["features"])]
+    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
+    made = ed.generate(model, inputs["input_ids"], media=media, max_new_tokens=count, sampler=ed.Greedy(), stop_ids=())
+    assert np.array_equal(made, wanted["generated_ids"])
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_same(model):
+    inputs, wanted = of("")
+    whole = dict.fromkeys(("inner", "outer", "filters", "qkv_heads", "heads"), ())  # sizes that nothing divides
+    for sizes in (dict(data=2, tensor=2, context=2), dict(data=2, fsdp=2, context=2)):
+        placed = model.place(ed.Layout.create(**sizes, weights=WEIGHTS | whole))
+        media = ed.Media.create(model.config, **inputs, groups=2)
+        np.testing.assert_allclose(placed(inputs["input_ids"], media=media).logits, wanted["logits"], atol=2e-4)
+
+
+def test_an_export_is_the_same_to_the_bit(model, tmp_path):
+    """But for a head of the image encoder that nothing reads."""
+    ed.save_hf(model, tmp_path / "new")
+    before, after = (load_file(folder / "model.safetensors") for folder in (DIRECTORY, tmp_path / "new"))
+    assert {name for name in before if not name.startswith(HEAD)} == after.keys()
+    assert all(np.array_equal(before[name], x) for name, x in after.items())
+    content = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert decode(content) == model.config and "text_config" not in content
+    for table in ("vision_config", "audio_config"):
+        old = {key: "silu" if x == "swish" else x for key, x in CONTENT[table].items() if key != "dtype"}
+        assert old.items() <= content[table].items()
+
+
+@pytest.mark.slow
+def test_the_decoder_alone(model, tmp_path):
+    text, ids = ed.load_hf(DIRECTORY, text_only=True), np.arange(1, 9)[None]
+    assert text.config == dataclasses.replace(model.config, media=None)
+    np.testing.assert_array_equal(text(ids).logits, model(ids).logits)
+    ed.save_hf(text, tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] == "phi3"
+
+
+@pytest.mark.slow
+def test_adapters_of_a_modality_are_peft_s(model, tmp_path):
+    """In directories of their own beside the weights: `vision-lora` and `speech-lora`."""
+    draws, tensors, module = np.random.default_rng(0), {}, "model.layers.{}.self_attn.qkv_proj"
+    for layer in range(2):
+        for name, shape in (("A", (3, 8)), ("B", (24, 3))):
+            pair = draws.normal(size=shape).astype(np.float32)
+            tensors[f"base_model.model.{module.format(layer)}.lora_{name}.weight"] = pair
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    rule = dict(peft_type="LORA", r=3, lora_alpha=6, target_modules="layers.*(self_attn\\.qkv_proj)", bias="none")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(rule))
+    merged = ed.merge_lora(load_peft(model, tmp_path))
+    ed.save_hf(merged, tmp_path / "new")
+    after, plain = load_file(tmp_path / "new" / "model.safetensors"), load_file(DIRECTORY / "model.safetensors")
+    for layer in range(2):
+        name = module.format(layer)
+        down, up = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+        np.testing.assert_allclose(after[f"{name}.weight"], plain[f"{name}.weight"] + 2 * up @ down, atol=1e-5)
+
+
+# --- layers ---
+
+
+def test_parts_stand_before_the_whole():
+    """Three rows of tokens of the parts, which have four; a vector in between, and one behind each line."""
+    tiles = TilesConfig(side=4, sizes=(), whole="last")
+    order = token_order(tiles, 8, 4, 2, (3, 2)).tolist()
+    assert order == [4, 5, LINE_END, 6, 7, LINE_END, 8, 9, LINE_END, DIVIDER, 0, 1, LINE_END, 2, 3, LINE_END]
+
+
+@pytest.mark.slow
+def test_longer_clips_are_cut_and_filled_up(model):
+    """Behind the stem, and the last piece with zeros, which its tokens hear."""
+    config = model.config
+    stem = dataclasses.replace(config.media.audio.stem, longest=2)
+    audio = dataclasses.replace(config.media.audio, stem=stem)
+    short = dataclasses.replace(config, media=dataclasses.replace(config.media, audio=audio))
+    spectra = np.random.default_rng(0).normal(size=(1, 20, 9)).astype(np.float32)
+    inputs = dict(input_ids=np.full((1, 3), AUDIO), audio_input_features=spectra)
+    encoder = model.audio
+    cut = dataclasses.replace(encoder, stem=dataclasses.replace(encoder.stem, config=stem), config=audio)
+    found = dataclasses.replace(model, config=short, audio=cut).encode(ed.Media.create(short, **inputs)).features[:3]
+    rows = ed.Media.create(config, **inputs).audio
+    ctx = ed.Context(jnp.asarray(rows.positions), shared={DISTANCE_BIAS: encoder.distance_bias})
+    x = encoder.stem(rows, ctx)[0]
+    pieces = jnp.stack([x[:2], jnp.stack([x[2], jnp.zeros_like(x[2])])])
+    ctx = dataclasses.replace(ctx, positions=jnp.asarray([[0, 1], [0, 1]]))
+    for segment in encoder.segments:
+        pieces = segment(pieces, ctx).x
+    wanted = encoder.projector(pieces, ctx).reshape(4, -1)[:3]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_files_become_as_many_tokens_as_features(tmp_path):
+    """By the settings of a directory, and of images whose padding ends within tokens."""
+    rules = dict(
+        processor_class="Phi4MultimodalProcessor", image_processor=dict(size=dict(height=8, width=8), patch_size=2),
+        audio_processor=dict(feature_size=9, audio_compression_rate=8), image_token="<i>", audio_token="<a>",
+    )  # fmt: skip
+    (tmp_path / "processor_config.json").write_text(json.dumps(rules))
+    family, settings = read_settings(Directory(tmp_path))
+    assert family.images is not None and family.audio is not None
+    images, audio = family.images(settings), family.audio(settings)
+    draws, limits = np.random.default_rng(0), MediaLimits()
+    sizes = [(23, 30), (11, 16), (20, 11)]
+    files = [images.process(draws.integers(0, 256, (*size, 3), np.uint8), limits, "x") for size in sizes]
+    spectra, texts = audio.process_all([draws.normal(size=4000).astype(np.float32)], limits, ["y"])
+    text = "".join([*(one.text for one in files), *texts])
+    ids = np.asarray([[53] * text.count("<i>") + [AUDIO] * text.count("<a>")])
+    media = ed.Media.create(decode(CONTENT), ids, **images.join(files), **spectra)
+    assert media.images is not None and media.images.unseen is not None and np.any(media.images.unseen)
+    assert text.count("<a>") == 3 and np.array_equal(np.asarray(media.index)[0], np.arange(ids.size))
+
+
+MASK = np.ones((1, 2, 4, 4))
+IMAGE = dict(input_ids=np.full((1, 13), 53), image_pixel_values=np.zeros((1, 2, 3, 8, 8)), image_sizes=[[8, 8]])
+REFUSED_INPUTS = [
+    (dict(image_sizes=[[8, 12]]), r"image_sizes=\[\[8, 12\]\] must be multiples of 8"),
+    (dict(image_attention_mask=np.ones((1, 2, 4, 3))), r"must be \[1, at least 2, 4, 4\]"),
+    (dict(image_attention_mask=np.zeros((1, 2, 4, 4))), "image_attention_mask must leave an image whole"),
+    (dict(image_attention_mask=MASK * (np.arange(4) > 0)), "image_attention_mask must leave an image whole"),
+    (dict(pixel_values=np.zeros((1, 2, 3, 8, 8))), "image_pixel_values and pixel_values are the same: give one"),
+]
+
+
+@pytest.mark.parametrize("given, message", REFUSED_INPUTS, ids=[message for _, message in REFUSED_INPUTS])
+def test_arrays_that_do_not_fit_are_refused(given, message):
+    config = decode(CONTENT)
+    assert ed.Media.create(config, **IMAGE, image_attention_mask=MASK).images is not None
+    with pytest.raises(ed.DataError, match=message):
+        ed.Media.create(config, **IMAGE | given)
+
+
+# --- settings ---
+
+PUBLISHED = dict(
+    architectures=["Phi4MultimodalForCausalLM"], model_type="phi4_multimodal", attention_dropout=0.0,
+    bos_token_id=199_999, embd_pdrop=0.0, eos_token_id=[199_999, 200_020], hidden_act="silu", hidden_size=3072,
+    initializer_range=0.02, intermediate_size=8192, max_position_embeddings=131_072, num_attention_heads=24,
+    num_hidden_layers=32, num_key_value_heads=8, original_max_position_embeddings=4096, pad_token_id=199_999,
+    partial_rotary_factor=0.75, resid_pdrop=0.0, rms_norm_eps=1e-05, rope_theta=10_000.0, sliding_window=262_144,
+    rope_scaling=dict(long_factor=list(_LONG), short_factor=[1.0] * 48, rope_type="longrope"), tie_word_embeddings=True,
+    torch_dtype="bfloat16", transformers_version="4.51.0.dev0", use_cache=True, vocab_size=200_064,
+    audio_config=dict(
+        activation="swish", audio_token_id=200_011, bias_max_distance=1000, bias_symmetric=False, chunk_size=-1,
+        conv_activation="swish", conv_glu_type="swish", depthwise_multiplier=1, depthwise_separable_out_channel=1024,
+        downsample_rate=1, dropout_rate=0.0, ext_pw_out_channel=1024, feature_layer=-2, hidden_size=1024,
+        initializer_range=0.02, input_size=80, intermediate_size=1536, kernel_size=3, left_chunk=18,
+        model_type="phi4_multimodal_audio", nemo_activation="relu", nemo_conv_channels=1024, nemo_final_size=10,
+        num_attention_heads=16, num_blocks=24, time_reduction=8,
+    ),
+    vision_config=dict(
+        attention_dropout=0.0, crop_size=448, feature_layer=-2, hidden_act="gelu_pytorch_tanh", hidden_size=1152,
+        image_size=448, image_token_id=200_010, intermediate_size=4304, layer_norm_eps=1e-06,
+        model_type="phi4_multimodal_vision", num_attention_heads=16, num_channels=3, num_hidden_layers=27,
+        patch_size=14,
+    ),
+)  # fmt: skip
+
+
+def test_the_published_configuration_is_ours():
+    config = ed.get_config("phi4-multimodal-4.7b")
+    assert decode(copy.deepcopy(PUBLISHED)) == config
+    assert decode(FAMILIES["phi4_multimodal"].encode(config)) == config
+    # without adapters, and without the head of the image encoder, which nothing reads
+    assert ed.count_parameters(config) == 4_728_765_840
+
+
+REFUSED = [
+    ("vision_config", dict(feature_layer=-30), "feature_layer=-30 must be one of num_hidden_layers=27 layers"),
+    ("vision_config", dict(crop_size=420), "crop_size=420 must be image_size=448"),
+    ("audio_config", dict(time_reduction=6), "time_reduction=6 must be a power of two"),
+    ("audio_config", dict(chunk_size=16), "chunk_size=16"),
+    ("audio_config", dict(ext_pw_out_channel=512), "ext_pw_out_channel=512"),
+    ("audio_config", dict(num_attention_heads=15), "hidden_size=1024 must be a multiple of num_attention_heads=15"),
+    (None, dict(audio_config=None), "audio_config is missing"),
+    (None, dict(rope_thetas=1.0), "rope_thetas: not known here"),
+]
+
+
+@pytest.mark.parametrize("table, keys, message", REFUSED, ids=[message for *_, message in REFUSED])
+def test_what_is_not_implemented_is_refused(table, keys, message):
+    changed = copy.deepcopy(PUBLISHED)
+    (changed if table is None else changed[table]).update(keys)
+    with pytest.raises(ed.ConversionError, match=message):
+        decode(changed)

@@ -1,0 +1,28 @@
+"""Tokens that attend to others, and that none attends to: padding within a token of an image."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.mask import Bidirectional
+from tests.layers.common import context, drawn, normal
+
+
+EMBED, LENGTH = 6, 9
+CONFIG = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, rope=None, mask=Bidirectional())
+
+
+@pytest.mark.parametrize("kernel", ["dot", "chunked"])
+def test_all_attend_to_those_that_are_seen(kernel):
+    layer = drawn(lambda key: CONFIG.build(EMBED, key=key))
+    x, unseen = normal(1, LENGTH, EMBED), np.isin(np.arange(LENGTH), (2, 7, 8))
+    ctx = dataclasses.replace(context(np.arange(LENGTH)[None], attention=kernel), unseen=jnp.asarray(unseen[None]))
+    found, _ = layer(jnp.asarray(x), ctx)
+    query, key, value, out = (np.asarray(getattr(layer, name)) for name in ("query", "key", "value", "out"))
+    q, k, v = (np.einsum("te,ehd->thd", x[0], each) for each in (query, key, value))
+    weights = np.exp(np.einsum("qhd,kd->hqk", q, k[~unseen, 0]) / 2)
+    mixed = np.einsum("hqk,kd->qhd", weights / weights.sum(axis=2, keepdims=True), v[~unseen, 0])
+    np.testing.assert_allclose(found[0], np.einsum("qhd,hde->qe", mixed, out), atol=1e-5)
