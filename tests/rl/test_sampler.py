@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.run.run_loading import load_run
 from eqx_decoders.training.sampler_config import SamplerConfig, split_devices
-from tests.commands import ENVIRONMENT, ROOT, steps_of
+from tests.commands import ENVIRONMENT, ROOT, call, steps_of
 from tests.programs import compilations
 from tests.rl.test_rl_run import BASE, answers_of, folder, train, words_of  # noqa: F401
 
@@ -229,3 +230,25 @@ def test_the_settings_that_place_a_sampler():
     assert (
         not SamplerConfig().is_separate and SamplerConfig(data=1).is_separate and SamplerConfig(devices=1).is_separate
     )
+
+
+@pytest.mark.slow
+def test_a_student_may_draw_one_step_ahead(folder, base):  # noqa: F811
+    """For a teacher that compares all distributions; and it goes on bit for bit."""
+    plain: Any = {"method": "distill", "distill.divergence": "reverse", "distill.teacher": BASE, "rl.prompts": 3}
+    plain |= {"rl.samples": 4, "rl.max-new-tokens": 6, "rl.slots": 4, "batch-size": 8, "seq-len": 96, "eval-every": 0}
+    plain |= {"init-from": base, "data": folder / "prompts.jsonl", "sample-tokens": 0, "checkpoint-every": 1}
+    plain |= {"optimizer.schedule": "constant", "cache-dir": folder / "cache"}
+    plain |= {"max-checkpoints": 5, "steps": 4}
+    ahead = ("--mesh.fsdp", 2, "--sampler.devices", 4, "--sampler.tensor", 2, "--rl.max-staleness", 1)
+    words = ["--distill.on-policy", *ahead, *(word for key, value in plain.items() for word in (f"--{key}", value))]
+    call("train", "--run-dir", folder / "student", *words)
+    shutil.copytree(folder / "student", folder / "killed-student")
+    for step in (3, 4):
+        shutil.rmtree(folder / "killed-student" / "checkpoints" / str(step))
+        (folder / "killed-student" / "rollouts" / f"step-{step + 1:06d}.jsonl.zst").unlink(missing_ok=True)
+    call("train", "--run-dir", folder / "killed-student", *words)
+    rows = [steps_of(folder / name) for name in ("student", "killed-student")]
+    one, other = ([(row["loss"], row["grad_norm"], row["staleness"]) for row in each] for each in rows)
+    assert one == other and [staleness for _, _, staleness in one] == [0, 1, 1, 1]
+    assert all(np.isfinite(row["loss"]) and row["divergence"] == row["loss"] for row in rows[0])

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from eqx_decoders.errors import CheckedFields, InRange, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.training.head.divergence import Divergence
+from eqx_decoders.training.methods.rl_config import check_staleness
 from eqx_decoders.training.objectives.hidden_states import HiddenStates
 
 
@@ -40,7 +41,8 @@ class DistillConfig(CheckedFields):
     """Hidden states that are compared, too."""
     on_policy: bool = False
     """Compare with the teacher on answers that the student draws, as in runs with rewards: the data are prompts, and
-    `rl.prompts`, `rl.samples`, `rl.max_new_tokens` and `rl.temperature` are read. Take the reverse divergence."""
+    `rl.prompts`, `rl.samples`, `rl.max_new_tokens`, `rl.temperature` and `rl.max_staleness` are read. Take the reverse
+    divergence."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -73,6 +75,7 @@ def check_teacher(config: Any) -> None:
         rule = f"{rule} gives log-probs at temperature 1: leave distill.temperature={settings.temperature} out."
         check(settings.temperature == 1.0, rule)
     drawn = settings.on_policy or (config.rl == type(config.rl)() and not config.sampler.is_separate)
+    check_staleness(config)
     check(
         drawn, "rl.prompts, sampler.devices and other settings of draws are read with distill.on_policy: give it, too."
     )

@@ -33,7 +33,7 @@ class MethodKind(NamedTuple):
     check_run: Callable[[Any], None] | None = None
 
 
-DRAWS = ("prompts", "samples", "max_new_tokens", "temperature", "answers_per_row", "slots")
+DRAWS = ("prompts", "samples", "max_new_tokens", "temperature", "answers_per_row", "slots", "max_staleness")
 
 
 KINDS = {
@@ -50,7 +50,9 @@ def check_groups(method: str, groups: Mapping[str, Any]) -> None:
     """Raise ConfigError for a setting of the groups that the method does not read."""
     reads = KINDS[method].groups
     for name, settings in groups.items():
-        plain, read = type(settings)(), reads.get(name, ())
+        read = reads.get(name, ())
+        given = {} if read == ALL else {field: getattr(settings, field) for field in read}
+        plain = type(settings)(**given)  # a setting may follow from those that are read
         for field in dataclasses.fields(settings):
             value = getattr(settings, field.name)
             free = read == ALL or field.name in read or value == getattr(plain, field.name)

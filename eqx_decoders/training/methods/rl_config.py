@@ -257,6 +257,14 @@ class RLConfig(RewardSettings, EnvironmentSettings):
         return 1 if self.environment is None or self.strict_prefix else self.max_turns
 
 
+def check_staleness(config: Any) -> None:
+    """Raise ConfigError for answers of a run that are to be drawn ahead, but on the devices that train."""
+    rule = (
+        f"rl.max_staleness={config.rl.max_staleness} needs sampler.devices: answers are drawn on devices of their own"
+    )
+    check(config.rl.max_staleness == 0 or config.sampler.devices > 0, f"{rule}, while the others train.")
+
+
 def check_rl(config: Any) -> None:
     """Raise ConfigError unless a run, a `TrainConfig`, has a reward or an environment, and the reference it names."""
     rl, adapted = config.rl, config.lora_rank is not None
@@ -270,8 +278,7 @@ def check_rl(config: Any) -> None:
         f"rl.max_new_tokens={rl.max_new_tokens} leaves no room for a prompt in dataset.seq_len={config.dataset.seq_len}"
     )
     check(rl.max_new_tokens < config.dataset.seq_len, f"{rule}.")
-    rule = f"rl.max_staleness={rl.max_staleness} needs sampler.devices: answers are drawn on devices of their own"
-    check(rl.max_staleness == 0 or config.sampler.devices > 0, f"{rule}, while the others train.")
+    check_staleness(config)
     warmup = rl.critic.warmup_steps
     rule = f"rl.critic.warmup_steps={warmup} must be less than steps={config.steps}: the policy would learn nothing"
     check(warmup < config.steps, f"{rule}.")
