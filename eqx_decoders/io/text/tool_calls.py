@@ -94,6 +94,11 @@ class CallDivider:
         self._form: ToolFormat = form
         self._tools, self._text, self._shown = tools, "", 0
 
+    @property
+    def special(self) -> bool:
+        """Whether calls are known by names of special tokens, which must be in the text."""
+        return self._form == "mistral"
+
     def push(self, text: str) -> str:
         """Add a piece of the answer; return what can be shown."""
         self._text += text

@@ -127,7 +127,8 @@ class Choice:
     ):
         self._request, self._tokenizer, self._echo, self._wanted = request, tokenizer, echo, wanted
         self._divider = divider
-        self._text = Detokenizer(tokenizer, special=not request.skip_special_tokens) if text is None else text.copy()
+        special = not request.skip_special_tokens or (divider is not None and divider.special)
+        self._text = Detokenizer(tokenizer, special=special) if text is None else text.copy()
         self._stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
         self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
         self.count = 0  # tokens of the answer

@@ -12,11 +12,12 @@ import pytest
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
-from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.protocol import choice_seed
 from eqx_decoders.serving.http.server import ServerConfig
+from tests.data.test_chats import FOLDER as SPECIAL
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import Running, chat_frontend, serving
 
@@ -471,6 +472,18 @@ def test_calls_of_tools_are_found_in_answers(said, calls):
         assert [each.index for each in streamed] == list(range(calls))
         assert [each.function.model_dump() for each in streamed] == [each.function.model_dump() for each in found]
         assert deltas[-1].finish_reason == choice.finish_reason
+
+
+def test_calls_that_special_tokens_begin():
+    tokenizer = load_tokenizer(SPECIAL)
+    frontend = chat_frontend(chat=MadeUp(source="messages and tools"), tokenizer=tokenizer, stop_ids=(5,))
+    script = (*tokenizer.encode('[TOOL_CALLS]f[ARGS]{"a": 1}', special=True).tolist(), 5)
+    body = dict(messages=[{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=200)
+    with serving(FakeEngine(vocab_size=400, script=script), frontend, tool_call_parser="mistral") as server:
+        (choice,) = server.json(CHAT, body)["choices"]
+        (text,) = server.json(CHAT, body | {"tool_choice": "none"})["choices"]
+    assert [each["function"] for each in choice["message"]["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
+    assert choice["message"]["content"] is None and text["message"]["content"] == 'f[ARGS]{"a": 1}'
 
 
 def test_a_real_template_is_rendered_also_for_many_at_once():
