@@ -21,7 +21,7 @@ from eqx_decoders.layers.recurrent.rg_lru import RGLRUConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.model.caches import block_cache
 from tests.compare import assert_close
-from tests.layers.common import context, drawn, normal
+from tests.layers.common import BF16, context, drawn, normal
 
 
 EMBED, WRONG = 6, 7.0
@@ -70,6 +70,14 @@ def test_pieces_with_rejected_tokens_are_the_whole():
             for row, places in enumerate(np.asarray(positions)[:, :kept]):
                 real = places >= 0
                 assert_close({name: piece[row][real]}, {name: whole[row, places[real]]}, units=128)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_streams_of_bfloat16_stay_so(name):
+    """Whatever is computed in float32 in between: no two dtypes meet, which would be an error here."""
+    block = eqx.filter_eval_shape(lambda key: CONFIGS[name].build(EMBED, key=key), jax.random.key(0))
+    x, ctx = jnp.ones((2, 6, EMBED), jnp.bfloat16), context([range(6)] * 2, precision=BF16)
+    assert eqx.filter_eval_shape(lambda block: block(x, ctx)[0], block).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
