@@ -797,7 +797,7 @@ DATA = {
     "Change", "Comparison", "Likeness", "Note", "Notes", "Ranking", "Reading", "Rename", "TensorGroup", "Vocabulary",
     "Architecture", "BlocksTensor", "Description", "FactorTensor", "Found", "GGUFFile", "HalvesOfHeads", "InTurn",
     "ItemTensor", "LevelsTensor", "MappedTensor", "Metadata", "MinusOne", "OtherBlocks", "WithAxis",
-    "SequenceState", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
+    "SequenceState", "StepResults", "TextFrontend", "Delta", "RunnerConfig", "HttpRequest",
     "PreparedRun", "RunDirectory", "AtLeast", "InRange", "Backend", "ProductPlan", "Operation", "OneOf", "NonEmpty",
     "EvaluationPlan", "HarnessScores", "TaskEvaluator", "LoadedTask", "TaskScores", "TextScores", "TextSet",
     "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "RequestQueue", "MethodStart", "Critic",

@@ -1,6 +1,5 @@
 """`Engine`: continuous batching of many requests. `Scheduler` plans each step, and `ModelRunner` computes it."""
 
-import collections
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,12 +7,13 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from eqx_decoders.errors import check, check_word
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, ChunkResult, padded_slots
+from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, padded_slots
 from eqx_decoders.serving.engine.multimodal_prefill import (
     MultimodalPrefill,
     client_message,
@@ -21,19 +21,21 @@ from eqx_decoders.serving.engine.multimodal_prefill import (
     wait_for_one,
 )
 from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput
-from eqx_decoders.serving.engine.sampler import SampledTokens, token_scores
 from eqx_decoders.serving.engine.scheduler import Scheduler
 from eqx_decoders.serving.engine.sequence import PromptResults, SequenceState, SharedPrompt
 from eqx_decoders.serving.engine.slot_manager import SlotManager
+from eqx_decoders.serving.engine.step_results import PromptChunk, ResultReader, StepResults
 
 
 class Engine:
     """Continuous batching engine: each request gets the tokens that it would get alone.
 
     Requests come and go between steps. A step decodes the next token of every answer, and prefills chunks of prompts
-    within `token_budget`, in turn. All programs are compiled by `warm_up` (or the first step), except those for images
-    and audio, which depend on their sizes: these are compiled in the background. Finished conversations are prefilled
-    for the prefix cache when there is nothing else to do. An engine belongs to one thread.
+    within `token_budget`, in turn. It is dispatched before the results of the last one are read, so that the device
+    computes while the host reads and plans; only drafts and constraints are read first. All programs are compiled by
+    `warm_up` (or the first step), except those for images and audio, which depend on their sizes: these are compiled in
+    the background. Finished conversations are prefilled for the prefix cache when there is nothing else to do. An
+    engine belongs to one thread.
 
         engine = Engine(model, EngineConfig(max_batch_size=4))
         request_id = engine.submit(Request(prompt=(1, 2, 3), max_new_tokens=20))
@@ -51,11 +53,13 @@ class Engine:
         if model.config.media is not None:
             cache_format = self._runner.config.cache_format
             self._multimodal = MultimodalPrefill(self._runner.weights.loaded.model, config.max_length, cache_format)
-        self._scheduler, self._prompt_results = Scheduler(self._slot_manager, config), PromptResults()
+        self._scheduler = Scheduler(self._slot_manager, config, self._settle)
+        self._prompt_results = PromptResults()
+        scheduler, experts = self._scheduler, self._runner.experts if config.expert_choices else None
+        self._reader = ResultReader(scheduler.release, scheduler.queue.charge, scheduler.prefix_warmup.add, experts)
+        self._in_flight: list[StepResults] = []  # steps whose results are not read, the first one first
         self._last_submitted: Any = lambda: None  # weak reference
         self._ids = itertools.count()
-        self._cancelled: list[RequestOutput] = []
-        self._totals: collections.Counter[str] = collections.Counter()
         self._is_compiled = False
 
     # --- public methods ---
@@ -84,8 +88,9 @@ class Engine:
         """
         check_word("running", running, ("refuse", "keep", "recompute"))
         self._runner.adapters.check_new_weights()
+        self._settle()
         self.clear_prefix_cache()
-        count = len(self._slot_manager.sequences) + len(self._scheduler.queue)
+        count = len(self._reader.open)
         remedy = "step until has_work is False, cancel them, or give running='keep' or 'recompute'"
         check(running != "refuse" or count == 0, f"Engine.load: {count} requests have no complete answer: {remedy}.")
         self._runner.load(model)
@@ -98,6 +103,7 @@ class Engine:
 
     def release(self) -> None:
         """Drop the weights, so that a training step may overwrite them; `load` gives others before the next step."""
+        self._settle()
         self._runner.weights.release()
         self.model = self._runner.model
         if self._multimodal is not None:
@@ -117,7 +123,7 @@ class Engine:
         don't fit these.
         """
         parts = adapter_parts(adapter) if isinstance(adapter, Decoder) else adapter
-        open_ones = itertools.chain(self._slot_manager.sequences.values(), self._scheduler.queue)
+        open_ones = itertools.chain(self._slot_manager.sequences.values(), self._reader.open.values())
         self._runner.adapters.load(name, parts, (each.adapter for each in open_ones))
 
     def drop_adapter(self, name: str) -> None:
@@ -153,6 +159,7 @@ class Engine:
             hashes = hash_blocks(request.prompt, sequence.salt) if last is None else last.block_hashes
             sequence.block_hashes = hashes
         self._last_submitted = weakref.ref(sequence)
+        self._reader.open[sequence.request_id] = sequence
         self._scheduler.enqueue(sequence)
         return sequence.request_id
 
@@ -162,17 +169,12 @@ class Engine:
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request; its last output says so. Unknown and finished requests are ignored."""
-        sequence = self._scheduler.queue.remove(request_id)
+        sequence = self._reader.open.get(request_id)
         if sequence is None:
-            running = self._slot_manager.sequences.values()
-            sequence = next((each for each in running if each.request_id == request_id), None)
-            if sequence is None or sequence.background:
-                return
-            self._scheduler.release(sequence)
-        if sequence.is_decoding:  # the client may have stopped it at the end of its answer
-            self._scheduler.prefix_warmup.add(sequence)
-        sequence.stop_waiting()
-        self._cancelled.append(RequestOutput(request_id=request_id, finish_reason="cancelled"))
+            return
+        self._scheduler.queue.remove(request_id)
+        self._reader.close(sequence, RequestOutput(request_id=request_id, finish_reason="cancelled"))
+        self._scheduler.prefix_warmup.add(sequence)  # the client may have stopped it at the end of its answer
 
     def close(self) -> None:
         """Stop background encoding and compilation; no step may follow."""
@@ -183,38 +185,25 @@ class Engine:
     def has_work(self) -> bool:
         """True where a step would do anything."""
         return bool(
-            self._slot_manager.sequences
-            or len(self._scheduler.queue)
-            or self._cancelled
+            self._reader.open
+            or self._reader.outputs
+            or self._slot_manager.sequences  # a finished text
             or self._scheduler.prefix_warmup
         )
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step, and return its outputs."""
+        """Wait for one step, and return its outputs; the next one is dispatched before, where it can be."""
         self.warm_up()
-        outputs, self._cancelled = self._cancelled, []
-        if self._multimodal is not None and any(map(SequenceState.needs_encoding, self._scheduler.queue)):
-            self._multimodal.schedule_encoding(self._scheduler.queue.ordered(SequenceState.needs_media))
-        while (sequence := self._scheduler.admit_next()) is not None:
-            outputs += self._assigned(sequence)
-        if (background := self._scheduler.admit_background()) is not None:
-            outputs += self._assigned(background)
-        if not self._slot_manager.sequences:
+        self._in_flight = [each for each in self._in_flight if self._reader.is_awaited(each)]
+        if not self._in_flight:
+            self._dispatch()
+        if self._in_flight and self._goes_ahead():
+            self._dispatch()
+        if self._in_flight:
+            self._reader.read(self._in_flight.pop(0), self.version)
+        elif not (self._slot_manager.sequences or self._reader.outputs):
             wait_for_one([sequence.shared.encoding for sequence in self._scheduler.queue])
-            return outputs
-        outputs += self._start_prompts()
-        self._count(steps=1)
-        answers = self._scheduler.schedule_decode()
-        chunks = self._scheduler.schedule_prefill(self.config.token_budget - len(answers), alone=not answers)
-        outputs += self._prepare_sampling(answers)
-        self._slot_manager.set_page_tables()
-        # everything is dispatched before any result is waited for
-        decoded = self._decode(answers)
-        results = [self._prefill(*chunk) for chunk in chunks]
-        if decoded is not None:
-            outputs += self._finish_decode(*decoded)
-        for chunk, result in zip(chunks, results, strict=True):
-            outputs += self._finish_prefill(*chunk, result)
+        outputs, self._reader.outputs = self._reader.outputs, []
         return outputs
 
     def run(self, requests: Iterable[Request]) -> list[tuple[int, ...]]:
@@ -245,28 +234,63 @@ class Engine:
 
     def counts(self) -> EngineStats:
         """Return the current statistics."""
-        running = sum(not sequence.background for sequence in self._slot_manager.sequences.values())
-        now = dict(running=running, waiting=len(self._scheduler.queue), cache_usage=self._slot_manager.usage)
-        return EngineStats(**now, **self._totals, preemptions=self._scheduler.preemptions)
+        waiting = len(self._scheduler.queue)
+        now = dict(running=len(self._reader.open) - waiting, waiting=waiting, cache_usage=self._slot_manager.usage)
+        return EngineStats(**now, **self._reader.totals, preemptions=self._scheduler.preemptions)
 
-    def _count(self, **increments: int) -> None:
-        """Add to the totals of the statistics."""
-        self._totals.update(increments)
+    # --- steps ---
 
-    def _assigned(self, sequence: SequenceState) -> list[RequestOutput]:
+    def _goes_ahead(self) -> bool:
+        """Return whether requests need a next step, and it depends on no results that are not read."""
+        drafts = self.config.drafts is not None
+        requests = [each for each in self._slot_manager.sequences.values() if not each.background]
+        waits = any(results.awaited for results in self._in_flight)
+        waits = waits or any(sequence.needs_results(drafts=drafts) for sequence in requests)
+        return not waits and (len(requests) > 0 or len(self._scheduler.queue) > 0)
+
+    def _settle(self) -> bool:
+        """Read the results of all dispatched steps; return whether there were any."""
+        any_results = any(results.sequences for results in self._in_flight)
+        for results in self._in_flight:
+            self._reader.read(results, self.version)
+        return any_results
+
+    def _dispatch(self) -> None:
+        """Dispatch one step, without waiting for any results."""
+        results = StepResults()
+        self._in_flight.append(results)
+        if self._multimodal is not None and any(map(SequenceState.needs_encoding, self._scheduler.queue)):
+            self._multimodal.schedule_encoding(self._scheduler.queue.ordered(SequenceState.needs_media))
+        while (sequence := self._scheduler.admit_next()) is not None:
+            self._assigned(sequence, results)
+        if (background := self._scheduler.admit_background()) is not None:
+            self._assigned(background, results)
+        if self._slot_manager.sequences:
+            self._start_prompts(results)
+            self._reader.count(steps=1)
+            answers = self._scheduler.schedule_decode()
+            chunks = self._scheduler.schedule_prefill(self.config.token_budget - len(answers), alone=not answers)
+            self._prepare_sampling(answers)
+            self._slot_manager.set_page_tables()
+            self._decode(answers, results)
+            for chunk in chunks:
+                self._prefill(*chunk, results)
+        results.start_copies()
+        self._in_flight = [each for each in self._in_flight if each.sequences]
+
+    def _assigned(self, sequence: SequenceState, results: StepResults) -> None:
         """Start, resume or restart a sequence that has got a slot."""
         if sequence.is_decoding:
-            return []
+            return
         if sequence.request.media is not None:
-            return self._prefill_multimodal(sequence)
-        self._scheduler.prefilling.append(sequence)
-        return []
+            self._prefill_multimodal(sequence, results)
+        else:
+            self._scheduler.prefilling.append(sequence)
 
     # --- prefill ---
 
-    def _start_prompts(self) -> list[RequestOutput]:
+    def _start_prompts(self, results: StepResults) -> None:
         """Restore cached prefixes of new prompts, except those that wait for a prefix being prefilled."""
-        outputs: list[RequestOutput] = []
         for sequence in [each for each in self._scheduler.prefilling if not each.started]:
             leader, shared = self._slot_manager.find_leader(sequence), sequence.shared
             if leader is not None:
@@ -275,56 +299,45 @@ class Engine:
             prompt_end = shared.prompt_end
             self._slot_manager.start(sequence)
             if not (sequence.background or sequence.needs_prompt_scores or sequence.delivered):
-                self._count(prefix_queries=len(sequence.request.prompt), prefix_hits=sequence.num_cached)
+                self._reader.count(prefix_queries=len(sequence.request.prompt), prefix_hits=sequence.num_cached)
             if prompt_end is None or sequence.needs_prompt_scores:
                 continue
             snapshot, state, logits = prompt_end
             if self._slot_manager.restore_prompt_end(sequence, snapshot, state):
                 self._prompt_results.use(shared, self.config.preempted_bytes)
                 self._scheduler.prefilling.remove(sequence)
-                outputs += self._first_output(sequence, logits)
-        return outputs
+                self._first_token(sequence, logits, results)
 
-    def _prefill(self, sequence: SequenceState, begin: int, count: int) -> ChunkResult:
-        """Dispatch a prefill chunk."""
-        request, slot = sequence.request, sequence.slot
-        chunk, following = request.prompt[begin : begin + count], request.prompt[begin + 1 : begin + count + 1]
-        wanted = NEXT_TOKEN if begin + count == len(request.prompt) and not sequence.background else 0
-        scored = sequence.needs_prompt_scores and begin + count >= request.prompt_logprobs_from
+    def _prefill(self, sequence: SequenceState, begin: int, count: int, results: StepResults) -> None:
+        """Dispatch a prefill chunk and, after the last one of a prompt, the draw of the first token."""
+        request, slot, end = sequence.request, sequence.slot, begin + count
+        chunk, following = request.prompt[begin:end], request.prompt[begin + 1 : end + 1]
+        wanted = NEXT_TOKEN if end == len(request.prompt) and not sequence.background else 0
+        scored = sequence.needs_prompt_scores and end >= request.prompt_logprobs_from
         wanted += ALL_SCORES if scored else 0
-        batch = self._slot_manager.sampling_batch.of([slot], request.logprobs is not None)
+        batch = self._slot_manager.sampling.of([slot], request.logprobs is not None)
         result = self._runner.prefill(slot, np.asarray(chunk), begin, np.asarray(following), wanted, batch)
         sequence.num_computed += count
         self._slot_manager.cache_block(sequence)
         if not sequence.background:
             self._scheduler.queue.charge(request.client, count)
-        return result
+        if scored:
+            results.chunks.append(PromptChunk(sequence, begin, end, result.scores))
+        if end == len(request.prompt):
+            self._finish_prompt(sequence, result.logits, results)
 
-    def _finish_prefill(
-        self, sequence: SequenceState, begin: int, count: int, result: ChunkResult
-    ) -> list[RequestOutput]:
-        """Return the output of a prefill chunk, if it is the last of its prompt."""
-        request = sequence.request
-        if sequence.needs_prompt_scores:
-            first = max(begin, request.prompt_logprobs_from - 1)  # each row scores the token after its own
-            following = request.prompt[first + 1 : begin + count + 1]
-            rows = range(first - begin, first - begin + len(following))
-            scores, num_top = jax.device_get(result.scores), request.prompt_logprobs or 0
-            sequence.prompt_scores += token_scores(scores, rows, following, num_top)
-        if begin + count < len(request.prompt):
-            return []
+    def _finish_prompt(self, sequence: SequenceState, logits: Array, results: StepResults) -> None:
+        """Save the end of a prompt for those that wait for it, and sample the first token of its answer."""
         if sequence.background:
             self._scheduler.release(sequence)
-            return []
-        if sequence.needs_prompt_scores:
-            sequence.shared.scores = tuple(sequence.prompt_scores)
+            return
         sequence.has_drafts = self.config.drafts is not None and self.config.drafts.drafts_prompts
         if sequence.shared.num_waiting > 0 and not sequence.has_drafts:  # drafts depend on the first token
-            sequence.shared.prompt_end = *self._slot_manager.save_prompt_end(sequence), result.logits
+            sequence.shared.prompt_end = *self._slot_manager.save_prompt_end(sequence), logits
             self._prompt_results.use(sequence.shared, self.config.preempted_bytes)
-        return self._first_output(sequence, result.logits)
+        self._first_token(sequence, logits, results)
 
-    def _prefill_multimodal(self, sequence: SequenceState) -> list[RequestOutput]:
+    def _prefill_multimodal(self, sequence: SequenceState, results: StepResults) -> None:
         """Prefill a prompt with images, videos or audio in one pass."""
         request, shared = sequence.request, sequence.shared
         try:
@@ -336,113 +349,63 @@ class Engine:
                 shared.prefilled = prefilled
             cache, logits = prefilled
         except Exception as error:
-            return [self._fail(sequence, client_message(error))]
+            self._fail(sequence, client_message(error))
+            return
         sequence.stop_waiting()
         self._prompt_results.use(shared, self.config.preempted_bytes)
         self._slot_manager.insert_cache(sequence, cache, np.asarray(request.prompt, np.int32))
         self._scheduler.queue.charge(request.client, len(request.prompt))
-        return self._first_output(sequence, logits)
+        self._first_token(sequence, logits, results)
 
-    def _first_output(self, sequence: SequenceState, logits: Any) -> list[RequestOutput]:
-        """Sample the first token of an answer, and return it with the values that are reported once."""
-        request = sequence.request
-        try:
-            self._prepare_row(sequence)
-        except Exception as error:  # of its constraint
-            return [self._fail(sequence, f"{type(error).__name__}: {error}")]
-        batch = self._slot_manager.sampling_batch.of([sequence.slot], request.logprobs is not None)
-        sampled = jax.device_get(self._runner.first_token(logits, np.asarray(request.prompt), batch))
-        if not sequence.delivered:
-            self._count(prompt_tokens=len(request.prompt))
-        scores = () if request.prompt_logprobs is None else sequence.shared.scores or ()
-        once = dict(cached_tokens=sequence.num_cached, queue_seconds=sequence.queue_seconds, prompt_scores=scores)
-        return self._append_tokens(sequence, sampled.tokens[0, :1].tolist(), sampled.scores, 0, **once)
+    def _first_token(self, sequence: SequenceState, logits: Array, results: StepResults) -> None:
+        """Dispatch the draw of the first token of an answer."""
+        if not self._prepare_row(sequence):
+            return
+        batch = self._slot_manager.sampling.of([sequence.slot], sequence.request.logprobs is not None)
+        results.first.append((sequence, self._runner.first_token(sequence.slot, logits, batch)))
+        self._reader.sampled(sequence, results)
 
     # --- decoding ---
 
-    def _prepare_sampling(self, answers: dict[SequenceState, list[int]]) -> list[RequestOutput]:
-        """Write the sampling inputs of all answers; a request whose constraint fails ends, without the others."""
-        outputs = []
+    def _prepare_sampling(self, answers: dict[SequenceState, list[int]]) -> None:
+        """Write the sampling inputs of all answers, and leave out those that end with an error."""
         for sequence in list(answers):
-            try:
-                self._prepare_row(sequence)
-            except Exception as error:  # of its constraint
+            if not self._prepare_row(sequence):
                 del answers[sequence]
-                outputs.append(self._fail(sequence, f"{type(error).__name__}: {error}"))
-        return outputs
 
-    def _prepare_row(self, sequence: SequenceState) -> None:
-        """Write the sampling inputs of one sequence."""
-        batch, slot = self._slot_manager.sampling_batch, sequence.slot
-        batch.count[slot] = len(sequence.answer)
-        batch.masked[slot] = sequence.fill_mask(batch.allowed[slot])
+    def _prepare_row(self, sequence: SequenceState) -> bool:
+        """Write the sampling inputs of one sequence; one whose constraint fails ends, without the others."""
+        rows, slot = self._slot_manager.sampling.rows, sequence.slot
+        rows.count[slot] = sequence.num_sampled
+        try:
+            rows.masked[slot] = sequence.fill_mask(rows.allowed[slot])
+        except Exception as error:  # of its constraint
+            self._fail(sequence, f"{type(error).__name__}: {error}")
+            return False
+        return True
 
-    def _fail(self, sequence: SequenceState, error: str) -> RequestOutput:
+    def _fail(self, sequence: SequenceState, error: str) -> None:
         """End a request with an error."""
-        self._scheduler.release(sequence)
-        sequence.stop_waiting()
-        return RequestOutput(request_id=sequence.request_id, finish_reason="error", error=error)
+        self._reader.close(sequence, RequestOutput(request_id=sequence.request_id, finish_reason="error", error=error))
 
-    def _decode(self, answers: dict[SequenceState, list[int]]) -> tuple[dict[SequenceState, int], SampledTokens] | None:
-        """Dispatch a decoding step of these answers; returns the row of each, and the sampled tokens."""
+    def _decode(self, answers: dict[SequenceState, list[int]], results: StepResults) -> None:
+        """Dispatch a decoding step of these answers."""
         if not answers:
-            return None
+            return
         by_slot, sizes = {sequence.slot: sequence for sequence in answers}, self._runner.config
         slots = padded_slots(by_slot, sizes.batch_sizes)
         rows = {by_slot[slot]: row for row, slot in enumerate(slots) if slot in by_slot}
-        self._count(draft_tokens=sum(map(len, answers.values())))
+        self._reader.count(draft_tokens=sum(map(len, answers.values())))
         shape = len(slots), sizes.columns[-1 if any(answers.values()) else 0]
         tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
         for sequence, drafts in answers.items():
-            inputs, row = [sequence.answer[-1], *drafts], rows[sequence]
+            inputs, row = [sequence.last_token, *drafts], rows[sequence]
             tokens[row, : len(inputs)] = inputs
             positions[row, : len(inputs)] = np.arange(sequence.num_computed, sequence.num_computed + len(inputs))
-            sequence.has_drafts = True
         wants_scores = any(sequence.request.logprobs is not None for sequence in answers)
-        return rows, self._runner.decode(
-            slots, tokens, positions, self._slot_manager.sampling_batch.of(slots, wants_scores)
-        )
-
-    def _finish_decode(self, rows: dict[SequenceState, int], sampled: SampledTokens) -> list[RequestOutput]:
-        """Return the outputs of a decoding step, by the row of each sequence."""
-        sampled = jax.device_get(sampled)
-        columns, outputs = sampled.tokens.shape[1], []
-        self._count(accepted_draft_tokens=int(sum(sampled.num_accepted[row] - 1 for row in rows.values())))
-        for sequence, row in rows.items():
-            tokens = sampled.tokens[row, : sampled.num_accepted[row]].tolist()
-            sequence.num_computed += len(tokens)
-            outputs += self._append_tokens(sequence, tokens, sampled.scores, row * columns)
-            self._scheduler.queue.charge(sequence.request.client, len(tokens))
-        return outputs
-
-    def _append_tokens(
-        self, sequence: SequenceState, tokens: list[int], scores: Any, first_row: int, **once: Any
-    ) -> list[RequestOutput]:
-        """Append tokens to an answer up to its end, where its slot is freed. A replayed token is not returned again."""
-        if sequence.is_replaying:
-            sequence.answer.append(sequence.delivered[len(sequence.answer)])
-            return []
-        request, reason, error = sequence.request, None, None
-        for index, token in enumerate(tokens):
-            sequence.answer.append(token)
-            reason, error = sequence.finish_reason(token)
-            if reason is not None:
-                tokens = tokens[: index + 1]
-                break
-        output: dict[str, Any] = dict(tokens=tuple(tokens), version=self.version, finish_reason=reason, error=error)
-        if request.logprobs is not None:
-            rows = range(first_row, first_row + len(tokens))
-            output["scores"] = tuple(token_scores(scores, rows, tokens, request.logprobs))
-        self._count(generated_tokens=len(tokens))
-        if reason is not None:
-            if self.config.expert_choices:
-                output["experts"] = self._experts(sequence)
-            self._scheduler.release(sequence)
-            self._scheduler.prefix_warmup.add(sequence)
-        return [RequestOutput(request_id=sequence.request_id, **output, **once)]
-
-    def _experts(self, sequence: SequenceState) -> np.ndarray:
-        """Return the experts that the tokens of a sequence were sent to; -1 for the last one, which is not read."""
-        experts = self._runner.experts(sequence.slot, len(sequence.request.prompt) + len(sequence.answer)).copy()
-        experts[-1] = -1
-        return experts
+        batch = self._slot_manager.sampling.of(slots, wants_scores)
+        results.sampled, results.rows = self._runner.decode(slots, tokens, positions, batch), rows
+        for sequence in answers:
+            sequence.num_computed += 1
+            sequence.has_drafts = True
+            self._reader.sampled(sequence, results)

@@ -28,11 +28,12 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.expert_choices import choices_of
 from eqx_decoders.serving.engine import slot_state
 from eqx_decoders.serving.engine.adapters import EngineAdapters, of_rows
-from eqx_decoders.serving.engine.block_manager import windows_of
 from eqx_decoders.serving.engine.engine_weights import EngineWeights, Models
+from eqx_decoders.serving.engine.page_pool import windows_of
 from eqx_decoders.serving.engine.sampler import (
     SampledTokens,
     SamplingBatch,
+    SamplingTable,
     Scores,
     TokenHistory,
     sample_rows,
@@ -148,8 +149,8 @@ class ModelRunner:
             self._compile(("prefill", length), partial(prefill, num_top=num_top), *inputs)
         save = partial(slot_state.save, length=self.block_size)
         logits = jax.ShapeDtypeStruct((1, self.model.config.vocab_size), jnp.float32, sharding=self._replicated)
-        inputs = logits, self.greedy_batch(1), self._history(np.zeros(1, np.int32))
-        self._compile("first token", partial(first_token, num_top=num_top), *inputs, donates=False)
+        inputs = slot, logits, self.sampling_table(1).of([0], False)
+        self._compile("first token", partial(slot_state.first_token, num_top=num_top), *inputs, reports=True)
         self._compile("empty", slot_state.empty_slot, slot)
         self._compile("save", save, slot, begin, donates=False)
         self._compile("restore", slot_state.restore, slot, begin, jax.eval_shape(save, self._state, slot, begin))
@@ -176,7 +177,10 @@ class ModelRunner:
     def decode(
         self, slots: Sequence[int], tokens: np.ndarray, positions: np.ndarray, batch: SamplingBatch
     ) -> SampledTokens:
-        """Run one decoding step of some slots, or of all in their order; rows at position -1 are idle."""
+        """Run one decoding step of some slots, or of all in their order; rows at position -1 are idle.
+
+        A first token of -1 stands for the one that the last program of its slot has sampled.
+        """
         rows = np.asarray(slots, np.int32)
         self._state, sampled = self._run(("decode", *tokens.shape), rows, tokens, positions, batch)
         return sampled
@@ -194,14 +198,11 @@ class ModelRunner:
         self._state, result = self._run(("prefill", length), *inputs)
         return result
 
-    def first_token(self, logits: Array, prompt: np.ndarray, batch: SamplingBatch) -> SampledTokens:
-        """Sample the first token of an answer from the logits after its prompt."""
-        return self._run("first token", jax.device_put(logits, self._replicated), batch, self._history(prompt))
-
-    def _history(self, prompt: np.ndarray) -> TokenHistory:
-        length, ids = np.asarray([len(prompt)], np.int32), np.zeros((1, self.length), np.int32)
-        ids[0, : len(prompt)] = prompt
-        return TokenHistory(ids, length, length)
+    def first_token(self, slot: int, logits: Array, batch: SamplingBatch) -> SampledTokens:
+        """Sample the first token of an answer from the logits after its prompt, which is in the slot."""
+        inputs = np.int32(slot), jax.device_put(logits, self._replicated), batch
+        self._state, sampled = self._run("first token", *inputs)
+        return sampled
 
     # --- slots ---
 
@@ -213,9 +214,9 @@ class ModelRunner:
         """Copy the cache entries of a block of tokens of a slot; without `pages`, skip paged layers."""
         return self._run("save" if pages or not self.windows else "save unpaged", np.int32(slot), np.int32(begin))
 
-    def experts(self, slot: int, count: int) -> np.ndarray:
-        """Return the experts of the first `count` tokens of a slot, `[count, layers, choices]`."""
-        return np.asarray(self._run("experts", np.int32(slot)))[:count]
+    def experts(self, slot: int) -> Array:
+        """Return the experts of the tokens of a slot, `[length, layers, choices]`."""
+        return self._run("experts", np.int32(slot))
 
     def save_state(self, slot: int) -> Any:
         """Copy the recurrent and convolution states of a slot."""
@@ -261,20 +262,31 @@ class ModelRunner:
 
     # --- calls of programs ---
 
-    def greedy_batch(self, rows: int) -> SamplingBatch:
-        """Create sampling inputs on the host for rows that sample greedily."""
-        return SamplingBatch.greedy(rows, self._mask_words, self.config.max_biases)
+    def sampling_table(self, rows: int) -> SamplingTable:
+        """Create sampling inputs of rows that sample greedily, to be filled by `set`."""
+
+        def place(array: np.ndarray) -> Array:
+            return jax.make_array_from_callback(array.shape, self._replicated, lambda part: array[part])
+
+        return SamplingTable(SamplingBatch.greedy(rows, self._mask_words, self.config.max_biases), place)
 
     def _decode_inputs(self, rows: int, columns: int) -> tuple[Any, ...]:
         slots, shape = np.arange(rows, dtype=np.int32), (rows, columns)
-        return slots, np.zeros(shape, np.int32), np.full(shape, -1, np.int32), self.greedy_batch(rows)
+        return (
+            slots,
+            np.zeros(shape, np.int32),
+            np.full(shape, -1, np.int32),
+            self.sampling_table(rows).of(slots, False),
+        )
 
     def _prefill_inputs(self, length: int) -> tuple[Any, ...]:
         ids = np.zeros((1, length), np.int32)
-        return np.int32(0), ids, ids, ids, np.int32(0), self.greedy_batch(1)
+        return np.int32(0), ids, ids, ids, np.int32(0), self.sampling_table(1).of([0], False)
 
-    def _compile(self, name: Any, function: Callable[..., Any], *inputs: Any, donates: bool = True) -> None:
-        weightless = isinstance(name, str)  # programs that only move data
+    def _compile(
+        self, name: Any, function: Callable[..., Any], *inputs: Any, donates: bool = True, reports: bool = False
+    ) -> None:
+        weightless = isinstance(name, str)
 
         def run(weights: Any, state: EngineState, *inputs: Any) -> Any:
             if weightless:
@@ -286,7 +298,7 @@ class ModelRunner:
         shardings: Any = None
         if donates:  # the state stays where it is
             state = jax.tree.map(lambda leaf: leaf.sharding, self._state)
-            shardings = state if weightless else (state, None)
+            shardings = state if weightless and not reports else (state, None)
         jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
         weights = None if weightless else (self.weights.arrays, self.adapters.arrays)
         self._programs[name] = jitted if self._is_packed else jitted.lower(weights, self._state, *inputs).compile()
@@ -345,8 +357,9 @@ def decode(
 ) -> tuple[EngineState, SampledTokens]:
     """Feed each row its last token and its drafts, verify the drafts, and sample the next tokens.
 
-    A draft of -1 stands for the one that was made on the device. Rows at position -1 are idle. Drafts need a step of
-    all slots, in order.
+    A last token of -1 stands for the one in the state, where every step writes the token that it samples last; a draft
+    of -1 for the one that was made on the device. Rows at position -1 are idle. Drafts need a step of all slots, in
+    order.
     """
     model, (rows, columns) = of_rows(models.model, batch.adapter), tokens.shape
     all_slots = rows == state.tokens.shape[0]
@@ -354,6 +367,8 @@ def decode(
         tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
     read_rows = None if all_slots and not model.execution.layout.backend.few_rows else slots
     slots = jnp.arange(rows) if all_slots else slots
+    last = state.tokens[slots, jnp.maximum(positions[:, 0], 0)]
+    tokens = tokens.at[:, 0].set(jnp.where(tokens[:, 0] < 0, last, tokens[:, 0]))
     targets = jnp.where(positions < 0, state.tokens.shape[1], positions)
     ids = state.tokens.at[slots[:, None], targets].set(tokens, mode="drop")
 
@@ -370,7 +385,9 @@ def decode(
         drafts = models.drafter.step(model, drafts, verified)
     result = SampledTokens(tokens=verified.following, num_accepted=verified.num_accepted, scores=scores)
     result = jax.tree.map(model.execution.layout.replicate, result)
-    state = dataclasses.replace(state, cache=cache, tokens=ids, drafts=drafts)
+    ends = jnp.where(result.num_accepted > 0, positions[:, 0] + result.num_accepted, state.tokens.shape[1])
+    last = jnp.take_along_axis(result.tokens, jnp.maximum(result.num_accepted - 1, 0)[:, None], axis=1)[:, 0]
+    state = dataclasses.replace(state, cache=cache, tokens=ids.at[slots, ends].set(last, mode="drop"), drafts=drafts)
     return state.with_experts(slots, targets, verified.experts), result
 
 
@@ -425,11 +442,3 @@ def prefill(
     result = jax.tree.map(model.execution.layout.replicate, ChunkResult(logits, prompt_scores))
     state = dataclasses.replace(state, cache=cache, tokens=ids, drafts=drafts)
     return state.with_experts(slot[None], targets[None], stats.choices), result
-
-
-def first_token(
-    state: EngineState, logits: Array, batch: SamplingBatch, history: TokenHistory, *, num_top: int
-) -> SampledTokens:
-    """Sample the first token of an answer from the logits after its prompt."""
-    tokens, token_scores = sample_rows(logits, batch, history, 1, num_top)
-    return SampledTokens(tokens=tokens[:, None], num_accepted=jnp.ones((1,), jnp.int32), scores=token_scores)

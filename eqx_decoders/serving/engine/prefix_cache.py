@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from eqx_decoders.serving.engine.block_manager import Pages
+from eqx_decoders.serving.engine.page_pool import Pages
 from eqx_decoders.serving.engine.slot_state import CacheSnapshot
 
 

@@ -5,8 +5,8 @@ All parameters are arrays, so requests of any kind share one program; steps that
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -131,10 +131,6 @@ class BatchSamplingParams(NamedTuple):
         bits = sampling.seed % 2**64
         self.seed[row] = bits >> 32, bits & 0xFFFFFFFF
 
-    def of(self, rows: np.ndarray) -> "BatchSamplingParams":
-        """Return the parameters of some rows."""
-        return jax.tree.map(lambda numbers: numbers[rows], self)
-
     def repeated(self, times: int) -> "BatchSamplingParams":
         """Repeat every row so many times."""
         return self if times == 1 else jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, axis=0), self)
@@ -196,19 +192,55 @@ class SamplingBatch(NamedTuple):
             wants_scores=np.asarray(False),
         )
 
-    def of(self, rows: Sequence[int], wants_scores: bool) -> "SamplingBatch":
+    def of(self, rows: np.ndarray, wants_scores: bool) -> "SamplingBatch":
         """Copy some rows: on CPU, JAX may read an argument after the call has returned."""
-        part = np.asarray(rows)
-        return SamplingBatch(
-            sampling=self.sampling.of(part),
-            count=self.count[part],
-            prompt_length=self.prompt_length[part],
-            allowed=self.allowed[part],
-            masked=self.masked[part],
-            adapter=self.adapter[part],
-            scores_draws=self.scores_draws[part],
-            wants_scores=np.asarray(wants_scores),
-        )
+        part = jax.tree.map(lambda numbers: numbers[rows], self._replace(wants_scores=None))
+        return part._replace(wants_scores=np.asarray(wants_scores))
+
+
+class SamplingTable:
+    """Sampling inputs of all slots, on the host (`rows`), and batches of them for programs.
+
+    Of a batch of several rows, what changes with the request of a slot alone stays on the device for the next steps,
+    and so do masks that allow all tokens.
+
+    **Arguments:**
+
+    - `rows`: inputs of all slots, as `SamplingBatch.greedy` makes them.
+    - `place`: copies an array to all devices; it does not change any more, as CPUs may read it where it is.
+    """
+
+    def __init__(self, rows: SamplingBatch, place: Callable[[np.ndarray], Array]):
+        self.rows, self._place = rows, place
+        self._slots: np.ndarray | None = None
+        self._on_device: dict[str, Any] = {}
+        self._unmasked: dict[int, Array] = {}  # by the number of rows
+
+    def set(self, slot: int, sampling: SamplingParams, *, prompt_length: int, adapter: int, scores_draws: bool) -> None:
+        """Write the inputs of a request into its slot."""
+        self.rows.sampling.set(slot, sampling)
+        self.rows.prompt_length[slot], self.rows.count[slot] = prompt_length, 0
+        self.rows.scores_draws[slot], self.rows.adapter[slot] = scores_draws, adapter
+        self._slots = None
+
+    def of(self, slots: Sequence[int] | np.ndarray, wants_scores: bool) -> SamplingBatch:
+        """Return the inputs of some slots."""
+        rows = np.asarray(slots)
+        if len(rows) == 1:
+            return self.rows.of(rows, wants_scores)
+        if self._slots is None or not np.array_equal(self._slots, rows):
+            self._slots = rows
+            names = "sampling", "prompt_length", "adapter", "scores_draws"
+            fixed = {name: getattr(self.rows, name) for name in names}
+            self._on_device = jax.tree.map(lambda numbers: self._place(numbers[rows]), fixed)
+        count, masked, wanted = self.rows.count[rows], self.rows.masked[rows], np.asarray(wants_scores)
+        allowed = self.rows.allowed[rows] if masked.any() else self._all_allowed(len(rows))
+        return SamplingBatch(**self._on_device, count=count, allowed=allowed, masked=masked, wants_scores=wanted)
+
+    def _all_allowed(self, rows: int) -> Array:
+        if rows not in self._unmasked:
+            self._unmasked[rows] = self._place(np.full((rows, self.rows.allowed.shape[1]), -1, np.int32))
+        return self._unmasked[rows]
 
 
 def adjust_logits(
@@ -312,6 +344,9 @@ def sample_rows(
 def token_scores(scores: Scores, rows: range, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
     """Convert scores to those of single tokens on the host, by their rows."""
     span = slice(rows.start, rows.stop)
+    if num_top == 0:
+        chosen = scores.chosen[span].tolist()
+        return [TokenScore(int(token), score) for token, score in zip(tokens, chosen, strict=True)]
     chosen, ids, best = scores.chosen[span], scores.top_ids[span, :num_top], scores.top[span, :num_top]
     lists = zip(tokens, chosen.tolist(), ids.tolist(), best.tolist(), strict=True)
     return [TokenScore(int(token), score, tuple(zip(*top, strict=True))) for token, score, *top in lists]

@@ -7,6 +7,7 @@ would the answer of the next turn. Recurrent states, and entries outside of wind
 
 import collections
 import time
+from collections.abc import Callable
 
 from eqx_decoders.serving.engine.adapters import Adapter
 from eqx_decoders.serving.engine.config import EngineConfig
@@ -68,10 +69,15 @@ class Scheduler:
     """Queue, slots and prefills of an engine: admission, preemption, and the work of each step.
 
     `prefilling` has the sequences whose prompts are not complete, the next one first.
+
+    **Arguments:**
+
+    - `settle`: reads the results of all dispatched steps, and returns whether there were any. It is called before a
+        request is preempted: what is saved of it must be all that was computed, and perhaps it has ended.
     """
 
-    def __init__(self, slot_manager: SlotManager, config: EngineConfig):
-        self.config, self.preemptions, self._slot_manager = config, 0, slot_manager
+    def __init__(self, slot_manager: SlotManager, config: EngineConfig, settle: Callable[[], bool]):
+        self.config, self.preemptions, self._slot_manager, self._settle = config, 0, slot_manager, settle
         self.queue: RequestQueue[SequenceState] = RequestQueue(config.max_waiting, config.max_waiting_tokens)
         self.prefilling: list[SequenceState] = []
         self.prefix_warmup = PrefixWarmup(slot_manager)
@@ -100,7 +106,8 @@ class Scheduler:
                 break
             if not victim.background and victim.request.priority >= sequence.request.priority:
                 break
-            self.preempt(victim)
+            if victim.background or not self._settle():
+                self.preempt(victim)
         return None
 
     def admit_background(self) -> SequenceState | None:
@@ -115,6 +122,7 @@ class Scheduler:
         if sequence.background:
             self.release(sequence)
             return
+        assert sequence.num_pending == 0
         self._stop_prefill(sequence)
         saved_bytes = sum(each.saved_bytes for each in self.queue)
         self._slot_manager.preempt(sequence, self.config.preempted_bytes - saved_bytes)
@@ -185,9 +193,10 @@ class Scheduler:
                 if victim is None:
                     skipped.append(sequence)
                     continue
-                skipped = [each for each in skipped if each is not victim]
                 self.prefilling.insert(0, sequence)
-                self.preempt(victim)  # perhaps itself
+                if victim.background or not self._settle():
+                    skipped = [each for each in skipped if each is not victim]
+                    self.preempt(victim)  # perhaps itself
                 continue
             chunks.append((sequence, begin, count))
             planned[sequence.request_id] = begin + count
@@ -201,13 +210,18 @@ class Scheduler:
     def schedule_decode(self) -> dict[SequenceState, list[int]]:
         """Return the answers that go on, with their drafts; the last ones are preempted where pages are missing."""
         planned: dict[SequenceState, list[int]] = {}
+        drafts = self.config.drafts
         sequences = [each for each in self._slot_manager.sequences.values() if each.is_decoding]
         for sequence in sorted(sequences, key=lambda each: (-each.request.priority, each.request_id)):
-            drafts, begin = sequence.draft_tokens(self.config.drafts), sequence.num_computed
-            while sequence.slot >= 0 and not self._slot_manager.reserve(sequence, begin, begin + 1 + len(drafts)):
+            if sequence.needs_results(drafts=drafts is not None):
+                continue
+            inputs, begin = sequence.draft_tokens(drafts), sequence.num_computed
+            while sequence.slot >= 0 and not self._slot_manager.reserve(sequence, begin, begin + 1 + len(inputs)):
                 victim = self.prefix_warmup.current or self._slot_manager.preemption_victim(besides=planned)
                 assert victim is not None
+                if not victim.background and self._settle():
+                    return self.schedule_decode()  # some may have ended
                 self.preempt(victim)
             if sequence.slot >= 0:
-                planned[sequence] = drafts
+                planned[sequence] = inputs
         return planned

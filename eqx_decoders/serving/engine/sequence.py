@@ -86,6 +86,7 @@ class SequenceState:
     - `num_computed`: tokens of the prompt, and then of the answer, that the cache holds.
     - `num_cached`: prompt tokens taken from the prefix cache.
     - `answer`: tokens of the answer.
+    - `num_pending`: tokens after these that the device samples, or has sampled, and that are not read.
     - `delivered`: tokens that were returned before it was restarted; they are fed again, and not returned again.
     - `has_drafts`: drafts were made on the device since it got its slot.
     - `prompt_scores`: scores of the prompt tokens computed so far.
@@ -107,6 +108,7 @@ class SequenceState:
     num_computed: int = 0
     num_cached: int = 0
     answer: list[int] = dataclasses.field(default_factory=list)
+    num_pending: int = 0
     delivered: list[int] = dataclasses.field(default_factory=list)
     has_drafts: bool = False
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
@@ -124,9 +126,25 @@ class SequenceState:
         return self.request.cache_salt if self.adapter is None else f"{self.adapter.key}\0{self.request.cache_salt}"
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens of the answer, those included that are on the device alone."""
+        return len(self.answer) + self.num_pending
+
+    @property
     def is_decoding(self) -> bool:
         """True when its prompt is prefilled."""
-        return len(self.answer) > 0
+        return self.num_sampled > 0
+
+    @property
+    def last_token(self) -> int:
+        """The last token of the answer; -1 where it is on the device alone."""
+        index = self.num_sampled - 1
+        known = self.answer if index < len(self.answer) else self.delivered
+        return known[index] if index < len(known) else -1
+
+    def needs_results(self, *, drafts: bool) -> bool:
+        """Return whether its next step depends on tokens that are not read: their drafts, or a mask after them."""
+        return self.num_pending > 0 and (drafts or (self.request.constraint is not None and self.last_token < 0))
 
     def needs_media(self) -> bool:
         """Return whether its prompt has images, videos or audio that are not in a saved slot."""
@@ -143,8 +161,8 @@ class SequenceState:
 
     @property
     def is_replaying(self) -> bool:
-        """True while it feeds tokens that were returned before."""
-        return len(self.answer) < len(self.delivered)
+        """True while the next token is one that was returned before."""
+        return self.num_sampled < len(self.delivered)
 
     @property
     def needs_prompt_scores(self) -> bool:
@@ -193,10 +211,12 @@ class SequenceState:
 
     def draft_tokens(self, config: Drafter | None) -> list[int]:
         """Return the drafts for its next step; -1 stands for a draft that is on the device."""
+        if config is None:
+            return []
         request = self.request
         room = request.max_new_tokens - len(self.answer) - 1
         single = request.sampling.penalizes or request.constraint is not None or self.is_replaying
-        if config is None or room < 1 or single or len(self.answer) < request.min_new_tokens:
+        if room < 1 or single or len(self.answer) < request.min_new_tokens:
             return []
         drafts = config.find(self.token_ids())
         if drafts is None:
@@ -206,7 +226,7 @@ class SequenceState:
     def fill_mask(self, words: np.ndarray) -> bool:
         """Write the bits of the tokens that are allowed next, 32 in each word; False where all are allowed."""
         request = self.request
-        early = len(self.answer) < request.min_new_tokens and len(request.stop_ids) > 0
+        early = self.num_sampled < request.min_new_tokens and len(request.stop_ids) > 0
         if self.is_replaying or (not early and request.constraint is None):
             return False
         words[:] = -1

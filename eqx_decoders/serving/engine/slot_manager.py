@@ -11,17 +11,16 @@ from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.serving.engine.block_manager import BlockManager, Pages
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.model_runner import ModelRunner, RunnerConfig, batch_sizes
-from eqx_decoders.serving.engine.page_pool import OutOfPages
+from eqx_decoders.serving.engine.page_pool import BlockManager, OutOfPages, Pages
 from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache, count_shared_blocks
 from eqx_decoders.serving.engine.sequence import SequenceState
 from eqx_decoders.serving.engine.slot_state import CacheSnapshot
 
 
 class SlotManager:
-    """The slots, the sequences that hold them, and their sampling inputs (`sampling_batch`).
+    """The slots, the sequences that hold them, and their sampling inputs (`sampling`).
 
     **Arguments:**
 
@@ -35,7 +34,7 @@ class SlotManager:
         self.block_manager = None if pages is None or not windows else BlockManager(pages, windows, runner.num_slots)
         self.prefix_cache = PrefixCache(runner.block_size, prefix_bytes, runner.has_state, self._free_pages)
         self.sequences: dict[int, SequenceState] = {}  # by slot
-        self.sampling_batch = runner.greedy_batch(runner.num_slots)
+        self.sampling = runner.sampling_table(runner.num_slots)
 
     @classmethod
     def create(cls, model: Decoder, config: EngineConfig) -> "SlotManager":
@@ -89,11 +88,9 @@ class SlotManager:
     def assign(self, sequence: SequenceState, slot: int) -> None:
         """Give a sequence a slot, and restore its saved contents, if it was preempted."""
         sequence.slot, self.sequences[slot] = slot, sequence
-        request, batch = sequence.request, self.sampling_batch
-        batch.sampling.set(slot, request.sampling)
-        batch.prompt_length[slot], batch.count[slot] = len(request.prompt), 0
-        batch.scores_draws[slot] = request.logprobs_of == "draws"
-        batch.adapter[slot] = 0 if sequence.adapter is None else sequence.adapter.place
+        request, adapter = sequence.request, 0 if sequence.adapter is None else sequence.adapter.place
+        of_draws, length = request.logprobs_of == "draws", len(request.prompt)
+        self.sampling.set(slot, request.sampling, prompt_length=length, adapter=adapter, scores_draws=of_draws)
         self.runner.empty(slot)
         if sequence.saved is not None:
             self._restore_saved(sequence, *sequence.saved)
@@ -101,7 +98,7 @@ class SlotManager:
     def release(self, sequence: SequenceState) -> None:
         """Free the slot of a sequence."""
         del self.sequences[sequence.slot]
-        self.sampling_batch.masked[sequence.slot] = False
+        self.sampling.rows.masked[sequence.slot] = False
         if self.block_manager is not None:
             self.block_manager.release(sequence.slot)
         sequence.slot, sequence.has_drafts = -1, False

@@ -1,6 +1,7 @@
 """The state of all slots on the device, and the functions that empty, save and restore one slot.
 
-`ModelRunner` compiles each of these functions once. They only move data: none of them needs the weights.
+`ModelRunner` compiles each of these functions once. None of them needs the weights: they move data, and draw the first
+token of an answer.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from jaxtyping import Array, Int, Int16
 from eqx_decoders.inference.draft_state import DraftState
 from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
+from eqx_decoders.serving.engine.sampler import SampledTokens, SamplingBatch, TokenHistory, sample_rows
 from eqx_decoders.sharding.axes import AnyArray
 
 
@@ -23,7 +25,7 @@ class EngineState(eqx.Module):
     **Arguments:**
 
     - `cache`: the model's cache, a row for each slot.
-    - `tokens`: token ids by slot and position.
+    - `tokens`: token ids by slot and position, with the one that is read next, if a program here sampled it.
     - `drafts`: state of a drafter that runs on the device, if there is one.
     - `experts`: the experts that each of these tokens was sent to, if they are asked for.
     """
@@ -149,6 +151,18 @@ def insert_cache(state: EngineState, slot: Int[Array, ""], cache: Cache, tokens:
     """Write a cache of one row, prefilled outside the engine state, into a slot."""
     cache = state.cache.with_row(slot, cache)
     return dataclasses.replace(state, cache=cache, tokens=state.tokens.at[slot].set(tokens[0]))
+
+
+def first_token(
+    state: EngineState, slot: Int[Array, ""], logits: Array, batch: SamplingBatch, *, num_top: int
+) -> tuple[EngineState, SampledTokens]:
+    """Sample the first token of an answer from the logits after its prompt, and write it after the prompt."""
+    length = jnp.asarray(batch.prompt_length)
+    history = TokenHistory(state.tokens[slot][None], length, length)
+    tokens, scores = sample_rows(logits, batch, history, 1, num_top)
+    ids = state.tokens.at[slot, length].set(tokens, mode="drop")
+    sampled = SampledTokens(tokens=tokens[:, None], num_accepted=jnp.ones((1,), jnp.int32), scores=scores)
+    return dataclasses.replace(state, tokens=ids), sampled
 
 
 def without_aliases(state: EngineState) -> EngineState:

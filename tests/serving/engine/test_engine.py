@@ -593,10 +593,11 @@ def test_learned_positions_bound_the_length():
 
 def test_a_step_is_given_copies(engine):
     """On CPU, JAX reads some NumPy arrays where they are, after the call has returned."""
-    table = engine._slot_manager.sampling_batch
-    given = table.of(range(2), False)
-    for own, taken in zip(jax.tree.leaves(table), jax.tree.leaves(given), strict=True):
-        assert not np.shares_memory(own, taken)
+    table = engine._slot_manager.sampling
+    for slots in ([1], range(2)):
+        given = table.of(slots, False)
+        for own, taken in zip(jax.tree.leaves(table.rows), jax.tree.leaves(given), strict=True):
+            assert not np.shares_memory(own, taken)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def nothing_left(engine):
     assert prefixes.nbytes == sum(block.nbytes for block in prefixes._blocks.values()) <= prefixes.capacity
     assert (
         not engine._scheduler.prefilling
-        and not engine._slot_manager.sampling_batch.masked.any()
+        and not engine._slot_manager.sampling.rows.masked.any()
         and not engine._scheduler.prefix_warmup
         and not engine._slot_manager.sequences
     )

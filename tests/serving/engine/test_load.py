@@ -93,11 +93,31 @@ def test_answers_under_way(engine, fresh, other, running):
         outputs += engine.step()
     old, new = ([t for o in outputs if (o.request_id == waiting) == late for t in o.tokens] for late in (False, True))
     versions = [output.version for output in outputs if output.request_id != waiting]
-    assert tuple(old[:2]) == whole[:2] and versions == [versions[0]] * 2 + [versions[0] + 1] * 4
+    # the third was on its way, and is read before its weights go
+    assert tuple(old[:3]) == whole[:3] and versions == [versions[0]] * 3 + [versions[0] + 1] * 3
     assert tuple(new) == alone(fresh, request(seed=5))
-    read_anew = alone(fresh, dataclasses.replace(greedy, prompt=(*PROMPT, *whole[:2]), max_new_tokens=4))
-    assert (tuple(old[2:]) == read_anew) == (running == "recompute")
+    read_anew = alone(fresh, dataclasses.replace(greedy, prompt=(*PROMPT, *whole[:3]), max_new_tokens=3))
+    assert (tuple(old[3:]) == read_anew) == (running == "recompute")
     engine.load(model)
+
+
+def test_what_is_on_its_way_is_read_before_the_weights_go(engine):
+    model, greedy = engine.model, request(sampling=SamplingParams())
+    whole = alone(engine, greedy)
+    engine.submit(greedy)
+    outputs = []
+    while not outputs:
+        outputs += engine.step()
+    engine.release()
+    assert engine.has_work and not any(results.sequences for results in engine._in_flight)
+    with pytest.raises(ConfigError, match="dropped the weights"):
+        engine.step()
+    engine.load(model, running="keep")
+    (second,) = engine._reader.outputs  # the next step returns it
+    while engine.has_work:
+        outputs += engine.step()
+    assert outputs[1] is second and tuple(token for output in outputs for token in output.tokens) == whole
+    assert [output.version for output in outputs] == [engine.version - 1] * 2 + [engine.version] * 4
 
 
 def test_blocks_of_other_weights_have_other_names(engine):
