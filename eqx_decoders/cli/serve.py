@@ -109,7 +109,7 @@ class ServeConfig(ModelSource, EngineLimits):
     be worked on. Further ones are told to come again (429)."""
     max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
     """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"] = "auto"
     """Format in which the model calls the tools of a conversation; auto: that of its chat template, where that knows
     tools; none: calls are texts in answers."""
     special_tokens_in_content: bool = False

@@ -92,17 +92,18 @@ class Encoder(eqx.Module):
             config=config,
         )  # fmt: skip
 
-    def __call__(self, rows: PatchRows | AudioRows, execution: Execution, *, beside: bool = False) -> EncodedRows:
+    def __call__(self, rows: PatchRows | AudioRows, execution: Execution, *, with_images: bool = False) -> EncodedRows:
         """Return the features that replace placeholders, and those that are added behind the decoder's layers.
 
-        beside: whether the call has images, and this is the encoder of audio.
+        with_images: whether the call has images, and this is the encoder of audio.
         """
         ctx = self._context(rows, execution)
         stem: Any = self.stem
         x = stem(rows, ctx)
         x = x if self.pre_norm is None else self.pre_norm(x)
         x, deepstack = self._layers(x, ctx)
-        projector = self.projector_beside if beside and self.projector_beside is not None else self.projector
+        beside = self.projector_beside if with_images else None
+        projector = self.projector if beside is None else beside
         features = self._filled(projector(x, ctx), ctx)
         replacing = features if self.into is None else self.into(features, ctx)
         return EncodedRows(features, replacing, deepstack, self._separators(ctx))
@@ -182,7 +183,7 @@ def encode_media(
             continue
         if encoder is None:
             raise ConfigError(f"media has rows for an encoder of {name}, but this model has none.")
-        encoded = encoder(rows, execution, beside=name == "audio" and media.images is not None)
+        encoded = encoder(rows, execution, with_images=name == "audio" and media.images is not None)
         features.append(encoded.rows.reshape(groups, -1, encoded.rows.shape[-1]))
         own_features.append(encoded.features.reshape(groups, -1, encoded.features.shape[-1]))
         deepstacks.append([each.reshape(groups, -1, each.shape[-1]) for each in encoded.deepstack])

@@ -197,8 +197,8 @@ def read_images(media: EncoderInputs, arrays: "ProcessorArrays") -> list[Image] 
 
 def _check_tiled(arrays: "ProcessorArrays") -> None:
     names = ("image_grid_thw", "image_position_ids", "spatial_shapes", "pixel_attention_mask", "pixel_values_videos")
-    given = [name for name in names if arrays.get(name) is not None]
-    check(not given, f"Media.create: {', '.join(given)}: leave it out: this model reads tiles of images.", DataError)
+    unread = [name for name in names if arrays.get(name) is not None]
+    check(not unread, f"Media.create: {', '.join(unread)}: leave it out: this model reads tiles of images.", DataError)
 
 
 def read_videos(media: EncoderInputs, arrays: VideoArrays) -> list[Image]:

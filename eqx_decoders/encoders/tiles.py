@@ -74,12 +74,12 @@ def count_tokens(image: Image | TiledImage, group: int) -> int:
 
 def in_order(images: Sequence[Image | TiledImage], rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the rows of features of each image's tokens, below 0 for learned vectors, from those of all tiles."""
-    each, found = iter(rows), []
+    each, tables = iter(rows), []
     for image in images:
         known = np.concatenate([next(each) for _ in tiles_of(image)])
         tiled = isinstance(image, TiledImage)
-        found.append(np.where(image.order < 0, image.order, known[image.order]) if tiled else known)
-    return found
+        tables.append(np.where(image.order < 0, image.order, known[image.order]) if tiled else known)
+    return tables
 
 
 def best_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -87,8 +87,8 @@ def best_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tupl
 
     def worth(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - size[0] * size[1]
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - size[0] * size[1]
 
     return max(sizes, key=worth)
 
@@ -142,10 +142,10 @@ def tiled_images(
     """
     extents = _checked_sizes(tiles, sizes)
     counts = [1 + math.prod(grid_of(tiles, *size)) for size in extents]
-    found, ends = from_pixels(stem, _checked_pixels(tiles, np.asarray(pixels), counts)), np.cumsum(counts).tolist()
-    parts = [found[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    features, ends = from_pixels(stem, _checked_pixels(tiles, np.asarray(pixels), counts)), np.cumsum(counts).tolist()
+    parts = [features[end - count : end] for end, count in zip(ends, counts, strict=True)]
     masks = _checked_masks(stem, tiles, counts, mask)
-    return [_tiled(stem, tiles, *given) for given in zip(extents, parts, masks, strict=True)]
+    return [_tiled(stem, tiles, *each) for each in zip(extents, parts, masks, strict=True)]
 
 
 def _tiled(

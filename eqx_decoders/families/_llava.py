@@ -108,10 +108,10 @@ def _read_tiles(fields: Fields, values: Values) -> TilesConfig | None:
 def _check_strategy(fields: Fields, values: Values) -> None:
     """Refuse features with that of a class token, and those of patches without the first one."""
     wanted, kind = ("full", "SigLIP") if _is_siglip(values["vision"]) else ("default", "CLIP")
-    given = fields.take("vision_feature_select_strategy", "default")
-    if given != wanted:
+    select = fields.take("vision_feature_select_strategy", "default")
+    if select != wanted:
         rule = f"must be {wanted!r}: {kind} has {'no' if wanted == 'full' else 'a'} class token"
-        raise fields.error(f"vision_feature_select_strategy={given!r} {rule}.")
+        raise fields.error(f"vision_feature_select_strategy={select!r} {rule}.")
 
 
 def _write_strategy(config: DecoderConfig) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 
-ToolFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder"]
+ToolFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"]
 
 # What the chat templates of each format have, the most telling ones first.
 _MARKS: tuple[tuple[str, ToolFormat], ...] = (
+    ("<|channel|>", "harmony"),
     ("<function=", "qwen3_coder"),
     ("[TOOL_CALLS]", "mistral"),
     ("<tool_call>", "hermes"),
@@ -17,15 +18,18 @@ _MARKS: tuple[tuple[str, ToolFormat], ...] = (
     ("ipython", "llama3_json"),
 )
 # Beginnings of calls: of whole answers, and within them.
-_BEGINS: dict[ToolFormat, tuple[Sequence[str], Sequence[str]]] = {
+BEGINS: dict[ToolFormat, tuple[Sequence[str], Sequence[str]]] = {
     "hermes": ((), ("<tool_call>",)),
     "llama3_json": (("{", "<|python_tag|>"), ()),
     "mistral": (("[",), ("[TOOL_CALLS]",)),
     "qwen3_coder": ((), ("<tool_call>", "<function=")),
+    "harmony": ((), ()),  # by headers of messages
 }
 _FUNCTION = re.compile(r"\s*([^>\s]+)>(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 _DECODER = json.JSONDecoder()
 
 
@@ -68,7 +72,9 @@ def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, A
     - `form`: `hermes` is `<tool_call>{"name": …, "arguments": …}</tool_call>` (Qwen 2.5 and 3, too); `llama3_json` is
         `{"name": …, "parameters": …}` alone, several with `;` between them; `mistral` is `[TOOL_CALLS] [{…}, …]`, or
         `[TOOL_CALLS]name[ARGS]{…}`; `qwen3_coder` is
-        `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+        `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; `harmony` (gpt-oss) is a
+        message ` to=functions.name<|channel|>commentary json<|message|>{…}<|call|>` among those of other channels, of
+        which `final` is the content.
     - `tools`: their descriptions, for the types of arguments that are written without (`qwen3_coder`).
     """
     end = text.rfind("</think>") + 1 and text.rfind("</think>") + len("</think>")
@@ -82,47 +88,25 @@ def parse_tool_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, A
     return ParsedAnswer((text[:end] + content).rstrip(), calls, tuple(each for each in parts if isinstance(each, str)))
 
 
-class CallDivider:
-    """Divider of an answer that is being written: what is no call for sure is shown at once, the rest at its end.
+class HarmonyMessage(NamedTuple):
+    """Message in an answer of gpt-oss.
 
     **Arguments:**
 
-    - `form`, `tools`: as of `parse_tool_calls`.
+    - `channel`: `analysis` for thoughts, `commentary`, or `final`.
+    - `tool`: name of the tool that is called with the text; None where none is.
+    - `text`: what is said so far.
     """
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Mapping[str, Any]] = ()):
-        self._form: ToolFormat = form
-        self._tools, self._text, self._shown = tools, "", 0
+    channel: str
+    tool: str | None
+    text: str
 
-    @property
-    def special(self) -> bool:
-        """Whether calls are known by names of special tokens, which must be in the text."""
-        return self._form == "mistral"
-
-    def push(self, text: str) -> str:
-        """Add a piece of the answer; return what can be shown."""
-        self._text += text
-        begin, self._shown = self._shown, _begin_of_calls(self._text, self._shown, self._form)
-        return self._text[begin : self._shown]
-
-    def finish(self) -> ParsedAnswer:
-        """Return the calls, and the content that was not shown yet; the whole text where a call can't be read."""
-        parsed = parse_tool_calls(self._text, self._form, self._tools)
-        if parsed.malformed or not parsed.calls:
-            return ParsedAnswer(self._text[self._shown :])
-        return ParsedAnswer(parsed.content[self._shown :], parsed.calls)
-
-
-def _begin_of_calls(text: str, start: int, form: ToolFormat) -> int:
-    """Return where calls begin, or may begin with what comes; `start`: they don't before."""
-    alone, marks = _BEGINS[form]
-    body = text.lstrip()
-    if start == 0 and any(body.startswith(each) or each.startswith(body) for each in alone):
-        return 0
-    begins = [place for each in marks if (place := text.find(each, start)) >= 0]
-    ends = ((each, length) for each in marks for length in range(len(each) - 1, 0, -1))
-    begins += [len(text) - length for each, length in ends if text.endswith(each[:length])]
-    return max(start, min(begins, default=len(text)))
+    @classmethod
+    def of(cls, header: str, text: str) -> "HarmonyMessage":
+        """Return the message with such a header."""
+        channel, tool = _CHANNEL.search(header), _RECIPIENT.search(header)
+        return cls("final" if channel is None else channel[1], None if tool is None else tool[1], text)
 
 
 Found = tuple[str, list[FunctionCall | str]]  # the content, and calls or the reasons why they are none
@@ -159,7 +143,24 @@ def _mistral_calls(text: str) -> Found:
     return content, parts
 
 
+def harmony_messages(text: str) -> Iterator[HarmonyMessage]:
+    """Yield the messages of an answer that begins behind `<|start|>assistant`."""
+    for piece in re.split(r"<\|(?:end|call|return)\|>", text):
+        header, said, body = piece.partition("<|message|>")
+        if said:
+            yield HarmonyMessage.of(header, body)
+        elif piece.strip():
+            yield HarmonyMessage("final", None, piece)  # without a header
+
+
+def _harmony_calls(text: str) -> Found:
+    messages = [*harmony_messages(text)]
+    content = "".join(each.text for each in messages if each.tool is None and each.channel != "analysis")
+    return content, [_call_of_text(each.tool, each.text) for each in messages if each.tool is not None]
+
+
 _PARSERS: dict[str, Callable[[str], Found]] = {
+    "harmony": _harmony_calls,
     "hermes": _hermes_calls,
     "llama3_json": _llama3_calls,
     "mistral": _mistral_calls,
@@ -216,14 +217,20 @@ def _call_of(value: Any) -> FunctionCall | str:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return f"{json.dumps(value)[:80]} has no name"
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # JSON as a text, as OpenAI's API has it
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return f"the arguments of {value['name']} are no JSON: {error}"
-    if not isinstance(arguments, dict):
-        return f"the arguments of {value['name']} are no object"
-    return FunctionCall(value["name"], arguments)
+    if isinstance(arguments, str):  # as OpenAI's API has it
+        return _call_of_text(value["name"], arguments)
+    return _call_with(value["name"], arguments)
+
+
+def _call_of_text(name: str, arguments: str) -> FunctionCall | str:
+    try:
+        return _call_with(name, json.loads(arguments))
+    except (ValueError, RecursionError) as error:
+        return f"the arguments of {name} are no JSON: {error}"
+
+
+def _call_with(name: str, arguments: Any) -> FunctionCall | str:
+    return FunctionCall(name, arguments) if isinstance(arguments, dict) else f"the arguments of {name} are no object"
 
 
 def _json_values(text: str) -> Iterator[tuple[Any, str | None]]:

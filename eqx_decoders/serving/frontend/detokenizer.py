@@ -104,7 +104,7 @@ class StopStrings:
             end, _, self.found = first
             self._held = ""
             return pending[: end if self._include else end - len(self.found)]
-        held = self._partial_match(pending)
+        held = partial_match(pending, self._stops)
         self._held = pending[len(pending) - held :]
         return pending[: len(pending) - held]
 
@@ -113,11 +113,12 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _partial_match(self, text: str) -> int:
-        """Return the number of characters at the end that may be the start of a stop string."""
-        longest = min(len(self._stops[0]) - 1, len(text))
-        endings = (text[len(text) - size :] for size in range(longest, 0, -1))
-        return next((len(ending) for ending in endings if any(stop.startswith(ending) for stop in self._stops)), 0)
+
+def partial_match(text: str, words: Sequence[str]) -> int:
+    """Return the number of characters at the end of a text that may be the start of a word."""
+    longest = min(max(map(len, words), default=1) - 1, len(text))
+    endings = (text[len(text) - size :] for size in range(longest, 0, -1))
+    return next((len(ending) for ending in endings if any(word.startswith(ending) for word in words)), 0)
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:

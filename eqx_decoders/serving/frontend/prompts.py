@@ -17,9 +17,12 @@ from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.serving.frontend.answer_reader import AnswerReader, answer_format
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.chat_rendering import Renderer
+from eqx_decoders.serving.frontend.detokenizer import decode
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large
@@ -31,6 +34,7 @@ HEAD = 1000  # characters of a data: URL before its content
 SHRINKS = 4  # characters that a normalizer may merge into one
 TYPICAL_CHARACTERS = 8  # per token: shorter texts are encoded without a check of their beginning
 PIECE = 1 << 14  # characters that are encoded at once, to check the length of a text
+PROMPT_END = 8  # last ids of a prompt, which may begin the thoughts of an answer
 AROUND = 256  # characters around blanks that decide if a tokenizer drops these: longer than any special token
 ENTRIES, PER_TOKEN = 20_000, 8  # maximum entries of lists and objects in a conversation, and more per token
 
@@ -67,6 +71,15 @@ class TextFrontend:
     config: DecoderConfig | None = None
     processor: Processor | None = None
     directory: str | None = None
+
+    def answer_reader(
+        self, prompt: PreparedPrompt, form: ToolFormat | None, tools: Sequence[Any], *, special: bool
+    ) -> AnswerReader | None:
+        """Create the reader of an answer to a conversation, as `AnswerFormat` does; None where all text is content."""
+        if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
+            return None
+        end = decode(self.tokenizer, prompt.ids[-PROMPT_END:], special=True)
+        return answer_format(self.chat.source, self.tokenizer.special_names, form).reader(tools, end, special=special)
 
     @property
     def takes_images(self) -> bool:

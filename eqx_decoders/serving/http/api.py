@@ -181,10 +181,7 @@ class Api:
         return await self._changed(work, f"Success: LoRA adapter '{request.lora_name}' removed successfully.")
 
     async def _changed(self, work: Awaitable[None], message: str) -> Response:
-        try:
-            await self._with_client_errors(work)
-        except NotServing as error:
-            raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
+        await self._with_client_errors(work)
         return Response(message, media_type="text/plain")
 
     # --- the tokenizer ------------------------------------------------------------------------------------------------
@@ -255,7 +252,9 @@ class Api:
         work = self._preparer.chat(*chat_protocol.conversation(request), answer=answer, client=http_request.client)
         prompt = await self._with_client_errors(work)
         limits = self._answer_limits(request, [prompt])
-        choices = Choice.of_chat(request, self.frontend.tokenizer, self.config.tool_call_parser)
+        read = functools.partial(self.frontend.answer_reader, prompt, self.config.tool_call_parser)
+        readers = (read(request.callable, special=not request.skip_special_tokens) for _ in range(request.n))
+        choices = [Choice(request, self.frontend.tokenizer, reader=reader) for reader in readers]
         builder = ChatResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
         return await self._respond(http_request, request, builder, [prompt], limits, choices, seed)
 
@@ -402,12 +401,7 @@ class Api:
             raise
 
     async def _submit(self, requests: Sequence[Request]) -> RequestOutputs:
-        try:
-            return await self._with_client_errors(self.engine_thread.submit(requests))
-        except QueueFull as error:
-            raise ApiError(429, f"The server is busy: {error}", code="queue_full", retry_after=RETRY_AFTER) from error
-        except NotServing as error:
-            raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
+        return await self._with_client_errors(self.engine_thread.submit(requests))
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -434,8 +428,12 @@ def client_errors():
     """Convert this library's errors about what a client has sent to those of its response."""
     try:
         yield
-    except (ApiError, QueueFull, NotServing):
+    except ApiError:
         raise
+    except QueueFull as error:
+        raise ApiError(429, f"The server is busy: {error}", code="queue_full", retry_after=RETRY_AFTER) from error
+    except NotServing as error:
+        raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
     except MissingPackage as error:
         raise ApiError(500, f"The server lacks a package for this. {error}") from error
     except EqxDecodersError as error:

@@ -140,6 +140,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     modalities: Annotated[tuple[Literal["text"], ...], Meta(max_length=1, description='["text"]')] = ()
 
     @property
+    def callable(self) -> tuple[Any, ...]:
+        """Tools that the answer may call."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 

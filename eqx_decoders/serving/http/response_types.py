@@ -223,6 +223,7 @@ class AnswerMessage(ResponseFields, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | Unset = msgspec.UNSET
     tool_calls: list[WrittenToolCall] | Unset = msgspec.UNSET
 
 
@@ -245,6 +246,7 @@ class MessageDelta(ResponseFields, kw_only=True):
 
     role: Literal["assistant"] | Unset = msgspec.UNSET
     content: str | Unset = msgspec.UNSET
+    reasoning_content: str | Unset = msgspec.UNSET
     tool_calls: list[ToolCallDelta] | Unset = msgspec.UNSET
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.io.text.tool_calls import CallDivider, FunctionCall, ToolFormat
+from eqx_decoders.io.text.tool_calls import FunctionCall
 from eqx_decoders.serving.engine.request import RequestOutput
 from eqx_decoders.serving.engine.sampler import TokenScore
+from eqx_decoders.serving.frontend.answer_reader import AnswerReader
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt
-from eqx_decoders.serving.http.chat_protocol import ChatCompletionRequest
 from eqx_decoders.serving.http.engine_thread import RequestOutputs
 from eqx_decoders.serving.http.protocol import CompletionRequest, GenerationRequest
 from eqx_decoders.serving.http.response_types import (
@@ -58,6 +58,7 @@ class Delta:
     - `offsets`: positions in the text of the scored tokens.
     - `finish`: `"stop"` or `"length"` when the answer is complete.
     - `reason`: stop string, or token of `stop_token_ids`, that ended it.
+    - `thoughts`: what the model thinks before it answers.
     - `calls`: calls of tools, when the answer is complete.
     """
 
@@ -68,30 +69,32 @@ class Delta:
     offsets: list[int] = dataclasses.field(default_factory=list)
     finish: str | None = None
     reason: str | int | None = None
+    thoughts: str = ""
     calls: Sequence[FunctionCall] = ()
 
     @property
     def empty(self) -> bool:
         """True where a client needs nothing of it."""
-        return not (self.text or self.tokens or self.scored or self.finish)
+        return not (self.text or self.thoughts or self.tokens or self.scored or self.finish)
 
 
 class CollectedDeltas:
     """Concatenated deltas of one answer. Texts are joined once: no token copies a long echo."""
 
     def __init__(self):
-        self._delta, self._texts = Delta(), list[str]()
+        self._delta, self._texts, self._thoughts = Delta(), list[str](), list[str]()
 
     def add(self, other: Delta) -> None:
         """Append a delta."""
         self._texts.append(other.text)
+        self._thoughts.append(other.thoughts)
         for name in ("tokens", "scored", "scores", "offsets"):
             getattr(self._delta, name).extend(getattr(other, name))
         self._delta.finish, self._delta.reason, self._delta.calls = other.finish, other.reason, other.calls
 
     def whole(self) -> Delta:
         """Return all as one delta."""
-        self._delta.text = "".join(self._texts)
+        self._delta.text, self._delta.thoughts = "".join(self._texts), "".join(self._thoughts)
         return self._delta
 
 
@@ -112,7 +115,7 @@ class Choice:
     - `text`: detokenizer of the prompt whose text the answer continues, which is copied; None for an answer of its own.
     - `echo`: prompt to return before the answer.
     - `wanted`: False: only the echo is returned, and no answer.
-    - `divider`: finds calls of tools in the answer; None: it is a text.
+    - `reader`: finds thoughts and calls of tools in the answer; None: it is a text.
     """
 
     def __init__(
@@ -123,11 +126,11 @@ class Choice:
         text: Detokenizer | None = None,
         echo: Echo | None = None,
         wanted: bool = True,
-        divider: CallDivider | None = None,
+        reader: AnswerReader | None = None,
     ):
         self._request, self._tokenizer, self._echo, self._wanted = request, tokenizer, echo, wanted
-        self._divider = divider
-        special = not request.skip_special_tokens or (divider is not None and divider.special)
+        self._reader = reader
+        special = not request.skip_special_tokens or reader is not None
         self._text = Detokenizer(tokenizer, special=special) if text is None else text.copy()
         self._stops = StopStrings(request.stops, include=request.include_stop_str_in_output)
         self._length = 0 if echo is None else len(echo.text)  # of the text, with what is held back
@@ -135,21 +138,15 @@ class Choice:
         self.cached = 0
         self.finished = False
 
-    @classmethod
-    def of_chat(cls, request: ChatCompletionRequest, tokenizer: Tokenizer, parser: ToolFormat | None) -> "list[Choice]":
-        """Return the answers to a conversation, in which calls are found if it has tools that may be called."""
-        form = parser if request.tools and request.tool_choice != "none" else None
-        dividers = (None if form is None else CallDivider(form, request.tools) for _ in range(request.n))
-        return [cls(request, tokenizer, divider=each) for each in dividers]
-
     def take(self, output: RequestOutput) -> Delta:
         """Return the delta of an output. Raises ApiError for an answer that failed or was cut off."""
         delta = self._taken(output)
-        if self._divider is not None:
-            delta.text = self._divider.push(delta.text)
+        if self._reader is not None:
+            delta.text, delta.thoughts, _ = self._reader.push(delta.text)
             if self.finished:
-                parsed = self._divider.finish()
-                delta.text, delta.calls = delta.text + parsed.content, parsed.calls
+                rest = self._reader.flush()
+                delta.text, delta.thoughts = delta.text + rest.content, delta.thoughts + rest.thoughts
+                delta.calls = rest.calls
         return delta
 
     def _taken(self, output: RequestOutput) -> Delta:
@@ -300,12 +297,15 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _choice(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         calls = [WrittenToolCall(**call) for _, call in self._calls(delta, end["index"])] or msgspec.UNSET
-        message = AnswerMessage(content=None if delta.calls and not delta.text else delta.text, tool_calls=calls)
+        content = None if delta.calls and not delta.text else delta.text
+        thoughts = delta.thoughts or msgspec.UNSET
+        message = AnswerMessage(content=content, reasoning_content=thoughts, tool_calls=calls)
         return ChatChoice(**end, message=message, logprobs=self._chat_logprobs(delta))
 
     def _delta(self, delta: Delta, end: dict[str, Any]) -> AnyChoice:
         calls = [ToolCallDelta(index=number, **call) for number, call in self._calls(delta, end["index"])]
-        message = MessageDelta(content=delta.text or msgspec.UNSET, tool_calls=calls or msgspec.UNSET)
+        said: dict[str, Any] = dict(content=delta.text, reasoning_content=delta.thoughts, tool_calls=calls)
+        message = MessageDelta(**{name: value for name, value in said.items() if value})
         return ChatChunkChoice(**end, delta=message, logprobs=self._chat_logprobs(delta))
 
     def _calls(self, delta: Delta, choice: int) -> list[tuple[int, dict[str, Any]]]:

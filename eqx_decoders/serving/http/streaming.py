@@ -122,7 +122,11 @@ class PendingResponse:
 
     def _json_size(self, delta: Delta) -> int:
         """Estimate the numbers and characters in the JSON of a delta."""
-        return len(delta.tokens) + len(delta.text) // 8 + len(delta.scores) * (1 + (self.request.alternatives or 0))
+        return (
+            len(delta.tokens)
+            + (len(delta.text) + len(delta.thoughts)) // 8
+            + len(delta.scores) * (1 + (self.request.alternatives or 0))
+        )
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""

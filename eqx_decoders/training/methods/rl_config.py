@@ -106,7 +106,7 @@ class EnvironmentSettings(CheckedFields):
     """Most answers of the model in an episode."""
     episode_tokens: PositiveInt | None = None
     """Most tokens of an episode, with those of its environment; None: seq_len."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"] = "auto"
     """Format in which the model calls the tools of an environment; auto: that of the chat template's models."""
     returns: Literal["episode", "turn"] = "episode"
     """What rewards are credited to. episode: all of its tokens; turn: the tokens of the turn and of those before it,

@@ -1,12 +1,11 @@
 """Calls of tools are what a model's format says, whatever stands around them; what can't be read is said."""
 
 import json
-import random
 from typing import Any
 
 import pytest
 
-from eqx_decoders.io.text.tool_calls import CallDivider, FunctionCall, parse_tool_calls, tool_format
+from eqx_decoders.io.text.tool_calls import FunctionCall, parse_tool_calls, tool_format
 from tests.data.test_chats import template_of
 
 
@@ -51,24 +50,6 @@ def test_calls_that_are_written_are_read(form):
     thought = "<think>\n1\n</think>"
     found = parse_tool_calls(f"{thought}\n\n{written(CALLS[:1], form)}", form, TOOLS)
     assert found == (thought, (CALLS[0],), ())
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "qwen3_coder"])
-def test_answers_in_pieces_are_the_whole_ones(form):
-    """However they are cut: what is shown, and what is left at the end. Text before a call does not wait for it."""
-    draws, calls = random.Random(0), written(CALLS, form)
-    plain = ["", "a < b [1] {2}", "{1", "[x", "<tool", "[TOOL", "<think><tool_call>{}</tool_call></think>4"]
-    for text in (calls, f"\n {calls}", f"I see.\n\n{calls}", calls[:-9], calls.replace(":", ""), *plain):
-        whole, told = parse_tool_calls(text, form, TOOLS), ""
-        divider, rest = CallDivider(form, TOOLS), text
-        while rest:
-            length = draws.choice((1, 1, 2, 5, 20))
-            told, rest = told + divider.push(rest[:length]), rest[length:]
-        end = divider.finish()
-        readable = whole.calls and not whole.malformed
-        assert end.calls == (whole.calls if readable else ())
-        assert (told + end.content).rstrip() == (whole.content if readable else text).rstrip()
-    assert CallDivider(form).push("I see. <") == ("I see. <" if form in ("llama3_json", "mistral") else "I see. ")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import json
 import threading
 import time
@@ -484,6 +485,35 @@ def test_calls_that_special_tokens_begin():
         (text,) = server.json(CHAT, body | {"tool_choice": "none"})["choices"]
     assert [each["function"] for each in choice["message"]["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
     assert choice["message"]["content"] is None and text["message"]["content"] == 'f[ARGS]{"a": 1}'
+
+
+def test_thoughts_and_calls_are_fields_of_their_own():
+    """What comes behind a prompt, letter by letter: whole, streamed, and without tools."""
+    call = '<tool_call>{"name": "f", "arguments": {"b": "ü"}}</tool_call>'
+    frontend = chat_frontend(chat=MadeUp(source="messages tools tool_calls <think>"))
+    script = frontend.tokenizer.encode(f"<think>Hm.</think>\nSee:\n{call}").tolist()
+    with serving(FakeEngine(per_step=3, script=(*script, 257)), frontend, tool_call_parser="hermes") as server:
+        ask = functools.partial(client(server).chat.completions.create, model="fake", max_tokens=200)
+        asked = dict(messages=[{"role": "user", "content": "a"}], tools=[TOOL])
+        whole = ask(**asked).choices[0]
+        assert (whole.finish_reason, whole.message.content) == ("tool_calls", "See:")
+        assert whole.message.reasoning_content == "Hm."
+        (called,) = whole.message.tool_calls
+        assert (called.type, called.function.name, called.function.arguments) == ("function", "f", '{"b": "ü"}')
+        chunks = [chunk.choices[0] for chunk in ask(**asked, stream=True)]
+        deltas = [chunk.delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == "See:"
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+        assert chunks[-1].finish_reason == "tool_calls" and not any(delta.tool_calls for delta in deltas[:-1])
+        (streamed,) = deltas[-1].tool_calls
+        assert streamed.index == 0 and streamed.function.arguments == called.function.arguments
+        plain = ask(**asked | {"tool_choice": "none"}).choices[0]
+        assert (plain.finish_reason, plain.message.content) == ("stop", f"See:\n{call}")
+        turn = [
+            whole.message.model_dump(exclude_none=True),
+            {"role": "tool", "content": "1", "tool_call_id": called.id},
+        ]
+        assert ask(messages=[*asked["messages"], *turn], tools=[TOOL]).choices[0].message.content == "See:"
 
 
 def test_a_real_template_is_rendered_also_for_many_at_once():
