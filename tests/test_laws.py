@@ -32,7 +32,7 @@ COVERING = covering_array()
 OF_FORMS = array_of_forms(COVERING)
 REPRESENTATIVE = representative(COVERING)
 # Cheap ones, of `make test`; and one with a state, which is in no cheap one of them.
-QUICK = [REPRESENTATIVE[0], REPRESENTATIVE[3] | dict(length=13, dtype="float32")]
+QUICK = [REPRESENTATIVE[0], REPRESENTATIVE[3] | dict(length=13, dtype="float32", mtp=0)]
 STATE = REPRESENTATIVE[0] | dict(mixer="delta net", mesh="fsdp x tensor", length=13, packing="packed", cache="pieces")
 FRESH = 24
 
