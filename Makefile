@@ -12,6 +12,8 @@ RUN ?= runs/$(MODEL)
 # Muon learns twice as fast as AdamW from so few steps; a learning rate for small models
 OPTIMIZER ?= --optimizer.name muon --optimizer.learning-rate 3e-3 --optimizer.weight-decay 0.01
 ARGS ?=
+# Processes of tests, for two cores: one more, since some tests wait
+WORKERS ?= 3
 # Seeing takes more steps than reading, of a smaller model
 STEPS := $(if $(filter tiny-vision,$(MODEL)),--steps 1000 --eval-every 500)
 # Rewards come after examples: programs one after the other
@@ -50,7 +52,7 @@ train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) 
 	$(BIN)/python $(PROGRAM) --run-dir $(RUN) $(ARGS)
 
 test: $(STAMP)  ## all fast tests, on eight CPU devices
-	$(CPU) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(CLIENTS)  ## the slow tests: many kills, long examples, clients of servers, compilation for TPU topologies
 	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
