@@ -1,5 +1,7 @@
 """Outside of `jax.jit` a call is one program, once for each shape; inside it is part of the program around it."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import optax
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.auto_jit import concrete, is_staged, jit_if_eager
+from eqx_decoders.core import auto_jit
+from eqx_decoders.core.auto_jit import concrete, is_staged, jit_if_eager, kept_jit
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.commands import ROOT
@@ -44,6 +47,32 @@ def test_a_call_compiles_a_few_programs_once_and_is_what_it_is_within_jit(model,
         alone = call(model, tokens)
     assert len(first) <= (4 if name != "gradient" else 12) and not second
     assert_close(alone, eqx.filter_jit(call)(model, tokens))
+
+
+@pytest.mark.parametrize("taken, few, again", [(0.6, 1, 0), (0.7, 1, 2), (0.7, 2, 0)])
+def test_programs_are_dropped_where_there_is_no_room_for_others(taken, few, again, monkeypatch):
+    """XLA ends a process without a map of memory for the next program: then calls before it are compiled again."""
+    monkeypatch.setattr(auto_jit, "_kept", [])
+    monkeypatch.setattr(auto_jit, "_seen", 0)
+    monkeypatch.setattr(auto_jit, "FEW", few)
+    double, triple = kept_jit(lambda x: 2 * x), kept_jit(lambda x: 3 * x)
+    calls = [functools.partial(each, np.ones(3, np.float32)) for each in (double, triple)]
+    want = [np.asarray(call()) for call in calls]
+    monkeypatch.setattr(auto_jit, "_taken_maps", lambda: taken)
+    with compilations() as programs:
+        for call, value in zip(calls, want, strict=True):
+            np.testing.assert_array_equal(call(), value)
+    assert len(programs) == again
+
+
+def test_maps_of_memory_are_counted(monkeypatch, tmp_path):
+    maps, most = tmp_path / "maps", tmp_path / "most"
+    monkeypatch.setattr(auto_jit, "MAPS", maps)
+    monkeypatch.setattr(auto_jit, "MOST_MAPS", most)
+    assert auto_jit._taken_maps() == 0.0  # as on other systems
+    maps.write_text("a map\n" * 30)
+    most.write_text("40\n")
+    assert auto_jit._taken_maps() == 0.75
 
 
 def test_where_a_program_is_recorded():

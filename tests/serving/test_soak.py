@@ -103,7 +103,11 @@ def mistake(server: Running, pick: random.Random) -> str:
             (COMPLETIONS, json.dumps({"prompt": ids(pick), "max_tokens": 10**6}).encode(), 400),
             (COMPLETIONS, json.dumps({"prompt": "a", "guided_regex": "(" * pick.randrange(1, 50)}).encode(), 400),
             (COMPLETIONS, json.dumps({"prompt": [999]}).encode(), 400),
-            (CHATS, json.dumps({"messages": [{"role": "user", "content": "a"}], "model": str(pick.random())}).encode(), 404),
+            (
+                CHATS,
+                json.dumps({"messages": [{"role": "user", "content": "a"}], "model": str(pick.random())}).encode(),
+                404,
+            ),
             (CHATS, json.dumps({"messages": [{"role": 5, "content": "a"}]}).encode(), 400),
             (f"/{pick.random()}", b"{}", 404),
         ]
