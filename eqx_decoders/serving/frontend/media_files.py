@@ -158,6 +158,7 @@ class MediaFiles:
 
     def hold(self, arrays: Any, client: str = "") -> None:
         """Count the memory of arrays for a client until they are freed."""
+        self._loop = asyncio.get_running_loop()
         for array in jax.tree.leaves(arrays):
             if isinstance(array, np.ndarray):
                 self._decoded.add(client, array.nbytes)
