@@ -20,7 +20,7 @@ FEW = 64  # programs that are never dropped: then others have taken the room
 MAPS, MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
 
-def kept_jit(function: Callable[P, T], *, donate: Literal["none", "all-except-first"] = "none") -> Callable[P, T]:
+def bounded_jit(function: Callable[P, T], *, donate: Literal["none", "all-except-first"] = "none") -> Callable[P, T]:
     """Compile a function as `eqx.filter_jit` does; its programs are kept while there is room for others.
 
     XLA ends the process where it gets no further map of memory. A program for CPUs takes about 150 of the 65,530 that
@@ -28,7 +28,7 @@ def kept_jit(function: Callable[P, T], *, donate: Literal["none", "all-except-fi
     thirds are taken, the programs of all such functions are dropped, and compiled again if they are needed.
     """
     compiled: Any = eqx.filter_jit(function, donate=donate)
-    _kept.append(compiled._cached)
+    _bounded.append(compiled._cached)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -38,16 +38,16 @@ def kept_jit(function: Callable[P, T], *, donate: Literal["none", "all-except-fi
     return call
 
 
-_kept: list[Any] = []  # functions with programs
+_bounded: list[Any] = []  # functions with programs
 _seen = 0  # of their programs, when maps were counted last
 
 
 def _make_room() -> None:
     """Drop programs if there are new ones, and little room."""
     global _seen
-    count = sum(each._cache_size() for each in _kept)
+    count = sum(each._cache_size() for each in _bounded)
     if count > max(_seen, FEW) and _taken_maps() > 2 / 3:
-        for each in _kept:
+        for each in _bounded:
             each.clear_cache()
         count = 0
     _seen = count
@@ -63,7 +63,7 @@ def _taken_maps() -> float:
 
 def jit_if_eager(function: Callable[P, T]) -> Callable[P, T]:
     """Compile the function unless it is called inside of `jax.jit`; `jax.grad` and `jax.vmap` do not count."""
-    compiled = kept_jit(function)
+    compiled = bounded_jit(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
 
-from eqx_decoders.core.auto_jit import concrete, kept_jit
+from eqx_decoders.core.auto_jit import bounded_jit, concrete
 from eqx_decoders.core.input_checks import as_int32, check_inputs, check_shapes
 from eqx_decoders.core.prng import threefry_key
 from eqx_decoders.core.sampling import DrawSettings, Greedy, Sampler, choose_tokens, is_stop
@@ -368,25 +368,25 @@ def _shown(model: Decoder, state: _GenerationState, begin: Int[AnyArray, ""]) ->
     return jax.tree.map(model.execution.layout.replicate, (tokens, state.count, state.done))
 
 
-@kept_jit
+@bounded_jit
 def _all_tokens(model: Decoder, state: _GenerationState) -> Int[Array, "batch new"]:
     return model.execution.layout.replicate(state.tokens)
 
 
-@kept_jit
+@bounded_jit
 def _first(model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]) -> tuple[_GenerationState, Any]:
     state = _prefill(model, request, pad_id)
     return state, _shown(model, state, jnp.zeros((), jnp.int32))
 
 
-@partial(kept_jit, donate="all-except-first")
+@partial(bounded_jit, donate="all-except-first")
 def _next(inputs: tuple[Decoder, _Rules, Int[AnyArray, ""]], state: _GenerationState) -> tuple[_GenerationState, Any]:
     model, rules, begin = inputs
     state = _decode(model, rules, state)
     return state, _shown(model, state, begin)
 
 
-@kept_jit
+@bounded_jit
 def _generate(
     model: Decoder, request: _Request, pad_id: Int[AnyArray, ""]
 ) -> tuple[Int[Array, "batch new"], Int[Array, "batch"]]:

@@ -11,7 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.core import auto_jit
-from eqx_decoders.core.auto_jit import concrete, is_staged, jit_if_eager, kept_jit
+from eqx_decoders.core.auto_jit import bounded_jit, concrete, is_staged, jit_if_eager
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from tests.commands import ROOT
@@ -52,10 +52,10 @@ def test_a_call_compiles_a_few_programs_once_and_is_what_it_is_within_jit(model,
 @pytest.mark.parametrize("taken, few, again", [(0.6, 1, 0), (0.7, 1, 2), (0.7, 2, 0)])
 def test_programs_are_dropped_where_there_is_no_room_for_others(taken, few, again, monkeypatch):
     """XLA ends a process without a map of memory for the next program: then calls before it are compiled again."""
-    monkeypatch.setattr(auto_jit, "_kept", [])
+    monkeypatch.setattr(auto_jit, "_bounded", [])
     monkeypatch.setattr(auto_jit, "_seen", 0)
     monkeypatch.setattr(auto_jit, "FEW", few)
-    double, triple = kept_jit(lambda x: 2 * x), kept_jit(lambda x: 3 * x)
+    double, triple = bounded_jit(lambda x: 2 * x), bounded_jit(lambda x: 3 * x)
     calls = [functools.partial(each, np.ones(3, np.float32)) for each in (double, triple)]
     want = [np.asarray(call()) for call in calls]
     monkeypatch.setattr(auto_jit, "_taken_maps", lambda: taken)
