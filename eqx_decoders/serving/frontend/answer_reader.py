@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from eqx_decoders.io.text.tool_calls import (
     BEGINS,
@@ -25,6 +25,7 @@ class AnswerParts(NamedTuple):
     calls: tuple[FunctionCall, ...] = ()
 
 
+@runtime_checkable
 class AnswerReader(Protocol):
     """Splitter of the text of an answer, with the names of special tokens; it holds back what more text may change."""
 
