@@ -6,7 +6,7 @@ from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families._siglip import siglip, siglip_weights
-from eqx_decoders.families.multimodal import MultimodalFamily, linear, needs_model_type, token, with_images
+from eqx_decoders.families.multimodal import LLAMA_SIZES, MultimodalFamily, linear, needs_model_type, token, with_images
 from eqx_decoders.families.settings_table import Defaults, Integer, Number, Only, Rule, Table, Unused, activation
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
 
@@ -25,16 +25,6 @@ def idefics3_encoder(sizes: EncoderSizes, *, side: int, eps: float = 1e-6) -> En
 
 
 # --- config.json ---
-
-
-# transformers' defaults for keys that text_config lacks.
-_DEFAULTS = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
 
 
 def _vision_config(model_type: str) -> Table:
@@ -67,7 +57,7 @@ def idefics3_family(kind: str, architecture: str) -> MultimodalFamily:
     return MultimodalFamily(
         text_type="llama",
         text_settings=(
-            Defaults(_DEFAULTS),
+            Defaults(LLAMA_SIZES),
             needs_model_type("llama"),
             Only("qk_layer_norms", False),
             Only("use_resampler", False),

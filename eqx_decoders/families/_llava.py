@@ -11,7 +11,7 @@ from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.families._clip import clip, clip_weights
 from eqx_decoders.families._siglip import siglip
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
-from eqx_decoders.families.multimodal import LANGUAGE_MODEL, MultimodalFamily, linear, token, with_images
+from eqx_decoders.families.multimodal import LANGUAGE_MODEL, LLAMA_SIZES, MultimodalFamily, linear, token, with_images
 from eqx_decoders.families.settings_table import (
     ABSENT,
     Defaults,
@@ -63,14 +63,6 @@ def llava(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> De
 
 # --- config.json ---
 
-# transformers' defaults for keys that text_config lacks; Mistral's MLP is wider, and published files have that size
-_DEFAULTS = {
-    "vocab_size": 32_000,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
 _LAYERS = "vision_feature_layer"
 
 
@@ -180,7 +172,7 @@ def llava_family(kind: str, architecture: str, *settings: Setting, tiled: bool =
     return MultimodalFamily(
         text_type="llama",
         other_texts=("llama", "granite", "mistral", "qwen2"),  # Mistral without windows is written as Llama: the same
-        text_settings=(Defaults(_DEFAULTS),),
+        text_settings=(Defaults(LLAMA_SIZES),),
         model_type=kind,
         architecture=architecture,
         settings=(

@@ -21,6 +21,16 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 _TIED = "tie_word_embeddings"
 
+# transformers' defaults for keys that text_config lacks, where it is one of Llama; Mistral's MLP is wider, and
+# published files have that size.
+LLAMA_SIZES = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+
 # Names of tensors in files where the decoder stands in a `language_model`, and in transformers once they are loaded.
 LANGUAGE_MODEL: dict[str, Any] = {
     "text_names": {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},

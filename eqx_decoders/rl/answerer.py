@@ -11,7 +11,7 @@ from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tokenizer import Tokenizer, decode
 from eqx_decoders.rl.rewards import Rewards
 from eqx_decoders.rl.sampler_engine import Drawer, Groups
 from eqx_decoders.serving.rollouts import Rollout, rollout
@@ -65,9 +65,7 @@ class Answerer(Drawer):
 def answer_text(tokenizer: Tokenizer, answer: Rollout, *, special: bool = False) -> str:
     """Return the text of an answer without the token that ended it; with `special` the names of special tokens, too."""
     ids = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
-    if special and isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.decode(ids, special=True)
-    return tokenizer.decode(ids)
+    return decode(tokenizer, ids, special=special)
 
 
 def ends_of_answers(tokenizer: Tokenizer, template: ChatTemplate | None, known: Sequence[int]) -> tuple[int, ...]:

@@ -196,6 +196,13 @@ class JsonTokenizer:
         write_atomically(Path(directory) / "tokenizer.json", self._inner.to_str(pretty=True).encode())
 
 
+def decode(tokenizer: Tokenizer, ids: Ids, *, special: bool = False) -> str:
+    """Return the text of ids; with `special`, special tokens are written as their names."""
+    if special and isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.decode(ids, special=True)
+    return tokenizer.decode(ids)
+
+
 def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template with the names of the tokenizer's special tokens as letters in messages."""
     if template is None or not isinstance(tokenizer, JsonTokenizer):

@@ -108,6 +108,11 @@ class HarmonyMessage(NamedTuple):
         channel, tool = _CHANNEL.search(header), _RECIPIENT.search(header)
         return cls("final" if channel is None else channel[1], None if tool is None else tool[1], text)
 
+    @property
+    def call(self) -> "FunctionCall | str | None":
+        """The call that the message is, or why it can't be read; None of one that calls no tool."""
+        return None if self.tool is None else _call_of_text(self.tool, self.text)
+
 
 Found = tuple[str, list[FunctionCall | str]]  # the content, and calls or the reasons why they are none
 
@@ -143,7 +148,7 @@ def _mistral_calls(text: str) -> Found:
     return content, parts
 
 
-def harmony_messages(text: str) -> Iterator[HarmonyMessage]:
+def _harmony_messages(text: str) -> Iterator[HarmonyMessage]:
     """Yield the messages of an answer that begins behind `<|start|>assistant`."""
     for piece in re.split(r"<\|(?:end|call|return)\|>", text):
         header, said, body = piece.partition("<|message|>")
@@ -154,9 +159,9 @@ def harmony_messages(text: str) -> Iterator[HarmonyMessage]:
 
 
 def _harmony_calls(text: str) -> Found:
-    messages = [*harmony_messages(text)]
+    messages = [*_harmony_messages(text)]
     content = "".join(each.text for each in messages if each.tool is None and each.channel != "analysis")
-    return content, [_call_of_text(each.tool, each.text) for each in messages if each.tool is not None]
+    return content, [each.call for each in messages if each.call is not None]
 
 
 _PARSERS: dict[str, Callable[[str], Found]] = {

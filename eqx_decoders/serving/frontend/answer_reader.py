@@ -80,7 +80,7 @@ class AnswerFormat:
         parse = None if form is None else functools.partial(parse_tool_calls, form=form, tools=tools)
         names = None if special else self._special
         if self._channels:
-            return _HarmonyReader(names, parse)
+            return _HarmonyReader(names, calls=form is not None)
         if self._thoughts is None and form is None:
             return None
         begins = ((), ()) if form is None else BEGINS[form]
@@ -170,8 +170,8 @@ class _TagReader:
 class _HarmonyReader:
     """Reader of the messages of gpt-oss: each has a channel, of thoughts or content, or calls a tool."""
 
-    def __init__(self, names: re.Pattern[str] | None, parse: Parser | None):
-        self._names, self._parse, self._held = names, parse, ""
+    def __init__(self, names: re.Pattern[str] | None, *, calls: bool):
+        self._names, self._reads_calls, self._held = names, calls, ""
         self._message: HarmonyMessage | None = None  # which has begun
         self._calls = list[FunctionCall]()
 
@@ -211,10 +211,8 @@ class _HarmonyReader:
     def _said(self, message: HarmonyMessage, text: str, *, ended: bool) -> AnswerParts:
         if message.tool is None:
             return AnswerParts(thoughts=text) if message.channel == "analysis" else AnswerParts(text)
-        if self._parse is not None and ended:
-            name = f" to=functions.{message.tool}<|channel|>{message.channel}<|message|>"
-            parsed = self._parse(name + text)
-            if parsed.calls:
-                self._calls += parsed.calls
-                return AnswerParts()
-        return AnswerParts(text)
+        call = message._replace(text=text).call if self._reads_calls and ended else None
+        if not isinstance(call, FunctionCall):
+            return AnswerParts(text)
+        self._calls.append(call)
+        return AnswerParts()

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Sequence
 
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode
 
 
 UNKNOWN = "\ufffd"  # what bytes that are no UTF-8 decode to
@@ -119,13 +119,6 @@ def partial_match(text: str, words: Sequence[str]) -> int:
     longest = min(max(map(len, words), default=1) - 1, len(text))
     endings = (text[len(text) - size :] for size in range(longest, 0, -1))
     return next((len(ending) for ending in endings if any(word.startswith(ending) for word in words)), 0)
-
-
-def decode(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
-    """Return the text of ids; with `special`, special tokens are written as their names."""
-    if special and isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.decode(ids, special=True)
-    return tokenizer.decode(ids)
 
 
 class TokenTexts:

@@ -16,13 +16,12 @@ from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, decode
 from eqx_decoders.io.text.tool_calls import ToolFormat
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.serving.frontend.answer_reader import AnswerReader, answer_format
 from eqx_decoders.serving.frontend.api_errors import ApiError, refuse
 from eqx_decoders.serving.frontend.chat_rendering import Renderer
-from eqx_decoders.serving.frontend.detokenizer import decode
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
 from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.frontend.worker_threads import SLOW, run_in_worker_if_large

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from eqx_decoders.serving.frontend.detokenizer import decode
+from eqx_decoders.io.text.tokenizer import decode
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer
 
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
-from eqx_decoders.io.text.tokenizer import JsonTokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, decode
 from eqx_decoders.serving.engine.request import QueueFull, Request
 from eqx_decoders.serving.frontend.api_errors import ApiError
-from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts, decode
+from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts
 from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
 from eqx_decoders.serving.frontend.scored_prompts import scored_prompts
 from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, TokenConstraint

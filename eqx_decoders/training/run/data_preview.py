@@ -19,7 +19,7 @@ from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.io.text.tokenizer import Tokenizer, decode, load_tokenizer, train_bpe
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.run.media_eval import with_images
@@ -114,7 +114,7 @@ def _document(
 
 def _letters(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
     """Decode tokens, with all characters replaced that control a terminal."""
-    letters = tokenizer.decode(tokens, **({"special": True} if isinstance(tokenizer, JsonTokenizer) else {}))
+    letters = decode(tokenizer, tokens, special=True)
     return "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in letters)
 
 

@@ -52,6 +52,16 @@ def test_calls_that_are_written_are_read(form):
     assert found == (thought, (CALLS[0],), ())
 
 
+def test_calls_among_the_messages_of_gpt_oss_are_read():
+    header = " to=functions.{}<|channel|>commentary json<|message|>{}"
+    asks = [header.format(each.name, json.dumps(each.arguments)) for each in CALLS]
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>I'll see.<|end|>"
+    text = said + "".join(f"<|start|>assistant{each}<|call|>" for each in asks)
+    assert parse_tool_calls(text, "harmony", TOOLS) == ("I'll see.", tuple(CALLS), ())
+    content, calls, reasons = parse_tool_calls(text.removesuffix("}<|call|>"), "harmony", TOOLS)
+    assert (content, calls, len(reasons)) == ("I'll see.", tuple(CALLS[:-1]), 1)
+
+
 @pytest.mark.parametrize(
     ("form", "text", "calls", "reasons"),
     [
