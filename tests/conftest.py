@@ -57,6 +57,7 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 from _pytest import runner  # noqa: E402
 
+from tests.bytecode import write_share  # noqa: E402
 from tests.compare import refuse_vacuous_comparisons  # noqa: E402
 from tests.programs import drop_compiled_programs  # noqa: E402
 
@@ -170,6 +171,25 @@ def _drop_large_cache(folder: pathlib.Path) -> None:
             file.unlink(missing_ok=True)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        write_share(session.config, ROOT, "eqx_decoders")
+
+
+def _is_quick(config: pytest.Config) -> bool:
+    return config.option.markexpr == "not slow"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session):
+    """What quick tests compute while their files are read is computed again, with checks, where they call it."""
+    jaxtyping.config.update("jaxtyping_disable", _is_quick(session.config))
+    try:
+        return (yield)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Random examples of slow tests are new ones in each run."""
     for item in items:
@@ -230,8 +250,8 @@ def getkey():
 @pytest.fixture(autouse=True, scope="module")
 def checked_signatures(request):
     """Types and shapes of what functions are given and return, in all that `--jaxtyping-packages` names."""
-    quick = request.config.option.markexpr == "not slow"
-    jaxtyping.config.update("jaxtyping_disable", quick and request.path.relative_to(ROOT).parts[1] in UNCHECKED)
+    unchecked = request.path.relative_to(ROOT).parts[1] in UNCHECKED
+    jaxtyping.config.update("jaxtyping_disable", _is_quick(request.config) and unchecked)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
