@@ -483,7 +483,7 @@ OPTIONS: dict[type, tuple] = {
         AHEAD,
         ahead,
         dict(num_depths=2, block=SOFT, norm=RMSNormConfig(eps=0.5), normed_stream=True, loss_weight=0.5)
-        | dict(normed_depths=True, all_streams=True),
+        | dict(normed_depths=True, all_streams=True, joint_norm=True, model_norm=True),
     ),
 }
 # Other fields that a field needs before it means anything, and their values on both sides.
@@ -502,6 +502,10 @@ NEEDS: dict[tuple[type, str], dict] = {
     (EngramConfig, "table_parts"): dict(row_multiple=2),
     (MTPConfig, "normed_depths"): dict(num_depths=2),
     (MTPConfig, "all_streams"): dict(block=dataclasses.replace(BLOCK, residual=HyperConnections()), loss_weight=20.0),
+    (MTPConfig, "joint_norm"): dict(
+        block=dataclasses.replace(BLOCK, residual=HyperConnections()), loss_weight=20.0, all_streams=True
+    ),
+    (MTPConfig, "model_norm"): dict(loss_weight=20.0),
     (RouterConfig, "renormalize"): dict(order="score_first"),
     (RouterConfig, "selection_bias"): dict(order="score_first"),
     (RouterConfig, "hashed_tokens"): dict(order="score_first"),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from eqx_decoders.blocks.block import MixerConfig
 from eqx_decoders.families import moe
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
     ENDS,
     GATED_MLP,
@@ -245,9 +246,6 @@ def v3_router_settings(
 
 
 V3_ROPE = Rule("_rope", _read_v3_rope, _write_v3_rope)
-DEPTHS = Integer(
-    "num_nextn_predict_layers", lambda config: config.mtp.num_depths if config.mtp else 0, 0, least=0, name="depths"
-)
 
 
 def indexer_settings(num_heads: int, pairing: Literal["half", "interleaved"] = "half") -> Group:

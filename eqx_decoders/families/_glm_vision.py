@@ -8,7 +8,8 @@ from eqx_decoders.encoders.projector import GroupConvolutionConfig, ProjectionCo
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import DEPTHS, expert_settings, v3_router_settings
+from eqx_decoders.families._deepseek import expert_settings, v3_router_settings
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families._qwen_vision import (
     QWEN_KEYS,
     SAME_OUT_DIM,

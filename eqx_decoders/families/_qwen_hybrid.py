@@ -5,9 +5,10 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
+from eqx_decoders.families._mtp import depth_settings
 from eqx_decoders.families.common import PRE_NORMS, DecoderSizes, gated_mlp, hybrid_layers, self_attention
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import ABSENT, Check, Group, Integer, Only, Setting
+from eqx_decoders.families.settings_table import Check, Group, Integer, Only, Setting
 from eqx_decoders.families.weight_rows import Weight, joined_kernels, mtp_rows, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import MLPConfig
@@ -69,19 +70,6 @@ def with_depths(config: DecoderConfig, depths: int = 1) -> DecoderConfig:
     assert block.pre_mixer_norm is not None
     mtp = MTPConfig(num_depths=depths, block=block, norm=block.pre_mixer_norm, normed_stream=True)
     return dataclasses.replace(config, mtp=mtp)
-
-
-def depth_settings(key: str, *, always: bool = True) -> tuple[Setting, ...]:
-    """Return the rows of the number of layers of multi-token prediction: `always` writes 0."""
-
-    def depths(config: DecoderConfig) -> Any:
-        return config.mtp.num_depths if config.mtp else 0 if always else ABSENT
-
-    sentence = f"{key}={{depths}} is not known here: one layer is."
-    return (
-        Integer(key, depths, 0, least=0, name="depths"),
-        Check(lambda values: values["depths"] <= 1, sentence),
-    )
 
 
 _DELTA = (

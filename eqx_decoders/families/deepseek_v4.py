@@ -5,7 +5,7 @@ from typing import Any
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import DEPTHS
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family

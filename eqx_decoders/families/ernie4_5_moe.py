@@ -1,19 +1,30 @@
 """ERNIE 4.5 with experts (Baidu 2025): a softmax over all experts, whose choice alone has a bias; shared experts."""
 
+import dataclasses
 import functools
 from collections.abc import Collection
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, gated_mlp, llama_weights
+from eqx_decoders.families._mtp import depth_settings, unread_depths
+from eqx_decoders.families.common import (
+    GATED_MLP,
+    LAYER,
+    DecoderSizes,
+    decoder_sizes,
+    gated_mlp,
+    llama_weights,
+    renamed,
+)  # fmt: skip
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Integer, Only, Rule, Values
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.settings_table import AUTO_MAP, Check, Integer, Only, Rule, Values
+from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 
 
 _THETA = 500_000.0
@@ -21,17 +32,25 @@ _THETA = 500_000.0
 
 def ernie4_5_moe(
     shape: DecoderSizes, *, sparse: Collection[int], rope: Rope = Rope(theta=_THETA, pairing="interleaved"),
-    **options: Any,
+    depths: int = 0, **options: Any,
 ) -> DecoderConfig:  # fmt: skip
     """Return a decoder of ERNIE 4.5 blocks; the layers in `sparse`, counted from 0, have experts with these options.
 
-    `shape.attention_bias` is that of MLPs and the head, too, but not of experts.
+    `shape.attention_bias` is that of MLPs and the head, too, but not of experts. `depths` of multi-token prediction
+    have an MLP. They read the stream after the final norm, as vLLM, SGLang and FastDeploy run these weights. The norm
+    stands behind them again, as in FastDeploy and the model's own code for training: the other two leave it out.
     """
     router, bias = RouterConfig(order="score_first", renormalize=True, selection_bias=True), shape.attention_bias
     experts = moe.with_shared(shape, router=router, shared_bias=bias, **options)
     mixer, mlp = shape.attention(rope=rope), shape.mlp(bias=bias)
     blocks = (shape.block(mixer, experts if index in sparse else mlp) for index in range(shape.num_layers))
-    return moe.need_experts(shape.decoder(blocks, head_bias=bias))
+    config = moe.need_experts(shape.decoder(blocks, head_bias=bias))
+    if depths == 0:
+        return config
+    mtp = MTPConfig(
+        num_depths=depths, block=shape.block(mixer, mlp), norm=shape.norm, normed_stream=True, model_norm=True
+    )
+    return dataclasses.replace(config, mtp=mtp)
 
 
 def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
@@ -48,7 +67,13 @@ def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
     return {"moe_layer_interval": step, "moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1]}
 
 
-_MLP = "model.layers.{layer}.mlp."
+_MLP = LAYER + "mlp."
+_WEIGHTS = llama_weights(
+    mlp=GATED_MLP
+    + moe.separate_experts(_MLP)
+    + gated_mlp(_MLP + "shared_experts.", "mlp.shared.")
+    + (Weight(_MLP + "moe_statics.e_score_correction_bias", "mlp.router.selection_bias", "1 experts -> experts"),)
+)
 FAMILY = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
@@ -63,22 +88,28 @@ FAMILY = Family(
         *moe.expert_counts("moe_num_experts", "moe_k", num=64, chosen=6),
         moe.num_shared("moe_num_shared_experts", 2, least=0),
         rope_settings(theta=_THETA, pairing="interleaved"),
+        *depth_settings("num_nextn_predict_layers", always=False),
+        Check(
+            lambda values: values["depths"] == 0 or not values["shape"].attention_bias,
+            "num_nextn_predict_layers must be 0 with use_bias: a bias of mtp_linear_proj is not known here.",
+        ),
     ),
     build=ernie4_5_moe,
-    weights=llama_weights(
-        mlp=GATED_MLP
-        + moe.separate_experts(_MLP)
-        + gated_mlp(_MLP + "shared_experts.", "mlp.shared.")
-        + (Weight(_MLP + "moe_statics.e_score_correction_bias", "mlp.router.selection_bias", "1 experts -> experts"),)
+    weights=(
+        *_WEIGHTS,
+        *mtp_rows(_WEIGHTS, LAYER, "model.mtp_block.{depth}."),
+        *renamed(
+            depth_rows("model.", embed_norm="mtp_emb_norm", stream_norm="mtp_hidden_norm", kernels="mtp_linear_proj"),
+            {".weight": ".{depth}.weight"},
+        ),
     ),
     fused=moe.fused_experts(_MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
         "moe_capacity": "how it was trained: no token is dropped",
         "moe_use_aux_free": "transformers does not read it: the biases are always there",
-        "num_nextn_predict_layers": "layers of multi-token prediction are not read",
     },
-    ignored_tensors=r".*rotary_emb\.inv_freq|model\.mtp_.*",  # a layer of multi-token prediction
+    ignored_tensors=unread_depths(r"model\.mtp_.*"),
 )
 
 _shape = functools.partial(DecoderSizes, vocab_size=103_424, head_dim=128, eps=1e-5)

@@ -5,7 +5,6 @@ import functools
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import (
     DEPTH,
-    DEPTHS,
     MLP,
     V3_COPIES,
     V3_EXPERTS,
@@ -14,6 +13,7 @@ from eqx_decoders.families._deepseek import (
     v3_router,
     v3_router_settings,
 )  # fmt: skip
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings

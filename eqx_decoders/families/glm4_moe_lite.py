@@ -2,7 +2,6 @@
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import (
-    DEPTHS,
     MLP,
     V3_COPIES,
     V3_ROPE,
@@ -15,6 +14,7 @@ from eqx_decoders.families._deepseek import (
     v3_router,
     v3_router_settings,
 )  # fmt: skip
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.layers.rope import Rope

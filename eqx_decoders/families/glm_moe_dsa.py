@@ -5,7 +5,6 @@ from typing import Any
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import (
-    DEPTHS,
     INDEXER,
     MLP,
     V3_COPIES,
@@ -21,6 +20,7 @@ from eqx_decoders.families._deepseek import (
     v3_router_settings,
     with_indexer,
 )  # fmt: skip
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family

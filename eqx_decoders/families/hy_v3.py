@@ -3,7 +3,8 @@
 import functools
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import DEPTH, DEPTHS, num_shared, v3_experts, v3_router
+from eqx_decoders.families._deepseek import DEPTH, num_shared, v3_experts, v3_router
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
     GATED_MLP,
     LAYER,

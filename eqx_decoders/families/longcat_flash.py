@@ -10,7 +10,8 @@ import re
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import DEPTHS, LATENT, latent_attention
+from eqx_decoders.families._deepseek import LATENT, latent_attention
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, gated_mlp, norm_weights, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from eqx_decoders.families._deepseek import DEPTHS
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families._qwen import IGNORED_QWEN2_KEYS, LATE_WINDOWS, qwen2
 from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family

@@ -7,7 +7,8 @@ from typing import Any
 
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families._deepseek import DEPTHS, MLP, V3_EXPERTS, v3_router, v3_router_settings
+from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, v3_router, v3_router_settings
+from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
     GATED_MLP,
     LAYER,

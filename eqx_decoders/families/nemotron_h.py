@@ -3,6 +3,7 @@
 A layer has one branch only: a recurrence, attention, an MLP or experts. Nothing knows positions but the recurrence.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import v3_router
 from eqx_decoders.families._mamba import mamba_weights
+from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, plain_mlp, self_attention
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.hf_table import Family
@@ -30,22 +32,29 @@ from eqx_decoders.families.settings_table import (
     Word,
     first_layer,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
+_DEPTH = "*E"  # the layers of multi-token prediction
 
 
 def nemotron_h(
-    shape: DecoderSizes, pattern: str, *, mamba: Mamba2Config | None, experts: ExpertsConfig | None = None
-) -> DecoderConfig:
-    """Return a decoder of layers with one branch each: M(amba), * (attention), - (an MLP) or E(xperts)."""
+    shape: DecoderSizes, pattern: str, *, mamba: Mamba2Config | None, experts: ExpertsConfig | None = None,
+    depths: int = 0,
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder of layers with one branch each: M(amba), * (attention), - (an MLP) or E(xperts).
+
+    The two layers of multi-token prediction, attention and experts, are one block here. They read the stream after the
+    final norm, as vLLM and SGLang run these weights.
+    """
     norm, mixers = shape.norm, {"M": mamba, "*": shape.attention(rope=None)}
     channels = {"-": shape.mlp(gated=False), "E": experts}
 
@@ -55,7 +64,11 @@ def nemotron_h(
             return BlockConfig(mixer=None, mlp=mlp, pre_mlp_norm=norm)
         return BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=norm)
 
-    return shape.decoder(map(block, pattern))
+    config = shape.decoder(map(block, pattern))
+    if depths == 0:
+        return config
+    ahead = dataclasses.replace(block("*"), mlp=experts, pre_mlp_norm=norm)
+    return dataclasses.replace(config, mtp=MTPConfig(num_depths=depths, block=ahead, norm=norm, normed_stream=True))
 
 
 def nemotron_experts(shape: DecoderSizes, *, scaling_factor: float, **options: Any) -> ExpertsConfig:
@@ -70,13 +83,17 @@ def _without_infinite_limit(fields: Fields, values: Values) -> None:
         del fields.content["time_step_limit"]
 
 
+def _read_letters(fields: Fields, key: str, key_of_words: str) -> Any:
+    pattern, names = fields.take(key, None), fields.words(key_of_words, (*_LETTERS.values(), *_LEGACY), None)
+    if names is None:
+        return pattern
+    letters = {name: letter for letter, name in _LETTERS.items()}
+    return "".join(letters[_LEGACY.get(name, name)] for name in names)  # it counts where both are given
+
+
 def _read_pattern(fields: Fields, values: Values) -> str:
     """Read the pattern: one letter for each layer."""
-    pattern = fields.take("hybrid_override_pattern", None)
-    names = fields.words("layers_block_type", (*_LETTERS.values(), *_LEGACY), None)
-    if names is not None:  # it counts where both are given
-        letters = {name: letter for letter, name in _LETTERS.items()}
-        pattern = "".join(letters[_LEGACY.get(name, name)] for name in names)
+    pattern = _read_letters(fields, "hybrid_override_pattern", "layers_block_type")
     if not isinstance(pattern, str) or not pattern or set(pattern) - set(_LETTERS):
         raise fields.error(f"hybrid_override_pattern must have one of {' '.join(_LETTERS)} for each layer.")
     if "*" not in pattern:
@@ -88,6 +105,20 @@ def _read_pattern(fields: Fields, values: Values) -> str:
 def _write_pattern(config: DecoderConfig) -> dict[str, Any]:
     pattern = "".join(map(_letter, config.blocks))
     return {"layers_block_type": [_LETTERS[letter] for letter in pattern], "hybrid_override_pattern": pattern}
+
+
+def _read_depth_pattern(fields: Fields, values: Values) -> None:
+    """Refuse other layers of multi-token prediction than attention and experts."""
+    pattern = _read_letters(fields, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    if values["depths"] and (pattern or _DEPTH) != _DEPTH:
+        raise fields.error(f"mtp_hybrid_override_pattern={pattern} is not known here: only {_DEPTH} is.")
+    if values["depths"] and "E" not in values["pattern"]:
+        raise fields.error("num_nextn_predict_layers must be 0 where no layer has experts, whose sizes its are.")
+
+
+def _write_depth_pattern(config: DecoderConfig) -> dict[str, Any]:
+    names = [_LETTERS[letter] for letter in _DEPTH]
+    return {"mtp_layers_block_type": names, "mtp_hybrid_override_pattern": _DEPTH} if config.mtp else {}
 
 
 def _letter(block: BlockConfig) -> str:
@@ -152,13 +183,26 @@ _IGNORED = {
     "rope_scaling partial_rotary_factor time_step_limit mamba_dt_limit num_hidden_layers norm_eps rms_norm_eps",
     "how it is run": "chunk_size mamba_chunk_size use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep "
     "moe_shared_expert_overlap residual_in_fp32 expand mamba_expand",
+    "only one kind of layers of multi-token prediction is read": "mtp_hybrid_override_pattern mtp_layers_block_type",
     "how it was begun": "rescale_prenorm_residual time_step_max time_step_floor mamba_dt_max mamba_dt_init_floor",
-    "layers of multi-token prediction are not read": "num_nextn_predict_layers mtp_hybrid_override_pattern "
-    "mtp_layers_block_type",
 }
 _LAYER = "backbone.layers.{layer}."
 _MIXER = _LAYER + "mixer."
-
+_ATTENTION = (
+    Weight(_LAYER + "norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
+    *self_attention(_LAYER, "mixer."),
+)
+_SPARSE = (
+    Weight(_LAYER + "norm.weight", "pre_mlp_norm.scale", "norm -> norm"),
+    *plain_mlp(_MIXER + "experts.{expert}.", "mlp."),
+    Weight(_MIXER + "experts.{expert}.up_proj.weight", "mlp.up", "mlp latent -> latent mlp"),
+    Weight(_MIXER + "experts.{expert}.down_proj.weight", "mlp.down", "latent mlp -> mlp latent"),
+    Weight(_MIXER + "fc1_latent_proj.weight", "mlp.latent_in", "latent embed -> embed latent"),
+    Weight(_MIXER + "fc2_latent_proj.weight", "mlp.latent_out", "embed latent -> latent embed"),
+    Weight(_MIXER + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+    Weight(_MIXER + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+    *plain_mlp(_MIXER + "shared_experts.", "mlp.shared."),
+)
 
 FAMILY = Family(
     model_type="nemotron_h",
@@ -181,29 +225,26 @@ FAMILY = Family(
             "experts", nemotron_experts, _EXPERTS, uses=("shape",), layer="experts",
             when=lambda values: "E" in values["pattern"],
         ),
+        *depth_settings("num_nextn_predict_layers"),
+        Rule("", _read_depth_pattern, _write_depth_pattern),
     ),
     build=nemotron_h,
     weights=(
         Weight("backbone.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
-        Weight(_LAYER + "norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
-        Weight(_LAYER + "norm.weight", "pre_mlp_norm.scale", "norm -> norm"),
+        *_ATTENTION,
         *mamba_weights(_MIXER),
-        *self_attention(_LAYER, "mixer."),
         *plain_mlp(_MIXER, "mlp."),
-        *plain_mlp(_MIXER + "experts.{expert}.", "mlp."),
-        Weight(_MIXER + "experts.{expert}.up_proj.weight", "mlp.up", "mlp latent -> latent mlp"),
-        Weight(_MIXER + "experts.{expert}.down_proj.weight", "mlp.down", "latent mlp -> mlp latent"),
-        Weight(_MIXER + "fc1_latent_proj.weight", "mlp.latent_in", "latent embed -> embed latent"),
-        Weight(_MIXER + "fc2_latent_proj.weight", "mlp.latent_out", "embed latent -> latent embed"),
-        Weight(_MIXER + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
-        Weight(_MIXER + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
-        *plain_mlp(_MIXER + "shared_experts.", "mlp.shared."),
+        *_SPARSE,
+        *mtp_rows(_ATTENTION, _LAYER, "mtp.layers.0."),
+        *mtp_rows(_SPARSE, _LAYER, "mtp.layers.1."),
+        *depth_rows("mtp.layers.0.", embed_norm="enorm", stream_norm="hnorm", kernels="eh_proj"),
+        Weight("mtp.layers.1.final_layernorm.weight", "mtp.depth.final_norm.scale", "norm -> norm"),
         Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
     prefix="backbone.",
     ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()} | moe.IGNORED_ROUTER_KEYS,
-    ignored_tensors=r"(backbone\.)?mtp\..*",
+    ignored_tensors=unread_depths(r"(backbone\.)?mtp\..*"),
     renamed={r"^model\.": "backbone."},
     modules={r"^backbone\.": "model."},
 )  # fmt: skip

@@ -6,6 +6,7 @@ Published checkpoints have a layer of multi-token prediction that `config.json` 
 from typing import Any
 
 from eqx_decoders.families import moe
+from eqx_decoders.families._mtp import depth_settings
 from eqx_decoders.families._qwen_hybrid import (
     DEPTH,
     EXPERTS,
@@ -17,7 +18,6 @@ from eqx_decoders.families._qwen_hybrid import (
     SHARED_WEIGHTS,
     delta_net,
     depth_rows,
-    depth_settings,
     every_fourth,
     expert_settings,
     qwen3_next,

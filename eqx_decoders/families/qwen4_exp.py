@@ -12,6 +12,7 @@ import numpy as np
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.families import moe
+from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families._qwen_hybrid import (
     EXPERTS,
     FUSED_EXPERTS,
@@ -19,6 +20,7 @@ from eqx_decoders.families._qwen_hybrid import (
     LAYER,
     QWEN3_5_WEIGHTS,
     delta_net,
+    depth_rows,
     every_fourth,
     expert_settings,
     hybrid_settings,
@@ -38,6 +40,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.model.mtp_config import MTPConfig
 
 
 _SECTIONS = (11, 11, 10)
@@ -47,10 +50,12 @@ _ROPE = Rope(theta=1e7, fraction=0.25, sections=_SECTIONS)
 def qwen4_exp(
     shape: DecoderSizes, *, delta: GatedDeltaNetConfig, mlp: ExpertsConfig, indexer: PooledIndexerConfig,
     residual: GatedStreams, full: tuple[bool, ...], rope: Rope = _ROPE, ngrams: dict[str, Any] | None = None,
+    depths: int = 0,
 ) -> DecoderConfig:  # fmt: skip
     """Return a decoder of Qwen 4's blocks, with attention where `full` is True.
 
-    `ngrams` are fields of an Engram; the numbers of its `layers` are counted from 0.
+    `ngrams` are fields of an Engram; the numbers of its `layers` are counted from 0. `depths` of multi-token prediction
+    have attention, and no Engram.
     """
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     residual = dataclasses.replace(residual, norm=norm)
@@ -67,7 +72,12 @@ def qwen4_exp(
         return BlockConfig(mixer=mixer, mlp=mlp, residual=residual, pre_layers=extra)
 
     config = shape.decoder(block(index, has_attention) for index, has_attention in enumerate(full))
-    return dataclasses.replace(config, final_norm=None)
+    mtp = None
+    if depths:
+        ahead = BlockConfig(mixer=attention, mlp=mlp, residual=residual)
+        streams = dict(all_streams=True, joint_norm=True, model_norm=True)
+        mtp = MTPConfig(num_depths=depths, block=ahead, norm=norm, **streams)
+    return dataclasses.replace(config, final_norm=None, mtp=mtp)
 
 
 def _read_indexer(fields: Fields, values: Values) -> PooledIndexerConfig:
@@ -125,6 +135,20 @@ def _write_ngrams(config: DecoderConfig) -> dict[str, Any]:
     return written | {"eos_token_id": layer.end_token} | write_all(_NGRAMS, layer)
 
 
+_DEPTH = (
+    Only("layer_types", ["full_attention"]),
+    Only("mtp_use_hidden_state_from_layer"),
+    Only("rope_theta", lambda values: values["rope"].theta, lambda values: int(values["rope"].theta)),
+)
+
+
+def _check_depth(fields: Fields, values: Values) -> None:
+    """Refuse a layer of multi-token prediction unlike the model's layers with attention."""
+    table = fields.table("mtp")
+    if table is not None and values["depths"]:
+        read_all(_DEPTH, table, values)
+
+
 _PLE = LAYER + "ple."
 
 
@@ -157,7 +181,29 @@ def _connection(name: str, number: int) -> tuple[Weight, ...]:
     return (*_mean(prefix, path + "mean."), Weight(prefix + "block_inject_weight.weight", path + "write", pattern))
 
 
+def _into_depth(name: str, path: str) -> tuple[Weight, ...]:
+    return (
+        Weight(f"mtp.pre_fc_norm_{name}.weight", f"mtp.depth.{path}_norm.scale", "norm -> norm"),
+        Weight(f"mtp.fc_{name}.weight", f"mtp.depth.{path}_kernel", "embed joined -> joined embed"),
+    )
+
+
 _ENGRAM, _INDEXER = "pre_layers.0.layer.", LAYER + "self_attn.indexer."
+_LAYERS = (
+    *QWEN3_5_WEIGHTS,
+    *EXPERTS,
+    *_connection("attn", 0),
+    *_connection("mlp", 1),
+    *sharing(
+        _INDEXER + "index_qk_proj.weight",
+        ("mixer.indexer.query", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
+        ("mixer.indexer.key", "head_dim embed -> embed head_dim"),
+    ),
+    *(
+        Weight(_INDEXER + f"{name[0]}_layernorm.weight", f"mixer.indexer.{name}_norm.scale", "norm -> norm")
+        for name in ("query", "key")
+    ),
+)
 FAMILY = Family(
     model_type="qwen4_exp_text",
     architecture="Qwen4ExpForCausalLM",
@@ -182,22 +228,18 @@ FAMILY = Family(
             Integer("hc_lowrank", "rank", 320),
         ), path="residual"),
         Rule("ngrams", _read_ngrams, _write_ngrams),
+        *depth_settings("mtp_num_hidden_layers", always=False),
+        Only("mtp_use_dedicated_embeddings", False),
+        Rule("", _check_depth),
     ),
     build=qwen4_exp,
     weights=(
         *ENDS,
-        *QWEN3_5_WEIGHTS,
-        *EXPERTS,
+        *depth_rows(_LAYERS),
         *_mean("model.hyper_connection_mixer.", "streams."),
-        *_connection("attn", 0),
-        *_connection("mlp", 1),
-        *sharing(
-            _INDEXER + "index_qk_proj.weight",
-            ("mixer.indexer.query", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
-            ("mixer.indexer.key", "head_dim embed -> embed head_dim"),
-        ),
-        *(Weight(_INDEXER + f"{name[0]}_layernorm.weight", f"mixer.indexer.{name}_norm.scale", "norm -> norm")
-          for name in ("query", "key")),
+        *_mean("mtp.hyper_connection_mixer.", "mtp.depth.streams."),
+        *_into_depth("embedding", "embed"),
+        *_into_depth("hidden", "stream"),
         Weight(_PLE + "ple_embedding.ngram_embedding.shard_{table_part}.weight", _ENGRAM + "table",
                "rows row_dim -> rows row_dim"),
         Weight(_PLE + "key_proj.weight", _ENGRAM + "key",
@@ -207,14 +249,13 @@ FAMILY = Family(
         *(Weight(_PLE + f"norm_{name}.weight", f"{_ENGRAM}{path}_scale", "(streams norm) -> streams norm")
           for name, path in (("query", "query"), ("key", "key"), ("conv", "value"))),
     ),
-    fused=FUSED_EXPERTS,
+    fused=depth_rows(FUSED_EXPERTS),
     fixed_tensors=_numbers_of_hashes,
     integer_tensors=r".*\.ple_embedding\.(layer_multipliers|ngram_heads_.*)",
-    ignored_tensors=r"mtp\..*|.*rotary_emb\.inv_freq",  # layers of multi-token prediction: transformers' too
+    ignored_tensors=unread_depths(r"mtp\..*"),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS | {
         "number_of_conv_states": "it follows from ple_layer_ids",
-        **dict.fromkeys(("mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-                        "layers of multi-token prediction are left out"),
+        "mtp": "its layer is like those with attention, or it is refused",
     },
 )  # fmt: skip
 

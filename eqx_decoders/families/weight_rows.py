@@ -107,16 +107,21 @@ def joined_kernels(name: str, path: str = "", *, stream_first: bool = False) -> 
 
 
 def depth_rows(
-    depth: str, *, embed_norm: str, stream_norm: str, kernels: str, final_norm: str, stream_first: bool = False
+    depth: str, *, embed_norm: str, stream_norm: str, kernels: str, final_norm: str = "", stream_first: bool = False
 ) -> tuple[Weight, ...]:
     """Return the rows of layers of multi-token prediction besides those of their blocks; `depth` is their prefix.
 
-    The others are names of modules, `kernels` that of both matrices, the embedding's first or the stream's.
+    The others are names of modules, `kernels` that of both matrices, the embedding's first or the stream's; without
+    `final_norm` none is a depth's own.
     """
     norms = {"embed_norm": embed_norm, "stream_norm": stream_norm, "final_norm": final_norm}
     return (
         *joined_kernels(f"{depth}{kernels}.weight", _DEPTHS, stream_first=stream_first),
-        *(Weight(f"{depth}{name}.weight", f"{_DEPTHS}{path}.scale", "norm -> norm") for path, name in norms.items()),
+        *(
+            Weight(f"{depth}{name}.weight", f"{_DEPTHS}{path}.scale", "norm -> norm")
+            for path, name in norms.items()
+            if name
+        ),
     )
 
 

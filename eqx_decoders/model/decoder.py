@@ -310,8 +310,7 @@ class Decoder(eqx.Module):
         order: np.ndarray | None = None,
         contiguous: bool = False,
     ) -> MTPOutput:
-        """Predict several tokens at each position of whole sequences: `logits` turns the streams of all depths into
-        scores.
+        """Predict several tokens at each position of whole sequences: `logits` makes scores of each depth's stream.
 
         At token t depth k predicts token t + k + 1, from the tokens up to t + k. If that one belongs to another
         document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions, segment ids, inputs
@@ -358,7 +357,8 @@ class Decoder(eqx.Module):
         owner = self if depth == 0 or self.mtp is None else self.mtp.unstacked()[depth - 1]
         if self.config.hands_on_streams:
             hidden = add_streams(self.config.residual, owner, hidden, self._head_context(hidden))
-        hidden = hidden if owner.final_norm is None else owner.final_norm(hidden)
+        norm = self.final_norm if self.mtp is None or self.mtp.config.model_norm else owner.final_norm
+        hidden = hidden if norm is None else norm(hidden)
         hidden = hidden if self.head_transform is None else self.head_transform(hidden, self._head_context(hidden))
         if self.config.logit_divisor != 1.0:
             hidden = hidden / self.config.logit_divisor

@@ -34,7 +34,7 @@ class MTPDepth(eqx.Module):
     stream_kernel: Float[Array, "joined embed"]
     block: Block
     streams: StreamMapping | None
-    final_norm: Norm
+    final_norm: Norm | None
     config: MTPConfig = eqx.field(static=True)
 
     def __call__(
@@ -50,17 +50,27 @@ class MTPDepth(eqx.Module):
         pattern = "batch length {0}joined, joined embed -> batch length {0}embed"
         x = ctx.einsum(pattern.format(""), self.embed_norm(embedded), self.embed_kernel)
         residual, wide = self.block.config.residual, self.config.all_streams
-        apart = _split_streams(stream, embedded.shape[-1]) if wide else stream
-        added = ctx.einsum(pattern.format("streams " if wide else ""), self.stream_norm(apart), self.stream_kernel)
+        normed = self._normed(stream, embedded.shape[-1])
+        added = ctx.einsum(pattern.format("streams " if wide else ""), normed, self.stream_kernel)
         x = added + x[:, :, None] if wide else residual.expand(added + x)
         run = checkpointed(Block.__call__, ctx, prevent_cse=True)
         x, entries, stats = run(self.block, x, ctx, past, key)
         x = flat_streams(x) if wide else residual.reduce(x)
         return x, {name: entry for name, entry in entries.items() if not name.endswith(LENT)}, stats
 
+    def _normed(
+        self, stream: Float[Array, "batch length stream_embed"], embed_dim: int
+    ) -> Float[Array, "batch length *streams embed"]:
+        """Return the stream, or all streams, normalized."""
+        if not self.config.all_streams:
+            return self.stream_norm(stream)
+        if self.config.joint_norm:
+            return _split_streams(self.stream_norm(stream), embed_dim)
+        return self.stream_norm(_split_streams(stream, embed_dim))
+
     def next_input(self, x: Float[Array, "batch length stream_embed"]) -> Float[Array, "batch length stream_embed"]:
         """Return what the next depth reads, from the stream of this one."""
-        return self.final_norm(x) if self.config.normed_depths else x
+        return self.final_norm(x) if self.config.normed_depths and self.final_norm is not None else x
 
 
 def flat_streams(x: Float[Array, "batch length streams embed"]) -> Float[Array, "batch length stream_embed"]:
@@ -101,14 +111,15 @@ class MTP(eqx.Module):
             kernel_key, block_key = jax.random.split(key)
             size, streams_key = (2 * embed_dim, embed_dim), jax.random.fold_in(key, 2)
             kernel = fan_in(kernel_key, size, jnp.float32, 2 * embed_dim)
+            normed = embed_dim * (config.block.residual.streams if config.joint_norm else 1)
             return MTPDepth(
                 embed_norm=config.norm.build(embed_dim),
-                stream_norm=config.norm.build(embed_dim),
+                stream_norm=config.norm.build(normed),
                 embed_kernel=kernel[:embed_dim],
                 stream_kernel=kernel[embed_dim:],
                 block=config.block.build(embed_dim, key=block_key),
                 streams=config.block.residual.build_maps(embed_dim, key=streams_key) if config.all_streams else None,
-                final_norm=config.norm.build(embed_dim),
+                final_norm=None if config.model_norm else config.norm.build(embed_dim),
                 config=config,
             )
 

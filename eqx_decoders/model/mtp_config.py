@@ -30,6 +30,9 @@ class MTPConfig(CheckedFields):
     - `normed_depths`: later depths read h_{k-1} after the norm before the head (MiMo-V2).
     - `all_streams`: depths read, and hand on, all residual streams: B and its norm are those of each one (DeepSeek-V4).
         Before the head they are added up as the model's are, with weights of the depth's own where these have any.
+    - `joint_norm`: the norm of the stream is one of all residual streams side by side, with a scale for each (Qwen 4).
+    - `model_norm`: before the head stands the model's final norm, or none where it has none, not one of each depth's
+        own (ERNIE 4.5, Qwen 4).
     - `loss_weight`: of the depths' cross-entropy, the mean over all their targets, in the training loss.
     """
 
@@ -39,6 +42,8 @@ class MTPConfig(CheckedFields):
     normed_stream: bool = False
     normed_depths: bool = False
     all_streams: bool = False
+    joint_norm: bool = False
+    model_norm: bool = False
     loss_weight: NonNegativeFloat = 0.1
 
     def __post_init__(self):
@@ -48,3 +53,6 @@ class MTPConfig(CheckedFields):
         norms = [name for name in ("normed_stream", "normed_depths") if getattr(self, name)]
         rule = "excludes normed_stream and normed_depths, whose norm is of the sum of the streams"
         check(not (self.all_streams and norms), f"MTPConfig.all_streams=True {rule}.")
+        check(self.all_streams or not self.joint_norm, "MTPConfig.joint_norm=True needs all_streams=True.")
+        rule = "excludes normed_depths: the norm that they read is one of each depth's own"
+        check(not (self.model_norm and self.normed_depths), f"MTPConfig.model_norm=True {rule}.")

@@ -57,6 +57,8 @@ def _products(model: Decoder) -> dict[str, int]:
             products[name] = (
                 size * (1 + config.mtp.num_depths) if "vocab" in inside and config.mtp is not None else size
             )
+    if config.mtp is not None and config.mtp.all_streams:  # each stream by the same matrix
+        products["mtp.depth.stream_kernel"] *= config.residual.streams
     shared = config.shared_transformer
     if shared is not None:  # each layer that uses it multiplies by one of its blocks
         uses = sum(getattr(block.mixer, "transformer", None) == shared for block in config.blocks)

@@ -11,10 +11,12 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.residual.gated_streams import GatedStreams
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.inference import generation
 from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.block_indexer import PooledIndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.mask import SlidingWindow
@@ -39,17 +41,25 @@ ROUTER = RouterConfig(
     score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.1, balance_loss=0.5
 )
 PLACES = LearnedPositions(max_positions=16)
-OWN = ("normed_stream", "normed_depths", "loss_weight")
+OWN = ("normed_stream", "normed_depths", "joint_norm", "model_norm", "loss_weight")
 # depths of such a model read all of its streams
 STREAMS = dataclasses.replace(BLOCK, residual=HyperConnections(streams=2, iterations=2, weighted_sum=True))
+BLOCKS_OF_KEYS = PooledIndexerConfig(size=2, top_k=2, num_heads=2, head_dim=8)
+GATED = dataclasses.replace(
+    BLOCK,
+    mixer=dataclasses.replace(ATTENTION, selection=BLOCKS_OF_KEYS),
+    residual=GatedStreams(streams=2, rank=3),
+    pre_mixer_norm=None,
+    pre_mlp_norm=None,
+)
 EXPERTS = ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTER)
 
 
 def small(depths: int, *, block=BLOCK, **changes):
     """A decoder with so many depths; `changes` are of the decoder's configuration, or of its `MTPConfig`."""
     own = {name: changes.pop(name) for name in OWN if name in changes}
-    config = ed.DecoderConfig(vocab_size=32, embed_dim=16, blocks=(block,), final_norm=NORM)
-    config = with_mtp(dataclasses.replace(config, **changes), depths)
+    parts: Any = dict(vocab_size=32, embed_dim=16, blocks=(block,), final_norm=NORM) | changes
+    config = with_mtp(ed.DecoderConfig(**parts), depths)
     return dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, **own))
 
 
@@ -94,6 +104,7 @@ def formula(model, tokens, count):
 
 
 NORMED: Any = dict(normed_stream=True, normed_depths=True)
+LIKE_QWEN: Any = dict(block=GATED, final_norm=None, joint_norm=True, model_norm=True)
 
 
 @pytest.mark.parametrize(
@@ -289,12 +300,16 @@ SPECULATIVE = {
     "two depths, tied": (small(2, vocab_size=4, tied=True), 3),
     "three depths, normed": (small(3, vocab_size=3, **NORMED), 1),
     "all streams": (small(2, vocab_size=3, block=STREAMS), 1),
+    "gated streams, one norm of all": (small(2, vocab_size=3, **LIKE_QWEN), 2),
     "window": (small(2, vocab_size=3, block=WINDOW), 12),
     "latent attention and experts": (small(2, vocab_size=3, block=SPARSE), 1),
     "learned positions": (small(2, vocab_size=3, positions=LearnedPositions(max_positions=64)), 2),
     "no mixer": (small(2, vocab_size=4, block=dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None)), 3),
 }  # fmt: skip
-RARE = [pytest.param(name, marks=pytest.mark.slow) for name in ("three depths, normed", "all streams")]
+RARE = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("three depths, normed", "all streams", "gated streams, one norm of all")
+]
 NEW, LENGTHS = 14, [6, 1, 2, 4, 3]
 
 

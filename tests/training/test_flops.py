@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
@@ -86,6 +87,13 @@ def test_depths_count_in_training_with_a_head_each():
     assert matmul_parameters(config) == matmul_parameters(TINY) + more
     assert flops_per_token(config, 100) == flops_per_token(TINY, 100) + 6 * more + 12 * 2 * 4 * 64 * 100
     assert flops_per_token(config, 100, backward=False) == flops_per_token(TINY, 100, backward=False)
+
+
+def test_depths_multiply_each_stream_that_they_read():
+    block = dataclasses.replace(TINY.blocks[0], residual=HyperConnections(streams=3))
+    added = ed.with_mtp(dataclasses.replace(TINY, blocks=(block,)), 1)
+    apart = dataclasses.replace(added, mtp=dataclasses.replace(added.mtp, all_streams=True))
+    assert matmul_parameters(apart) - matmul_parameters(added) == 2 * 256 * 256
 
 
 def test_frozen_weights_cost_what_they_do():
