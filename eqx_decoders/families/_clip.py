@@ -5,9 +5,8 @@ import dataclasses
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families._siglip import siglip, siglip_weights
-from eqx_decoders.families.common import norm
 from eqx_decoders.families.vision_fields import EncoderSizes
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig
 
 

@@ -12,7 +12,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def cohere_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_divisor: float) -> DecoderConfig:
     """Return a decoder of Cohere's blocks with this attention in its layers."""
     norm = LayerNormConfig(eps=shape.eps, bias=False)
-    blocks = (shape.parallel_block(mixer, norm=norm) for mixer in mixers)
+    blocks = (shape.block(mixer, norm=norm, parallel=1) for mixer in mixers)
     return shape.decoder(blocks, norm, logit_divisor=logit_divisor)
 
 

@@ -14,7 +14,6 @@ from eqx_decoders.families.common import (
     PRE_NORMS,
     DecoderSizes,
     decoder_sizes,
-    gated_mlp,
     map_blocks,
     with_masks,
 )  # fmt: skip
@@ -36,11 +35,9 @@ from eqx_decoders.families.settings_table import (
     value_at,
 )
 from eqx_decoders.families.weight_rows import Weight, joined_kernels
-from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -65,31 +62,17 @@ def latent_attention(
 
 
 def deepseek(
-    shape: DecoderSizes,
-    mixer: MixerConfig,
-    *,
-    router: RouterConfig,
-    num_experts: int,
-    num_experts_per_token: int,
-    num_shared: int,
-    expert_dim: int,
-    dense_layers: Collection[int],
-    mlp_bias: bool = False,
-) -> DecoderConfig:
+    shape: DecoderSizes, mixer: MixerConfig, *, router: RouterConfig, dense_layers: Collection[int],
+    mlp_bias: bool = False, **sizes: int,
+) -> DecoderConfig:  # fmt: skip
     """Return a decoder of DeepSeek blocks.
 
-    `shape`'s MLP is that of the `dense_layers`, counted from 0; `num_shared` experts are used by every token.
+    `shape`'s MLP is that of the `dense_layers`, counted from 0; `sizes` of experts are those of `moe.with_shared`, and
+    of `ExpertsConfig`.
     """
-    experts = shape.experts(
-        num_experts=num_experts,
-        num_experts_per_token=num_experts_per_token,
-        mlp_dim=expert_dim,
-        router=router,
-        shared=MLPConfig(mlp_dim=expert_dim * num_shared, activation=shape.activation, bias=mlp_bias),
-    )
-    dense, sparse = shape.block(mixer, shape.mlp(bias=mlp_bias)), shape.block(mixer, experts)
-    blocks = (dense if index in dense_layers else sparse for index in range(shape.num_layers))
-    return moe.need_experts(shape.decoder(blocks))
+    experts = moe.with_shared(shape, router=router, shared_bias=mlp_bias, **sizes)
+    mixers = (mixer,) * shape.num_layers
+    return moe.sparse_decoder(shape, mixers, experts, dense_layers, shape.mlp(bias=mlp_bias))
 
 
 LATENT_PATHS: dict[str, Path] = {
@@ -154,9 +137,8 @@ def expert_settings(*, num_experts: int, chosen: int, shared: int, expert_dim: i
     return (
         Only("moe_layer_freq", 1),
         Only("ep_size", 1),
-        *moe.expert_counts("n_routed_experts", num=num_experts, chosen=chosen),
+        *moe.expert_counts("n_routed_experts", num=num_experts, chosen=chosen, width=expert_dim),
         num_shared(shared),
-        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim, name="expert_dim"),
     )
 
 
@@ -191,7 +173,7 @@ LATENT = (
     Weight(_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
     *GATED_MLP,
 )
-EXPERTS = (*moe.separate_experts(MLP), *gated_mlp(MLP + "shared_experts.", "mlp.shared."))
+EXPERTS = moe.separate_experts(MLP, shared="shared_experts")
 WEIGHTS = (*LATENT, *EXPERTS)
 
 
@@ -299,16 +281,13 @@ def v3_experts(
     - `output_bias`: whether `attention_bias` means the output projection, too.
     - `masks`: of all layers; without them all are causal.
     """
-    qk_norm = QKNorm(norm=shape.norm) if normalized else None
+    qk_norm = shape.qk_norm if normalized else None
     mixer = shape.attention(rope=rope, qk_norm=qk_norm, out_bias=shape.attention_bias and output_bias)
     return with_masks(deepseek_v3(shape=shape, mixer=mixer, **options), masks)
 
 
 _LAYER = "model.layers.{layer}."
-V3_EXPERTS = (
-    *EXPERTS,
-    Weight(MLP + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
-)
+V3_EXPERTS = moe.separate_experts(MLP, bias="gate.e_score_correction_bias", shared="shared_experts")
 DEPTH = (
     Weight(_LAYER + "enorm.weight", "embed_norm.scale", "norm -> norm"),
     Weight(_LAYER + "hnorm.weight", "stream_norm.scale", "norm -> norm"),

@@ -12,11 +12,10 @@ from eqx_decoders.families.common import (
     attentions,
     cycle_masks,
     decoder_sizes,
-    norm_weights,
 )
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Group, Integer, Number, Values
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import RMSNormConfig

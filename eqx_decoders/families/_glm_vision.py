@@ -18,7 +18,7 @@ from eqx_decoders.families._qwen_vision import (
     media_keys,
     with_media,
 )
-from eqx_decoders.families.common import NO_BIAS, decoder_sizes, gated_mlp, norm
+from eqx_decoders.families.common import NO_BIAS, decoder_sizes
 from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, linear, nested, token, with_rope
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Rule, activation
@@ -31,7 +31,7 @@ from eqx_decoders.families.vision_fields import (
     squares,
     vision_config,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope

@@ -1,9 +1,9 @@
 """Settings and tensors that GPT-2, GPT-BigCode and GPT-J share."""
 
-from eqx_decoders.families.common import norm_weights
+from eqx_decoders.families.common import ends
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import Defaults, Renamed, Rule, Setting, Values
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights
 
 
 def _default_mlp(fields: Fields, values: Values) -> None:
@@ -41,10 +41,7 @@ IGNORED_TENSORS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 LAYER = "transformer.h.{layer}."
 # embeddings, norms and the head
 ENDS = (
-    Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
+    *ends("transformer.wte", "transformer.ln_f"),
     Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
     *norm_weights(LAYER, pre_mixer_norm="ln_1", pre_mlp_norm="ln_2"),
-    *norm_weights("transformer.", final_norm="ln_f"),
-    Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
-    Weight("lm_head.bias", "head_bias", "vocab -> vocab"),
 )

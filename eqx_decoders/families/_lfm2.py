@@ -2,21 +2,12 @@
 
 from typing import Any
 
-from eqx_decoders.families.common import (
-    ENDS,
-    DecoderSizes,
-    decoder_sizes,
-    gated_mlp,
-    hybrid_layers,
-    norm_weights,
-    renamed,
-    self_attention,
-)
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, hybrid_layers, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Renamed, Rule, Values
-from eqx_decoders.families.weight_rows import Weight
-from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.recurrent.gated_conv import GatedConvolutionConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -35,7 +26,7 @@ def lfm2(
 
     `num_dense_layers` are those that begin a model with experts; None: all are dense.
     """
-    attention = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm))
+    attention = shape.attention(rope=rope, qk_norm=shape.qk_norm)
     convolution = convolution or GatedConvolutionConfig(channels=shape.embed_dim)
     wide = None if num_dense_layers is None else shape.experts(**experts)
     count = len(full) if num_dense_layers is None else num_dense_layers
@@ -81,7 +72,7 @@ _LAYER, MLP = "model.layers.{layer}.", "model.layers.{layer}.feed_forward."
 _NAMES = {"o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 MLP_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WEIGHTS = (
-    *renamed(ENDS, {"model.norm": "model.embedding_norm"}),
+    *ends(final_norm="model.embedding_norm"),
     *norm_weights(_LAYER, pre_mixer_norm="operator_norm", pre_mlp_norm="ffn_norm"),
     *renamed(self_attention(_LAYER), _NAMES),
     Weight(_LAYER + "conv.in_proj.weight", "mixer.inputs", "(inputs mlp) embed -> embed inputs mlp"),

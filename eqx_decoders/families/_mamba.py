@@ -6,6 +6,7 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.families.common import ends
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import (
     Flag,
@@ -66,11 +67,9 @@ def mamba_sizes(vocab_size: int, embed_dim: int, num_layers: int, tied: bool) ->
 def backbone(mixer: tuple[Weight, ...]) -> tuple[Weight, ...]:
     """Return the rows of a decoder with these of its layers."""
     return (
-        Weight("backbone.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *ends("backbone.embeddings", "backbone.norm_f"),
         Weight(BACKBONE + "norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
         *mixer,
-        Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     )
 
 

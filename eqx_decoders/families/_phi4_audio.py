@@ -10,7 +10,6 @@ from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.families.common import norm
 from eqx_decoders.families.multimodal import linear, token
 from eqx_decoders.families.settings_table import (
     Check,
@@ -26,7 +25,7 @@ from eqx_decoders.families.settings_table import (
     value_at,
 )
 from eqx_decoders.families.vision_fields import OUT_DIM
-from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.families.weight_rows import Weight, norm, sharing
 from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig
 from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.mlp import MLPConfig

@@ -7,8 +7,7 @@ from eqx_decoders.families import moe
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, find_window, read_masks, write_masks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Defaults, Integer, Only, Renamed, Rule, Setting, Unused, Values
-from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.families.settings_table import Defaults, Renamed, Rule, Setting, Unused, Values, only
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
@@ -17,19 +16,17 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 VL_SECTIONS = (24, 20, 20)
 IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}
-IGNORED_QWEN2_KEYS = IGNORED_WINDOW_KEYS | dict.fromkeys(("attention_bias", "qkv_bias"), "the biases are always there")
+IGNORED_QWEN2_KEYS = IGNORED_WINDOW_KEYS | {"attention_bias qkv_bias": "the biases are always there"}
 
 
 def qwen2(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
     """Return a decoder of Qwen2 blocks; without `masks`, one for each layer, all are causal."""
-    masks = masks or (Causal(),) * shape.num_layers
-    return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qkv_bias=True)) for mask in masks)
+    return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope, qkv_bias=True)))
 
 
 def qwen3(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
     """Return a decoder of Qwen3 blocks; without `masks`, one for each layer, all are causal."""
-    masks, qk_norm = masks or (Causal(),) * shape.num_layers, QKNorm(norm=shape.norm)
-    return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qk_norm=qk_norm)) for mask in masks)
+    return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope, qk_norm=shape.qk_norm)))
 
 
 def qwen3_moe(
@@ -50,10 +47,8 @@ def qwen3_moe(
         mlp_dim=expert_dim,
         router=RouterConfig(order="score_first", renormalize=renormalize),
     )
-    mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm))
-    sparse, dense = shape.block(mixer, experts), shape.block(mixer)
-    blocks = (dense if index in dense_layers else sparse for index in range(shape.num_layers))
-    return moe.need_experts(shape.decoder(blocks))
+    mixers = shape.attention_by_mask((mask,) * shape.num_layers, rope, rope, qk_norm=shape.qk_norm)
+    return moe.sparse_decoder(shape, mixers, experts, dense_layers)
 
 
 def _read_window_settings(fields: Fields) -> tuple[int | None, int]:
@@ -64,9 +59,7 @@ def _read_window_settings(fields: Fields) -> tuple[int | None, int]:
 
 def _read_late_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
     window, first = _read_window_settings(fields)
-    return read_masks(
-        fields, window, [window is not None and index >= first for index in range(values["shape"].num_layers)]
-    )
+    return read_masks(fields, values, window, lambda index: window is not None and index >= first)
 
 
 def _write_late_windows(config: DecoderConfig) -> dict[str, Any]:
@@ -82,8 +75,7 @@ LATE_WINDOWS = Rule("masks", _read_late_windows, _write_late_windows)
 
 def _read_early_windows(fields: Fields, values: Values) -> tuple[Mask, ...]:
     window, end = _read_window_settings(fields)
-    layers = range(values["shape"].num_layers)
-    return read_masks(fields, window, [window is not None and index % 2 == 0 and index < end for index in layers])
+    return read_masks(fields, values, window, lambda index: window is not None and index % 2 == 0 and index < end)
 
 
 def _write_early_windows(config: DecoderConfig) -> dict[str, Any]:
@@ -116,13 +108,10 @@ def sparse_settings(
         Defaults({"intermediate_size": mlp_dim}),
         decoder_sizes(num_kv_heads=num_kv_heads),
         moe.sparse_steps(),
-        # the next three stand in Qwen3-Coder's files, and transformers does not read them
-        Only("use_qk_norm", True),
-        Only("qkv_bias", False),
-        Only("shared_expert_intermediate_size", 0),
+        # these stand in Qwen3-Coder's files, and transformers does not read them
+        *only(use_qk_norm=True, qkv_bias=False, shared_expert_intermediate_size=0),
         Renamed({"num_local_experts": "num_experts"}),
-        *moe.expert_counts("num_experts", num=num_experts, chosen=num_experts_per_token),
-        Integer("moe_intermediate_size", "experts.mlp_dim", expert_dim, name="expert_dim"),
+        *moe.expert_counts("num_experts", num=num_experts, chosen=num_experts_per_token, width=expert_dim),
     )
 
 

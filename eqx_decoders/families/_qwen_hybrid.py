@@ -6,10 +6,10 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings
-from eqx_decoders.families.common import PRE_NORMS, DecoderSizes, gated_mlp, hybrid_layers, self_attention
+from eqx_decoders.families.common import PRE_NORMS, DecoderSizes, hybrid_layers
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Group, Integer, Only, Setting
-from eqx_decoders.families.weight_rows import Weight, joined_kernels, mtp_rows, sharing
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, joined_kernels, mtp_rows, self_attention, sharing
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig

@@ -12,7 +12,7 @@ from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families._qwen import VL_SECTIONS
-from eqx_decoders.families.common import norm, plain_mlp
+from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.multimodal import MultimodalFamily, encoder_layer, linear, token, with_rope
 from eqx_decoders.families.settings_table import (
     Check,
@@ -31,7 +31,7 @@ from eqx_decoders.families.vision_fields import (
     square_grid,
     vision_config,
 )
-from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.families.weight_rows import Weight, norm, sharing
 from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope

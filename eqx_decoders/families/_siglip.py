@@ -3,10 +3,10 @@
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
-from eqx_decoders.families.common import norm, plain_mlp
+from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.multimodal import attention, encoder_layer
 from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 
 

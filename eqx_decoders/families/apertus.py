@@ -2,21 +2,12 @@
 
 import functools
 
-from eqx_decoders.families.common import (
-    ENDS,
-    LAYER,
-    DecoderSizes,
-    decoder_sizes,
-    norm_weights,
-    plain_mlp,
-    self_attention,
-)
+from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, plain_mlp
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Rule, Values, only
-from eqx_decoders.families.weight_rows import Weight
-from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -26,7 +17,7 @@ _THETA = 12_000_000.0
 
 def apertus(shape: DecoderSizes, *, rope: Rope = Llama3Rope(theta=_THETA)) -> DecoderConfig:
     """Return a decoder of Apertus blocks."""
-    mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm))
+    mixer = shape.attention(rope=rope, qk_norm=shape.qk_norm)
     return shape.decoder(shape.block(mixer, shape.mlp(gated=False)))
 
 

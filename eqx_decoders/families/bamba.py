@@ -1,11 +1,11 @@
 """Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2, few layers of attention, half of RoPE, an MLP in each layer."""
 
 from eqx_decoders.families._mamba import mamba_settings, mamba_weights
-from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, gated_mlp, norm_weights, self_attention
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Flag, Numbers, Only
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import Rope
@@ -39,15 +39,13 @@ FAMILY = Family(
     ),
     build=bamba,
     weights=(
-        Weight("model.embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *ends(final_norm="model.final_layernorm"),
         *norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_ff_layernorm"),
         *self_attention(LAYER),
         *mamba_weights(LAYER + "mamba."),
         *gated_mlp(LAYER + "feed_forward."),
-        *norm_weights("model.", final_norm="final_layernorm"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    ignored_keys=dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"), "how it is run"),
+    ignored_keys={"mamba_chunk_size num_logits_to_keep z_loss_coefficient": "how it is run"},
 )
 
 _9B = DecoderSizes(

@@ -1,8 +1,9 @@
 """BitNet b1.58 (Ma et al. 2024 and 2025), weights in bfloat16: norms before both output projections, gated ReLU²."""
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, norm
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
+from eqx_decoders.families.weight_rows import norm
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 

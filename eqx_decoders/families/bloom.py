@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 from eqx_decoders.blocks.residual.residual import Weighted
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, fused_attention, gpt_sizes, norm, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, gpt_sizes, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Renamed
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import norm_weights
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -26,11 +26,6 @@ _KEYS = {
     "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "attention_bias")),
 }  # fmt: skip
-_IGNORED = {
-    "how it was run": "pretraining_tp slow_but_exact masked_softmax_fusion bias_dropout_fusion skip_bias_add "
-    "skip_bias_add_qkv offset_alibi seq_length",
-    "softmax is in float32 here anyway": "attention_softmax_in_fp32",
-}
 _LAYER = "transformer.h.{layer}."
 FAMILY = Family(
     model_type="bloom",
@@ -44,17 +39,17 @@ FAMILY = Family(
     ),
     build=bloom,
     weights=(
-        Weight("transformer.word_embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
-        *norm("transformer.word_embeddings_layernorm", "embedding_norm"),
-        *norm(_LAYER + "input_layernorm", "pre_mixer_norm"),
-        *norm(_LAYER + "post_attention_layernorm", "pre_mlp_norm"),
+        *ends("transformer.word_embeddings", "transformer.ln_f"),
+        *norm_weights("transformer.", embedding_norm="word_embeddings_layernorm"),
+        *norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm"),
         *fused_attention(_LAYER + "self_attention.", "query_key_value", "dense"),
         *plain_mlp(_LAYER + "mlp.", up="dense_h_to_4h", down="dense_4h_to_h"),
-        *norm("transformer.ln_f", "final_norm"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    prefix="transformer.",
-    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys={
+        "pretraining_tp slow_but_exact masked_softmax_fusion bias_dropout_fusion skip_bias_add skip_bias_add_qkv "
+        "offset_alibi seq_length": "how it was run",
+        "attention_softmax_in_fp32": "softmax is in float32 here anyway",
+    },
 )
 
 _sizes = functools.partial(gpt_sizes, vocab_size=250_880, eps=1e-5, tied=True, activation="gelu_tanh")

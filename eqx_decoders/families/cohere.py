@@ -24,7 +24,7 @@ FAMILY = Family(
     architecture="CohereForCausalLM",
     settings=(
         *COHERE_SETTINGS,
-        Flag("use_qk_norm", lambda config: config.blocks[0].mixer.qk_norm is not None, False, name="qk_norm"),
+        Flag("use_qk_norm", "attention.qk_norm", False, name="qk_norm"),
         rope_settings(theta=500_000.0, pairing="interleaved"),
     ),
     build=cohere,

@@ -6,16 +6,15 @@ from eqx_decoders.families._cohere import COHERE_SETTINGS, IGNORED_COHERE_KEYS, 
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Check, Integer, Only
-from eqx_decoders.layers.mask import Mask, SlidingWindow
+from eqx_decoders.families.settings_table import Check, Only
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def cohere2(shape: DecoderSizes, *, masks: tuple[Mask, ...], rope: Rope, logit_divisor: float = 16.0) -> DecoderConfig:
     """Return a decoder of Command R7B's blocks; only layers with a window have the rotary embedding."""
-    mixers = (shape.attention(mask=mask, rope=rope if isinstance(mask, SlidingWindow) else None) for mask in masks)
-    return cohere_decoder(shape, mixers, logit_divisor)
+    return cohere_decoder(shape, shape.attention_by_mask(masks, None, rope), logit_divisor)
 
 
 FAMILY = Family(
@@ -28,8 +27,7 @@ FAMILY = Family(
             lambda values: values["shape"].head_dim * values["shape"].num_heads == values["shape"].embed_dim,
             "head_dim must be hidden_size / num_attention_heads: transformers reads no other.",
         ),
-        Integer("sliding_window_pattern", None, 4, name="_period"),
-        cycle_masks(),
+        cycle_masks(4, key="sliding_window_pattern"),
         rope_settings(pairing="interleaved"),
     ),
     build=cohere2,

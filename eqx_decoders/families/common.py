@@ -10,12 +10,13 @@ from eqx_decoders.blocks.residual.residual import Parallel
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.config_reader import ACTIVATIONS, REQUIRED, Fields
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Path, Rule, Values, Word
-from eqx_decoders.families.weight_rows import Weight, sharing
-from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm, norm_weights, self_attention, sharing
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import NormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
@@ -50,11 +51,28 @@ class DecoderSizes:
         """RMSNorm with this `eps`."""
         return RMSNormConfig(eps=self.eps)
 
+    @property
+    def qk_norm(self) -> QKNorm:
+        """The same for queries and keys, each head for itself."""
+        return QKNorm(norm=self.norm)
+
     def attention(self, **options: Any) -> AttentionConfig:
         """Return attention of these sizes."""
         heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         bias = dict(qkv_bias=self.attention_bias, out_bias=self.attention_bias)
         return AttentionConfig(**{**heads, **bias, **options})
+
+    def attention_by_mask(
+        self, masks: Iterable[Mask], rope: Rope | None, local_rope: Rope | None, **options: Any
+    ) -> tuple[AttentionConfig, ...]:
+        """Return the attention of all layers with these masks, or causal ones for none; see `attention`.
+
+        Layers that see the whole past have the rotary embedding `rope`, the others `local_rope`.
+        """
+        return tuple(
+            self.attention(mask=mask, rope=rope if mask == Causal() else local_rope, **options)
+            for mask in tuple(masks) or (Causal(),) * self.num_layers
+        )
 
     def mlp(self, **options: Any) -> MLPConfig:
         """Return an MLP of these sizes."""
@@ -78,23 +96,20 @@ class DecoderSizes:
         mlp: MLPConfig | ExpertsConfig | None = None,
         norm: NormConfig | None = None,
         norms: NormPlaces = "pre",
+        parallel: int = 0,
         **options: Any,
     ) -> BlockConfig:
         """Return a layer with norms before attention and MLP, after them, or both.
 
-        Its MLP is `self.mlp()` and its norms are `self.norm` where they are None.
+        Its MLP is `self.mlp()` and its norms are `self.norm` where they are None. If `parallel` is 1 or 2, attention
+        and MLP read the same stream, through one norm or two of their own.
         """
         before = None if norms == "post" else norm or self.norm
         after = None if norms == "pre" else norm or self.norm
-        around = dict(pre_mixer_norm=before, post_mixer_norm=after, pre_mlp_norm=before, post_mlp_norm=after)
-        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), **{**around, **options})
-
-    def parallel_block(
-        self, mixer: MixerConfig, mlp: MLPConfig | None = None, norm: NormConfig | None = None, *, norms: int = 1
-    ) -> BlockConfig:
-        """Return a layer whose attention and MLP read the same stream, through one norm or two of their own."""
-        shared: dict[str, Any] = {"pre_mlp_norm": None} if norms == 1 else {}
-        return self.block(mixer, mlp, norm, residual=Parallel(), **shared)
+        around = dict(pre_mixer_norm=before, post_mixer_norm=after, post_mlp_norm=after)
+        around["pre_mlp_norm"] = None if parallel == 1 else before
+        residual = {"residual": Parallel()} if parallel else {}
+        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), **{**around, **residual, **options})
 
     def decoder(
         self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
@@ -214,35 +229,57 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
 LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chunked: "chunked_attention"}
 
 
-def cycle_masks(period: int | None = None, *, window: int = 4096, default: int | None = None) -> Rule:
+def cycle_masks(period: int, *, key: str = "", window: int = 4096, default: int | None = None) -> Rule:
     """Return the row of the masks of `DecoderSizes.cycle_masks`, unless `layer_types` differs.
 
-    `window` is transformers' default for their size, and `default` what is written where no layer has one. Without a
-    `period` it is the value `_period`.
+    `window` is transformers' default for their size, and `default` what is written where no layer has one. With a `key`
+    that may say another `period`, which is not written.
     """
 
     def read(fields: Fields, values: Values) -> tuple[Mask, ...]:
-        layers, cycle = values["shape"].num_layers, period or values["_period"]
+        cycle = fields.integer(key, period) if key else period
         size = fields.integer("sliding_window", window, null=None)
-        return read_masks(fields, size, [(index + 1) % cycle != 0 for index in range(layers)])
+        return read_masks(fields, values, size, lambda index: (index + 1) % cycle != 0)
 
     return Rule("masks", read, functools.partial(write_masks, default=default))
 
 
-def read_masks(
-    fields: Fields, size: int | None, local: list[bool], kind: LocalMask = SlidingWindow, key: str = "sliding_window"
-) -> tuple[Mask, ...]:
-    """Read the mask of each layer, causal or `kind` of a `size` (the value of `key`).
+def layer_masks(
+    local: Callable[[int, Values], bool], *, window: int | None = 4096, default: int | None = None, switch: str = ""
+) -> Rule:
+    """Return the row of the masks of layers with windows where `local` says so, unless `layer_types` differs.
 
-    `layer_types` or, where there is none, `local` says which layers are local.
+    It takes the number of a layer and the values before. `window` is transformers' default for their size, and
+    `default` what is written where no layer has one. Where the size is null, or the flag `switch` false, none has.
     """
-    word = LAYER_TYPES[kind]
-    types = fields.words("layer_types", (LAYER_TYPES[Causal], word), len(local))
-    local = local if types is None else [layer_type == word for layer_type in types]
-    if any(local) and size is None:
+
+    def read(fields: Fields, values: Values) -> tuple[Mask, ...]:
+        on, size = not switch or fields.flag(switch, False), fields.integer("sliding_window", window, null=None)
+        size = size if on else None
+        return read_masks(fields, values, size, lambda index: size is not None and local(index, values))
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        masks = write_masks(config, default=default)
+        return masks | ({switch: masks["sliding_window"] is not None} if switch else {})
+
+    return Rule("masks", read, write)
+
+
+def read_masks(
+    fields: Fields, values: Values, size: int | None, local: Callable[[int], bool] = lambda index: False,
+    kind: LocalMask = SlidingWindow, key: str = "sliding_window",
+) -> tuple[Mask, ...]:  # fmt: skip
+    """Read the mask of each layer of the value `shape`, causal or `kind` of a `size` (the value of `key`).
+
+    `layer_types` or, where there is none, `local` says of each layer, by its number, whether it is local.
+    """
+    layers, word = range(values["shape"].num_layers), LAYER_TYPES[kind]
+    types = fields.words("layer_types", (LAYER_TYPES[Causal], word), len(layers))
+    flags = [local(index) if types is None else types[index] == word for index in layers]
+    if any(flags) and size is None:
         raise fields.error(f"layer_types has {word}, but {key} is null or off: give its size.")
     mask = Causal() if size is None else kind(size)
-    return tuple(mask if flag else Causal() for flag in local)
+    return tuple(mask if flag else Causal() for flag in flags)
 
 
 def write_masks(
@@ -295,15 +332,24 @@ def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int |
     return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, kind)), default=None)
 
 
-# The rows that most tables share.
-ENDS = (
-    Weight("model.embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
-    Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
-    Weight("model.norm.bias", "final_norm.bias", "norm -> norm"),
-    Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
-    Weight("lm_head.bias", "head_bias", "vocab -> vocab"),
-)
+# --- the rows of weights that most tables share ---
+
 LAYER = "model.layers.{layer}."
+
+
+def ends(
+    embedding: str = "model.embed_tokens", final_norm: str = "model.norm", head: str = "lm_head"
+) -> tuple[Weight, ...]:
+    """Return the rows of the embedding, the final norm and the output head, whose modules have these names."""
+    return (
+        Weight(f"{embedding}.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *norm(final_norm, "final_norm"),
+        Weight(f"{head}.weight", "head.kernel", "vocab embed -> embed vocab"),
+        Weight(f"{head}.bias", "head_bias", "vocab -> vocab"),
+    )
+
+
+ENDS = ends()
 
 
 def renamed(rows: Iterable[Weight], names: Mapping[str, str]) -> tuple[Weight, ...]:
@@ -313,28 +359,6 @@ def renamed(rows: Iterable[Weight], names: Mapping[str, str]) -> tuple[Weight, .
         return functools.reduce(lambda name, words: name.replace(*words), names.items(), row.name)
 
     return tuple(dataclasses.replace(row, name=name(row)) for row in rows)
-
-
-def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
-    """Return the rows of attention, which is called `name` in a layer."""
-    attention = prefix + name
-    into = {"q_proj": ("query", "heads"), "k_proj": ("key", "kv_heads"), "v_proj": ("value", "kv_heads")}
-    rows: list[Weight] = []
-    for tensor, (path, heads) in into.items():
-        pattern = f"({heads} head_dim) embed -> embed {heads} head_dim"
-        rows.append(Weight(f"{attention}{tensor}.weight", f"mixer.{path}", pattern))
-        rows.append(
-            Weight(f"{attention}{tensor}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim")
-        )
-    return (
-        *rows,
-        Weight(attention + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
-        Weight(attention + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
-        *norm(attention + "q_norm", "mixer.query_norm"),
-        *norm(attention + "k_norm", "mixer.key_norm"),
-        Weight(attention + "q_norm.weight", "mixer.query_norm_scale", "heads head_dim -> heads head_dim"),
-        Weight(attention + "k_norm.weight", "mixer.key_norm_scale", "kv_heads head_dim -> kv_heads head_dim"),
-    )
 
 
 def fused_attention(prefix: str, qkv: str, out: str) -> tuple[Weight, ...]:
@@ -347,18 +371,6 @@ def fused_attention(prefix: str, qkv: str, out: str) -> tuple[Weight, ...]:
         *sharing(f"{prefix}{qkv}.bias", *biases, within="kv_heads"),
         Weight(f"{prefix}{out}.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         Weight(f"{prefix}{out}.bias", "mixer.out_bias", "embed -> embed"),
-    )
-
-
-def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
-    """Return the rows of a gated MLP."""
-    return (
-        Weight(prefix + "gate_proj.weight", path + "gate", "mlp embed -> embed mlp"),
-        Weight(prefix + "gate_proj.bias", path + "gate_bias", "mlp -> mlp"),
-        Weight(prefix + "up_proj.weight", path + "up", "mlp embed -> embed mlp"),
-        Weight(prefix + "up_proj.bias", path + "up_bias", "mlp -> mlp"),
-        Weight(prefix + "down_proj.weight", path + "down", "embed mlp -> mlp embed"),
-        Weight(prefix + "down_proj.bias", path + "down_bias", "embed -> embed"),
     )
 
 
@@ -385,19 +397,6 @@ def plain_mlp(prefix: str, path: str = "mlp.", up: str = "up_proj", down: str = 
     )
 
 
-def norm(name: str, path: str, *, needs: str = "") -> tuple[Weight, ...]:
-    """Return the rows of a norm, which count only where the block has the weight `needs` unless that is empty."""
-    return (
-        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm", needs=needs),
-        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm", needs=needs),
-    )
-
-
-def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
-    """Return the rows of norms with these names: `pre_mixer_norm="input_layernorm"`."""
-    return tuple(row for path, name in names.items() for row in norm(prefix + name, path))
-
-
 PRE_NORMS = norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
 _POST_NORMS = norm_weights(
     LAYER, post_mixer_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm"
@@ -411,10 +410,12 @@ _NORMS: dict[NormPlaces, tuple[Weight, ...]] = {
 
 
 def llama_weights(
-    norms: NormPlaces | tuple[Weight, ...] = "pre", mlp: tuple[Weight, ...] = GATED_MLP
+    norms: NormPlaces | tuple[Weight, ...] = "pre",
+    mlp: tuple[Weight, ...] = GATED_MLP,
+    experts: tuple[Weight, ...] = (),
 ) -> tuple[Weight, ...]:
-    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLP or experts.
+    """Return the rows of a Llama, with norms at these positions of a block, and these rows for MLPs and experts.
 
     Rows in the place of positions are those of norms with other names.
     """
-    return ENDS + self_attention(LAYER) + (norms if isinstance(norms, tuple) else _NORMS[norms]) + mlp
+    return ENDS + self_attention(LAYER) + (norms if isinstance(norms, tuple) else _NORMS[norms]) + mlp + experts

@@ -13,30 +13,34 @@ REQUIRED: Any = object()
 _LARGEST = 2**31 - 1
 MOST_LAYERS = 1024
 
+
+def by_key(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return a reason for each key, from reasons for several keys with spaces between them."""
+    return {key: reason for keys, reason in reasons.items() for key in keys.split()}
+
+
 # Keys that don't change what a loaded model computes, each with the reason. They are carried over into an export.
-IGNORED_KEYS: dict[str, str] = {
-    key: reason
-    for reason, keys in {
-        "who wrote it, and of what": "transformers_version _name_or_path name_or_path _model_name_or_path "
-        "model_name_or_path _commit_hash _original_object_hash _from_pipeline _from_auto _from_model_config "
-        "unsloth_version unsloth_fixed is_llama_config transformers.js_config",
-        "for tokenizers and generation": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
-        "forced_bos_token_id forced_eos_token_id unk_token_id tokenizer_class prefix model_max_length",
-        "generation settings of transformers": "max_length min_length do_sample early_stopping num_beams "
-        "num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
-        "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores "
-        "return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-        "begin_suppress_tokens cache_implementation use_cache",
-        "dropout happens in training only, and a loaded model has none": "attention_dropout resid_pdrop embd_pdrop "
-        "attn_pdrop hidden_dropout hidden_dropout_prob",
-        "how transformers runs it": "use_return_dict output_attentions output_hidden_states return_dict torchscript "
-        "use_bfloat16 tf_legacy_loss chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels "
+IGNORED_KEYS: dict[str, str] = by_key(
+    {
+        "transformers_version _name_or_path name_or_path _model_name_or_path model_name_or_path _commit_hash "
+        "_original_object_hash _from_pipeline _from_auto _from_model_config unsloth_version unsloth_fixed "
+        "is_llama_config transformers.js_config": "who wrote it, and of what",
+        "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
+        "forced_eos_token_id unk_token_id tokenizer_class prefix model_max_length": "for tokenizers and generation",
+        "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
+        "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+        "bad_words_ids num_return_sequences output_scores return_dict_in_generate remove_invalid_values "
+        "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+        "cache_implementation use_cache": "generation settings of transformers",
+        "attention_dropout resid_pdrop embd_pdrop attn_pdrop "
+        "hidden_dropout hidden_dropout_prob": "dropout happens in training only, and a loaded model has none",
+        "use_return_dict output_attentions output_hidden_states return_dict torchscript use_bfloat16 "
+        "tf_legacy_loss chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels "
         "_num_labels task_specific_params pretraining_tp output_past gradient_checkpointing _attn_implementation "
-        "_attn_implementation_autoset _flash_attn_2_enabled attn_implementation",
-        "a promise, not a limit: rotary positions have no table": "max_position_embeddings",
-    }.items()
-    for key in keys.split()
-}
+        "_attn_implementation_autoset _flash_attn_2_enabled attn_implementation": "how transformers runs it",
+        "max_position_embeddings": "a promise, not a limit: rotary positions have no table",
+    }
+)
 
 # Keys that would change what a model computes in a way that is not implemented, with the values that do not.
 ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {

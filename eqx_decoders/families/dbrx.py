@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eqx_decoders.families.common import DecoderSizes, norm_weights
+from eqx_decoders.families.common import DecoderSizes, ends
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -20,7 +20,7 @@ from eqx_decoders.families.settings_table import (
     Word,
     value_at,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -131,9 +131,7 @@ FAMILY = Family(
     ),
     build=dbrx,
     weights=(
-        Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
-        Weight("transformer.norm_f.weight", "final_norm.scale", "norm -> norm"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+        *ends("transformer.wte", "transformer.norm_f"),
         *norm_weights(_INNER, pre_mixer_norm="norm_1", pre_mlp_norm="norm_2"),
         Weight(_INNER + "attn.Wqkv.weight", "mixer.qkv", "(qkv_heads head_dim) embed -> embed qkv_heads head_dim"),
         Weight(_INNER + "attn.out_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
@@ -142,9 +140,8 @@ FAMILY = Family(
         Weight(_MLP + "v1", "mlp.up", "(experts mlp) embed -> experts embed mlp"),
         Weight(_MLP + "w2", "mlp.down", "(experts mlp) embed -> experts mlp embed"),
     ),
-    prefix="transformer.",
     ignored_keys={
-        **dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), "routers are trained with it"),
+        "output_router_logits router_aux_loss_coef": "routers are trained with it",
         "emb_pdrop": "dropout happens in training only",
         "max_seq_len": "a promise, not a limit: rotary positions have no table",
     },

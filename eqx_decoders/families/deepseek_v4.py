@@ -6,7 +6,7 @@ from typing import Any
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_named_ropes, write_named_ropes
@@ -271,9 +271,7 @@ FAMILY = Family(
     ),
     build=deepseek_v4,
     weights=_with_depths(
-        Weight("embed.weight", "embedding.table", "vocab embed -> vocab embed"),
-        Weight("norm.weight", "final_norm.scale", "norm -> norm"),
-        Weight("head.weight", "head.kernel", "vocab embed -> embed vocab"),
+        *ends("embed", "norm", "head"),
         *_stream_sum("", ""),
         *_connection("attn", 0),
         *_connection("ffn", 1),
@@ -293,8 +291,7 @@ FAMILY = Family(
         Weight(_ATTENTION + "indexer.wq_b.weight", "mixer.indexer.query",
                "(heads head_dim) q_rank -> q_rank heads head_dim"),
         Weight(_ATTENTION + "indexer.weights_proj.weight", "mixer.indexer.head_weight", "heads embed -> embed heads"),
-        *moe.separate_experts(_MLP, gate="w1", up="w3", down="w2"),
-        Weight(_MLP + "gate.bias", "mlp.router.selection_bias", "experts -> experts"),
+        *moe.separate_experts(_MLP, gate="w1", up="w3", down="w2", bias="gate.bias"),
         Weight(_MLP + "gate.tid2eid", "mlp.router.table", "vocab slots -> vocab slots"),
         Weight(_MLP + "shared_experts.w1.weight", "mlp.shared.gate", "mlp embed -> embed mlp"),
         Weight(_MLP + "shared_experts.w3.weight", "mlp.shared.up", "mlp embed -> embed mlp"),

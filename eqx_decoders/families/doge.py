@@ -11,7 +11,6 @@ from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Integer, Only
 from eqx_decoders.families.weight_rows import Weight
-from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.attention.variants.dynamic_mask import DynamicMaskConfig
 from eqx_decoders.layers.rope import DynamicRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -19,19 +18,19 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 def doge(shape: DecoderSizes, *, top_k: int = 2048, mlp_bias: bool = False, rope: Rope = Rope()) -> DecoderConfig:
     """Return a decoder of Doge blocks."""
-    attention = shape.attention(rope=rope, qk_norm=QKNorm(norm=shape.norm))
+    attention = shape.attention(rope=rope, qk_norm=shape.qk_norm)
     mixer = DynamicMaskConfig(attention=attention, top_k=top_k)
     return shape.decoder(shape.block(mixer, shape.mlp(bias=mlp_bias), residual=Weighted(gains=True)))
 
 
 _ATTENTION, _HEADS = LAYER + "self_attn.", "blocks.0.mixer.attention."
+_EXPERTS = "num_experts num_experts_per_tok norm_topk_prob output_router_logits router_aux_loss_coef"
 _PATHS = {
     "num_attention_heads": _HEADS + "num_heads",
     "num_key_value_heads": _HEADS + "num_kv_heads",
     "head_dim": _HEADS + "head_dim",
     "attention_bias": _HEADS + "qkv_bias",
 }
-_EXPERTS = "num_experts num_experts_per_tok norm_topk_prob output_router_logits router_aux_loss_coef"
 FAMILY = Family(
     model_type="doge",
     architecture="DogeForCausalLM",
@@ -55,7 +54,7 @@ FAMILY = Family(
         Weight(LAYER + "input_residual", "residual.gains.0.scale", "embed -> embed"),
         Weight(LAYER + "post_attention_residual", "residual.gains.1.scale", "embed -> embed"),
     ),
-    ignored_keys={"hidden_dropout": "in training alone", **dict.fromkeys(_EXPERTS.split(), "there are no experts")},
+    ignored_keys={"hidden_dropout": "in training alone", _EXPERTS: "there are no experts"},
 )  # fmt: skip
 
 _sizes = functools.partial(DecoderSizes, vocab_size=32_768, head_dim=128, tied=True)

@@ -4,19 +4,11 @@ import functools
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, expert_settings, v3_experts, v3_router, v3_router_settings
-from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, llama_weights, read_masks, write_masks
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, layer_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Rule, Values
-from eqx_decoders.layers.mask import Mask
+from eqx_decoders.families.settings_table import Integer
 from eqx_decoders.layers.rope import Rope
-
-
-def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    window, first = fields.integer("sliding_window", 4096, null=None), fields.integer("max_window_layers", 62, least=0)
-    layers = range(values["shape"].num_layers)
-    return read_masks(fields, window, [window is not None and index >= first for index in layers])
 
 
 dots1 = functools.partial(v3_experts, normalized=True)
@@ -26,16 +18,17 @@ FAMILY = Family(
     settings=(
         decoder_sizes(),
         rope_settings(),
-        Rule("masks", _read_masks, functools.partial(write_masks, default=4096)),
+        Integer("max_window_layers", None, 62, least=0, name="_first"),
+        layer_masks(lambda index, values: index >= values["_first"], default=4096),
         *v3_router_settings(scale=1.0, renormalize=False),
         *expert_settings(num_experts=128, chosen=6, shared=2, expert_dim=1408),  # transformers has no defaults
         moe.dense_layers(0),
     ),
     build=dots1,
-    weights=llama_weights(mlp=GATED_MLP + V3_EXPERTS),
+    weights=llama_weights(experts=V3_EXPERTS),
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | dict.fromkeys(("max_window_layers", "use_sliding_window"), "layer_types and sliding_window say it"),
+    | {"max_window_layers use_sliding_window": "layer_types and sliding_window say it"},
 )
 
 _142B = DecoderSizes(

@@ -3,36 +3,29 @@
 import functools
 from typing import Any
 
-from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights, read_masks, write_masks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Rule, Values, value_at
-from eqx_decoders.layers.attention.attention import QKNorm
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 
 def exaone4(shape: DecoderSizes, *, masks: tuple[Mask, ...] | None = None, rope: Rope = Rope()) -> DecoderConfig:
     """Return a decoder of EXAONE 4 blocks; without `masks` all layers are causal, and all have RoPE."""
-    qk_norm = QKNorm(norm=shape.norm)
-
-    def block(mask: Mask) -> BlockConfig:
-        rotated = masks is None or mask != Causal()
-        return shape.block(shape.attention(mask=mask, rope=rope if rotated else None, qk_norm=qk_norm), norms="post")
-
-    return shape.decoder(map(block, masks or (Causal(),) * shape.num_layers))
+    mixers = shape.attention_by_mask(masks or (), None if masks else rope, rope, qk_norm=shape.qk_norm)
+    return shape.decoder(shape.block(mixer, norms="post") for mixer in mixers)
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...] | None:
-    layers, size = values["shape"].num_layers, fields.integer("sliding_window", 4096, null=None)
-    if size is None or fields.content.get("layer_types") is not None:  # with which the pattern is not read
-        masks = read_masks(fields, size, [False] * layers)
-        return masks if size else None
-    period = fields.integer("sliding_window_pattern", 4)
-    return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
+    def local(index: int) -> bool:  # without layer_types; with them the pattern, which may be a word, is not read
+        return size is not None and (index + 1) % fields.integer("sliding_window_pattern", 4) != 0
+
+    size = fields.integer("sliding_window", 4096, null=None)
+    masks = read_masks(fields, values, size, local)
+    return masks if size else None
 
 
 def _write_masks(config: DecoderConfig) -> dict[str, Any]:

@@ -6,21 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from eqx_decoders.families._mamba import mamba_settings, mamba_weights
-from eqx_decoders.families.common import (
-    ENDS,
-    LAYER,
-    DecoderSizes,
-    decoder_sizes,
-    gated_mlp,
-    norm_weights,
-    renamed,
-    self_attention,
-)
+from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Inverse, Number, Rule, Values, first_layer, value_at
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.parallel_mixers import NamedMixer, ParallelMixersConfig
 from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
@@ -99,11 +90,6 @@ _MLP_OPTIONS = (
     Rule("scales", lambda fields, values: _read_numbers(fields, "mlp_multipliers", 2), _write_mlp_scales),
 )
 _MIXER = "blocks.0.mixer.mixers."
-_IGNORED = {
-    "mamba_d_ssm says it": "mamba_expand",
-    "how it is run": "mamba_chunk_size num_logits_to_keep",
-    "transformers does not read it": "attn_layer_indices mamba_use_mlp mlp_expansion_factor expansion_factor",
-}
 # --- tensors ---
 
 
@@ -140,7 +126,11 @@ FAMILY = Family(
         *_within(self_attention(LAYER), "attention"),
         *gated_mlp(LAYER + "feed_forward."),
     ),
-    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys={
+        "mamba_expand": "mamba_d_ssm says it",
+        "mamba_chunk_size num_logits_to_keep": "how it is run",
+        "attn_layer_indices mamba_use_mlp mlp_expansion_factor expansion_factor": "transformers does not read it",
+    },
 )
 
 _shape = functools.partial(DecoderSizes, head_dim=128, num_kv_heads=2, eps=1e-5)

@@ -30,7 +30,6 @@ FAMILY = Family(
     ),
     build=mamba_decoder,
     weights=backbone(mamba1_weights(BACKBONE + "mixer.")),
-    prefix="backbone.",
     ignored_keys=IGNORED,
 )
 

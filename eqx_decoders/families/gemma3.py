@@ -6,9 +6,9 @@ from eqx_decoders.families._gemma import GEMMA_SETTINGS, IGNORED_ACTIVATION_KEY,
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
-from eqx_decoders.families.settings_table import Integer, Number, Only
-from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.mask import Mask, SlidingWindow
+from eqx_decoders.families.settings_table import Number, Only
+from eqx_decoders.layers.attention.attention import QKNorm
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -25,12 +25,8 @@ def gemma3(
 ) -> DecoderConfig:
     """Return a decoder of Gemma 3 blocks; layers with a window have the rotary embedding `local_rope`."""
     qk_norm = QKNorm(norm=RMSNormConfig(eps=shape.eps, offset=1.0))
-
-    def mixer(mask: Mask) -> AttentionConfig:
-        used = local_rope if isinstance(mask, SlidingWindow) else rope
-        return shape.attention(mask=mask, rope=used, query_scale=query_scalar**-0.5, qk_norm=qk_norm)
-
-    return gemma_decoder(shape, map(mixer, masks), logit_cap)
+    mixers = shape.attention_by_mask(masks, rope, local_rope, query_scale=query_scalar**-0.5, qk_norm=qk_norm)
+    return gemma_decoder(shape, mixers, logit_cap)
 
 
 FAMILY = Family(
@@ -40,8 +36,7 @@ FAMILY = Family(
         *GEMMA_SETTINGS,
         Only("attn_logit_softcapping", written=True),  # transformers has the key and never applies it
         RopesByLayer(theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq"),
-        Integer("sliding_window_pattern", None, 6, name="_period"),
-        cycle_masks(default=4096),
+        cycle_masks(6, key="sliding_window_pattern", default=4096),
         Number("final_logit_softcapping", "logit_soft_cap", None, name="logit_cap"),
     ),
     build=gemma3,

@@ -9,7 +9,6 @@ import math
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families._siglip import siglip, siglip_weights
-from eqx_decoders.families.common import norm
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import LANGUAGE_MODEL, ExtendedModel, MultimodalFamily, token, with_spans
 from eqx_decoders.families.settings_table import (
@@ -25,7 +24,7 @@ from eqx_decoders.families.settings_table import (
     value_at,
 )
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, grid_side, vision_config
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.model.decoder_config import DecoderConfig
 
 

@@ -18,12 +18,12 @@ from eqx_decoders.families._gemma import (
     shared_key_settings,
     unused_kv_tensors,
 )
-from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights, norm
+from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Number, Only, Rule, Values
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Mask, SlidingWindow

@@ -14,7 +14,6 @@ from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfi
 from eqx_decoders.families._gemma import unused_kv_tensors
 from eqx_decoders.families._gemma4_audio import CLIP, CONFORMER, ConformerSizes, conformer_block
 from eqx_decoders.families._mobilenet import architectures, network_weights, read_network, write_network
-from eqx_decoders.families.common import norm
 from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, token
 from eqx_decoders.families.settings_table import (
@@ -31,7 +30,7 @@ from eqx_decoders.families.settings_table import (
     value_at,
 )
 from eqx_decoders.families.vision_fields import OUT_DIM
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -276,8 +275,7 @@ FAMILY = MultimodalFamily(
     ),
     text_names=_TEXT_NAMES,
     ignored_keys={
-        **dict.fromkeys(("boi_token_id", "eoi_token_id"), "a token around placeholders"),
-        **dict.fromkeys(("boa_token_id", "eoa_token_id"), "a token around placeholders"),
+        "boi_token_id eoi_token_id boa_token_id eoa_token_id": "a token around placeholders",
         "initializer_range": "of new weights",
     },
     ignored_tensors=lambda config: unused_kv_tensors(config, _TEXT_NAMES["model."]),

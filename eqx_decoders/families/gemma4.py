@@ -20,23 +20,14 @@ from eqx_decoders.families._gemma import (
     shared_key_settings,
     unused_kv_tensors,
 )
-from eqx_decoders.families.common import (
-    LAYER_TYPES,
-    DecoderSizes,
-    attentions,
-    gated_mlp,
-    llama_weights,
-    norm_weights,
-    read_masks,
-    write_masks,
-)
+from eqx_decoders.families.common import LAYER_TYPES, DecoderSizes, attentions, llama_weights, read_masks, write_masks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
 from eqx_decoders.families.rope_config import read_ropes, write_ropes
 from eqx_decoders.families.settings_table import Flag, Number, Only, Rule, Values, first_layer
-from eqx_decoders.families.weight_rows import Weight
-from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.mlp import MLPConfig
@@ -93,7 +84,7 @@ def gemma4(
             mask=masks[layer],
             rope=ropes[LAYER_TYPES[type(masks[layer])]],
             query_scale=1.0,
-            qk_norm=QKNorm(norm=shape.norm),
+            qk_norm=shape.qk_norm,
             shared_kv=shared_kv and isinstance(masks[layer], Causal) and not shares,
             value_norm=None if shares else RMSNormConfig(eps=shape.eps, scale=False),
             kv_shared_from=shared_from,
@@ -140,8 +131,8 @@ def _block(
 
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    local = [(index + 1) % 6 != 0 for index in range(values["shape"].num_layers)]
-    return (*read_masks(fields, fields.integer("sliding_window", 512), local)[:-1], Causal())  # as transformers has it
+    masks = read_masks(fields, values, fields.integer("sliding_window", 512), lambda index: (index + 1) % 6 != 0)
+    return (*masks[:-1], Causal())  # as transformers has it
 
 
 def _read_rope_tables(fields: Fields, values: Values) -> dict[str, Rope]:

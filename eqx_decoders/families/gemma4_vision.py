@@ -17,7 +17,6 @@ from eqx_decoders.encoders.stem import LearnedAxes
 from eqx_decoders.families import _gemma4_audio
 from eqx_decoders.families._gemma import unused_kv_tensors
 from eqx_decoders.families._gemma4_audio import gemma4_audio, maybe_clipped
-from eqx_decoders.families.common import gated_mlp, norm_weights
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, attention, linear, token, with_spans
 from eqx_decoders.families.settings_table import (
@@ -35,7 +34,7 @@ from eqx_decoders.families.settings_table import (
     value_at,
 )
 from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, vision_config
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig

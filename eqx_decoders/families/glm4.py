@@ -3,8 +3,9 @@
 import functools
 
 from eqx_decoders.families._glm import FUSED_MLP, SETTINGS, glm, glm_sizes
-from eqx_decoders.families.common import LAYER, llama_weights, norm_weights
+from eqx_decoders.families.common import LAYER, llama_weights
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import norm_weights
 
 
 glm4 = functools.partial(glm, norms="sandwich")

@@ -14,7 +14,7 @@ from eqx_decoders.families._deepseek import (
     v3_router_settings,
 )  # fmt: skip
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, llama_weights
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Flag
@@ -29,14 +29,14 @@ FAMILY = Family(
         AUTO_MAP,
         decoder_sizes(num_kv_heads=8, eps=1e-5),
         rope_settings(fraction=0.5),
-        Flag("use_qk_norm", lambda config: config.blocks[0].mixer.qk_norm is not None, False, name="normalized"),
+        Flag("use_qk_norm", "attention.qk_norm", False, name="normalized"),
         *v3_router_settings(scale=1.0),
         *expert_settings(num_experts=128, chosen=8, shared=1, expert_dim=1408),
         moe.dense_layers(1),
         DEPTHS,
     ),
     build=glm4_moe,
-    weights=(*llama_weights(mlp=GATED_MLP + V3_EXPERTS), *DEPTH),
+    weights=(*llama_weights(experts=V3_EXPERTS), *DEPTH),
     fused=moe.fused_experts(MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"moe_router_dtype": "scores are in float32"},
     copies=V3_COPIES,

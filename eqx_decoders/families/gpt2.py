@@ -70,7 +70,6 @@ FAMILY = Family(
         Weight(_gpt2.LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
         Weight(_gpt2.LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
     ),
-    prefix="transformer.",
     ignored_tensors=_gpt2.IGNORED_TENSORS,
     ignored_keys=_gpt2.IGNORED_KEYS | {"reorder_and_upcast_attn": "scores and softmax are in float32 here anyway"},
 )

@@ -18,16 +18,6 @@ def gpt_bigcode(shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool 
     return shape.decoder(shape.block(mixer, mlp, norm), norm, positions=LearnedPositions(max_positions=max_positions))
 
 
-def _is_scaled(config: DecoderConfig) -> bool:
-    return value_at(config, "attention").query_scale is None
-
-
-_IGNORED = {
-    "softmax is in float32 here anyway": "attention_softmax_in_fp32 scale_attention_softmax_in_fp32",
-    "how it was run": "inference_runner max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache "
-    "validate_runner_input runner_max_sequence_length",
-    "multi_query says it": "num_key_value_heads",
-}
 FAMILY = Family(
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
@@ -39,7 +29,7 @@ FAMILY = Family(
             eps=1e-5, tied=True, activation="gelu_pytorch_tanh", keys=_gpt2.KEYS,
         ),
         Integer("n_positions", "positions.max_positions"),
-        Flag("scale_attn_weights", _is_scaled, True, name="scaled"),
+        Flag("scale_attn_weights", lambda x: value_at(x, "attention.query_scale") is None, True, name="scaled"),
     ),
     build=gpt_bigcode,
     weights=(
@@ -47,22 +37,22 @@ FAMILY = Family(
         *fused_attention(_gpt2.LAYER + "attn.", "c_attn", "c_proj"),
         *plain_mlp(_gpt2.LAYER + "mlp.", up="c_fc", down="c_proj"),
     ),
-    prefix="transformer.",
     ignored_tensors=_gpt2.IGNORED_TENSORS,
-    ignored_keys=_gpt2.IGNORED_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys=_gpt2.IGNORED_KEYS | {
+        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32": "softmax is in float32 here anyway",
+        "inference_runner max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache "
+        "validate_runner_input runner_max_sequence_length": "how it was run",
+        "num_key_value_heads": "multi_query says it",
+    },
 )  # fmt: skip
 
-
-def _model(*sizes: int, vocab_size: int = 49_152, max_positions: int = 8192) -> DecoderConfig:
-    shape = gpt_sizes(*sizes, vocab_size=vocab_size, num_kv_heads=1, eps=1e-5, tied=True, activation="gelu_tanh")
-    return gpt_bigcode(shape, max_positions=max_positions)
-
+_sizes = functools.partial(gpt_sizes, vocab_size=49_152, num_kv_heads=1, eps=1e-5, tied=True, activation="gelu_tanh")
 
 MODELS = {
-    "santacoder-1.1b": functools.partial(_model, 2048, 24, 16, vocab_size=49_280, max_positions=2048),
-    "starcoder-164m": functools.partial(_model, 768, 20, 12),
-    "starcoder-1b": functools.partial(_model, 2048, 24, 16),
-    "starcoder-3b": functools.partial(_model, 2816, 36, 22),
-    "starcoder-7b": functools.partial(_model, 4096, 42, 32),
-    "starcoder-15b": functools.partial(_model, 6144, 40, 48),
+    "santacoder-1.1b": lambda: gpt_bigcode(_sizes(2048, 24, 16, vocab_size=49_280), max_positions=2048),
+    "starcoder-164m": lambda: gpt_bigcode(_sizes(768, 20, 12), max_positions=8192),
+    "starcoder-1b": lambda: gpt_bigcode(_sizes(2048, 24, 16), max_positions=8192),
+    "starcoder-3b": lambda: gpt_bigcode(_sizes(2816, 36, 22), max_positions=8192),
+    "starcoder-7b": lambda: gpt_bigcode(_sizes(4096, 42, 32), max_positions=8192),
+    "starcoder-15b": lambda: gpt_bigcode(_sizes(6144, 40, 48), max_positions=8192),
 }

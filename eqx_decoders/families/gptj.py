@@ -1,10 +1,11 @@
 """GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel after one norm, pairs of neighbors rotated."""
 
 from eqx_decoders.families import _gpt2
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gpt_sizes, plain_mlp, renamed, self_attention
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gpt_sizes, plain_mlp, renamed
 from eqx_decoders.families.config_reader import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Integer, only, value_at
+from eqx_decoders.families.weight_rows import self_attention
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -13,7 +14,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 def gptj(shape: DecoderSizes, *, rotary_dim: int = 64) -> DecoderConfig:
     """Return a decoder of GPT-J's blocks, which rotate the first `rotary_dim` features of a head."""
     norm, rope = LayerNormConfig(eps=shape.eps), Rope(fraction=rotary_dim / shape.head_dim, pairing="interleaved")
-    block = shape.parallel_block(shape.attention(rope=rope), shape.mlp(gated=False, bias=True), norm)
+    block = shape.block(shape.attention(rope=rope), shape.mlp(gated=False, bias=True), norm, parallel=1)
     return shape.decoder(block, norm, head_bias=True)
 
 
@@ -38,7 +39,6 @@ FAMILY = Family(
         *renamed(self_attention(_gpt2.LAYER, "attn."), {"o_proj": "out_proj"}),
         *plain_mlp(_gpt2.LAYER + "mlp.", up="fc_in", down="fc_out"),
     ),
-    prefix="transformer.",
     ignored_tensors=_gpt2.IGNORED_TENSORS,
     ignored_keys=_gpt2.IGNORED_KEYS | {"n_positions": "a promise, not a limit: rotary positions have no table"},
 )

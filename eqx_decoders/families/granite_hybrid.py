@@ -9,7 +9,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
 from eqx_decoders.families._granite import EXPERTS, MULTIPLIERS, scaled, shared_mlp
 from eqx_decoders.families._mamba import mamba_settings, mamba_weights
-from eqx_decoders.families.common import ENDS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers, self_attention
+from eqx_decoders.families.common import ENDS, PRE_NORMS, DecoderSizes, decoder_sizes, hybrid_layers
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -25,6 +25,7 @@ from eqx_decoders.families.settings_table import (
     first_layer,
     value_at,
 )
+from eqx_decoders.families.weight_rows import self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
@@ -71,10 +72,8 @@ def _read_rope(fields: Fields, values: Values) -> Rope | None:
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    if value_at(config, "attention").rope is not None:
-        return {"position_embedding_type": "rope", **write_rope(config)}
-    # transformers writes rope_parameters even where nothing is rotated
-    return {"position_embedding_type": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    positions = None if value_at(config, "attention.rope") is None else "rope"
+    return {"position_embedding_type": positions, **write_rope(config, unused=True)}
 
 
 def _mlp(
@@ -113,7 +112,7 @@ FAMILY = Family(
         Group("mlp", _mlp, _EXPERTS, uses=("shape",)),
         hybrid_layers(AttentionConfig),
         mamba_settings(),
-        Rule("", lambda fields, values: None, _write_no_mamba),
+        Rule(writes=_write_no_mamba),
         Rule("rope", _read_rope, _write_rope),
         *MULTIPLIERS,
     ),
@@ -130,9 +129,7 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
         "mamba_chunk_size": "how it is run",
-        **dict.fromkeys(
-            ("init_method", "normalization_function"), "how it was trained: RMSNorm is the one that is read"
-        ),
+        "init_method normalization_function": "how it was trained: RMSNorm is the one that is read",
         "mlp_bias": "transformers does not read it",
     },
 )

@@ -17,7 +17,7 @@ import numpy as np
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.errors import ConfigError, ConversionError, check
-from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields, abbreviate
+from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields, abbreviate, by_key
 from eqx_decoders.families.scorers import SCORER, SCORER_CLASS, number_of_scores, scorer_name
 from eqx_decoders.families.settings_table import Rule, Setting, public, read_all, write_all
 from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping, are_transposed
@@ -49,8 +49,9 @@ class Family:
     - `settings`: the table of settings.
     - `build`: returns the configuration from the values of `settings`.
     - `weights`: the table of weights.
-    - `prefix`: prefix of the base model's tensors; files saved without a head may lack it.
-    - `ignored_keys`: keys of `config.json` that have no effect here, besides `IGNORED_KEYS`, each with the reason.
+    - `prefix`: of the base model's tensors, by default the embedding's first word; files without a head may lack it.
+    - `ignored_keys`: keys of `config.json` without effect here, besides `IGNORED_KEYS`, and the reason; several keys
+        with one reason have spaces between them.
     - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies; or a
         function that makes it of a configuration.
     - `kept_tensors`: regular expression of those of them that transformers reads, and makes where they are missing: an
@@ -85,7 +86,7 @@ class Family:
     settings: tuple[Setting, ...]
     build: Callable[..., DecoderConfig]
     weights: tuple[Weight, ...]
-    prefix: str = "model."
+    prefix: str = None  # pyright: ignore[reportAssignmentType] - __post_init__ sets it
     ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*rotary_emb\.inv_freq"
     kept_tensors: str = ""
@@ -108,6 +109,12 @@ class Family:
     integer_tensors: str = "(?!)"
     default_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     blocks_per_layer: int = 1
+
+    def __post_init__(self):
+        object.__setattr__(self, "ignored_keys", by_key(self.ignored_keys))
+        if self.prefix is None:
+            embedding = next(weight.name for weight in self.weights if weight.path == "embedding.table")
+            object.__setattr__(self, "prefix", embedding.partition(".")[0] + ".")
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """Return the configuration of a `config.json`, and the keys that it ignores. Raises ConversionError."""

@@ -2,7 +2,7 @@
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._hunyuan import IGNORED_KEYS, NAMES, attention
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gated_mlp, llama_weights, renamed
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -33,10 +33,7 @@ FAMILY = Family(
         rope_settings(),
     ),
     build=hunyuan_moe,
-    weights=(
-        *renamed(llama_weights(mlp=moe.separate_experts(_MLP, router="gate.wg")), NAMES),
-        *gated_mlp(_MLP + "shared_mlp.", "mlp.shared."),
-    ),
+    weights=renamed(llama_weights(mlp=moe.separate_experts(_MLP, router="gate.wg", shared="shared_mlp")), NAMES),
     ignored_keys=IGNORED_KEYS | moe.IGNORED_ROUTER_KEYS,
 )
 

@@ -3,10 +3,11 @@
 from typing import Any
 
 from eqx_decoders.families._granite import STREAM_SCALES, granite
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, norm_weights
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Inverse, Number
+from eqx_decoders.families.weight_rows import norm_weights
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -25,7 +26,7 @@ FAMILY = Family(
     settings=(
         decoder_sizes(),
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
-        Flag("use_post_norm", lambda config: config.blocks[0].post_mixer_norm is not None, True, name="post_norms"),
+        Flag("use_post_norm", "blocks.0.post_mixer_norm", True, name="post_norms"),
         rope_settings(),
         Number("attention_multiplier", "attention.query_scale", lambda values: values["shape"].head_dim ** -0.5),
         Inverse("logits_scaling", "logit_divisor", 1.0),

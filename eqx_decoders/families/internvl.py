@@ -6,7 +6,7 @@ import functools
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
-from eqx_decoders.families.common import norm, plain_mlp
+from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.multimodal import (
     LANGUAGE_MODEL,
     ExtendedModel,
@@ -18,7 +18,7 @@ from eqx_decoders.families.multimodal import (
     with_images,
     with_rope,
 )
-from eqx_decoders.families.settings_table import Flag, Number, Only, Rule, Word, activation, value_at
+from eqx_decoders.families.settings_table import Flag, Number, Only, Rule, Word, activation
 from eqx_decoders.families.vision_fields import (
     KERNEL,
     EncoderSizes,
@@ -28,7 +28,7 @@ from eqx_decoders.families.vision_fields import (
     squares,
     vision_config,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.norm import LayerNormConfig, LayerScaleConfig, RMSNormConfig
 from eqx_decoders.layers.rope import DynamicRope
@@ -85,7 +85,7 @@ _VISION = vision_config(
     Number("layer_norm_eps", "blocks.0.pre_mixer_norm.eps", 1e-6),
     activation("hidden_act", "mlp.activation", "gelu"),
     Flag("attention_bias", "attention.qkv_bias", False),
-    Flag("use_qk_norm", lambda encoder: value_at(encoder, "attention.qk_norm") is not None, False, name="qk_norm"),
+    Flag("use_qk_norm", "attention.qk_norm", False, name="qk_norm"),
     Number("layer_scale_init_value", "blocks.0.post_mixer_norm.start", 0.1),
     Only("use_absolute_position_embeddings", True, written=True),
     Only("use_mean_pooling", True, written=True),

@@ -4,19 +4,11 @@ from typing import Any
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._mamba1 import mamba1_settings, mamba1_weights
-from eqx_decoders.families.common import (
-    ENDS,
-    LAYER,
-    DecoderSizes,
-    decoder_sizes,
-    gated_mlp,
-    norm_weights,
-    renamed,
-    self_attention,
-)
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Integer, Only, Rule, Values, first_layer
+from eqx_decoders.families.weight_rows import gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config
@@ -103,7 +95,7 @@ FAMILY = Family(
     ),
     build=jamba,
     weights=(
-        *renamed(ENDS, {"model.norm": "model.final_layernorm"}),
+        *ends(final_norm="model.final_layernorm"),
         *norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_ff_layernorm"),
         *self_attention(LAYER),
         *mamba1_weights(LAYER + "mamba."),
@@ -111,11 +103,10 @@ FAMILY = Family(
         *moe.separate_experts(LAYER + "feed_forward.", router="router"),
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | dict.fromkeys(
-        ("calc_logits_for_entire_prompt", "num_logits_to_keep", "use_associative_scan", "use_mamba_kernels",
-         "use_mambapy"),
-        "how it is run",
-    ),
+    | {
+        "calc_logits_for_entire_prompt num_logits_to_keep use_associative_scan use_mamba_kernels "
+        "use_mambapy": "how it is run",
+    },
 )  # fmt: skip
 
 

@@ -6,10 +6,9 @@ Nothing is rotated: positions come from the recurrence alone.
 from collections.abc import Collection
 from typing import Any
 
-from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import WEIGHTS, latent_attention, latent_ranks, latent_sizes, num_shared, v3_router
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, gated_mlp, hybrid_layers
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, hybrid_layers
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Defaults, Flag, Group, Integer, Number, Only, Rule, Values, first_layer
@@ -31,12 +30,8 @@ def kimi_linear(
     latent: LatentAttentionConfig,
 ) -> DecoderConfig:
     """Return a decoder of Kimi Linear's blocks: latent attention where `full` is True, an MLP in `dense_layers`."""
-
-    def block(index: int) -> BlockConfig:
-        mlp = shape.mlp() if index in dense_layers else experts
-        return shape.block(latent if full[index] or delta is None else delta, mlp)
-
-    return moe.need_experts(shape.decoder(map(block, range(shape.num_layers))))
+    mixers = (latent if has_latent or delta is None else delta for has_latent in full)
+    return moe.sparse_decoder(shape, mixers, experts, dense_layers)
 
 
 def kimi_experts(shape: DecoderSizes, *, mlp_dim: int, num_shared: int, num_experts: int, num_experts_per_token: int,
@@ -160,15 +155,13 @@ FAMILY = Family(
     weights=(
         *(row for row in WEIGHTS if ".mlp.experts." not in row.name and ".mlp.shared_experts." not in row.name),
         *_DELTA,
-        *moe.separate_experts(_MOE, gate="w1", up="w3", down="w2"),
-        *gated_mlp(_MOE + "shared_experts.", "mlp.shared."),
-        Weight(_MOE + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+        *moe.separate_experts(_MOE, "w1", "w3", "w2", bias="gate.e_score_correction_bias", shared="shared_experts"),
     ),
     # transformers writes the MLPs of dense layers under the name of experts
     renamed={r"\.block_sparse_moe\.(\w+_proj)\.": r".mlp.\1."},
     ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), "nothing is rotated")
-    | {"use_grouped_topk": "n_group says it", "model_max_length": "a promise, not a limit"},
+    | {"rope_theta rope_scaling rope_parameters": "nothing is rotated", "use_grouped_topk": "n_group says it"}
+    | {"model_max_length": "a promise, not a limit"},
 )
 
 

@@ -30,11 +30,10 @@ FAMILY = Family(
     ),
     build=lfm2,
     weights=WEIGHTS,
-    ignored_keys=dict.fromkeys(
-        ("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
-         "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc"),
-        "transformers does not read it",
-    ),
+    ignored_keys={
+        "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init "
+        "conv_dim conv_dim_out conv_use_xavier_init num_heads use_pos_enc": "transformers does not read it",
+    },
 )  # fmt: skip
 
 

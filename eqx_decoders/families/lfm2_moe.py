@@ -7,7 +7,6 @@ from eqx_decoders.families._lfm2 import MLP, MLP_NAMES, SETTINGS, WEIGHTS, lfm2
 from eqx_decoders.families.common import DecoderSizes, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Number
-from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.moe.router import RouterConfig
 
 
@@ -33,8 +32,7 @@ FAMILY = Family(
     build=lfm2,
     weights=(
         *WEIGHTS,
-        Weight(MLP + "expert_bias", "mlp.router.selection_bias", "experts -> experts"),
-        *renamed(moe.separate_experts(MLP), MLP_NAMES),
+        *renamed(moe.separate_experts(MLP, bias="expert_bias"), MLP_NAMES),
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
@@ -47,7 +45,7 @@ _8B = DecoderSizes(
 MODELS = {
     "lfm2-8b-a1b": lambda: lfm2(
         _8B, full=tuple(index in (2, 6, 10, 14, 18, 21) for index in range(24)), num_dense_layers=2,
-        num_experts=32, num_experts_per_token=4, mlp_dim=1792, 
+        num_experts=32, num_experts_per_token=4, mlp_dim=1792,
         router=_router(selection_bias=True, renormalize=True),
     ),
 }  # fmt: skip

@@ -9,7 +9,6 @@ from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families._siglip import siglip, siglip_weights
-from eqx_decoders.families.common import norm
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
     MultimodalFamily,
@@ -20,7 +19,7 @@ from eqx_decoders.families.multimodal import (
 )
 from eqx_decoders.families.settings_table import Flag, Integer, Number, Only, Renamed, Rule, activation, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes, encoder_sizes, square_grid, vision_config
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -116,11 +115,10 @@ FAMILY = MultimodalFamily(
     text_names={"model.": "model.language_model.", "lm_head.": "lm_head."},
     renamed={r"^model\.vision_tower\.vision_model\.": "model.vision_tower."},
     ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|model\.vision_tower\.head\..*",
-    ignored_keys=dict.fromkeys(
-        ("do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches", "max_pixels_tolerance",
-         "max_tiles", "min_image_tokens", "min_tiles", "tile_size", "use_image_special_tokens", "use_thumbnail"),
-        "of the processor",
-    ),
+    ignored_keys={
+        "do_image_splitting encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance max_tiles "
+        "min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail": "of the processor",
+    },
     own_settings=_with_tied,
 )  # fmt: skip
 

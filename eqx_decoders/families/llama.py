@@ -31,7 +31,7 @@ FAMILY = Family(
     ),
     build=llama,
     weights=llama_weights(),
-    ignored_keys=dict.fromkeys(("use_sliding_window", "max_window_layers"), "nothing without sliding_window"),
+    ignored_keys={"use_sliding_window max_window_layers": "nothing without sliding_window"},
 )
 
 _TINY = DecoderSizes(

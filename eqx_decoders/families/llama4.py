@@ -6,19 +6,12 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import (
-    DecoderSizes,
-    attentions,
-    decoder_sizes,
-    gated_mlp,
-    llama_weights,
-    read_masks,
-    write_masks,
-)
+from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes, llama_weights, read_masks, write_masks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotated_layers
 from eqx_decoders.families.settings_table import Flag, Integer, Only, Rule, Values
+from eqx_decoders.families.weight_rows import gated_mlp
 from eqx_decoders.layers.attention.attention import QKNorm, QueryTemperature
 from eqx_decoders.layers.mask import Chunked, Mask
 from eqx_decoders.layers.mlp import MLPConfig
@@ -73,8 +66,7 @@ def _read_sparse(fields: Fields, values: Values) -> frozenset[int]:
 
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
     chunk = fields.integer("attention_chunk_size", 8192, null=None)
-    local = [index in values["rotated"] for index in range(values["shape"].num_layers)]
-    return read_masks(fields, chunk, local, *_LOCAL)
+    return read_masks(fields, values, chunk, lambda index: index in values["rotated"], *_LOCAL)
 
 
 def _read_temperature(fields: Fields, values: Values) -> QueryTemperature | None:
@@ -124,8 +116,7 @@ FAMILY = Family(
         + gated_mlp(_MLP + "shared_expert.", "mlp.shared.")
         + gated_mlp(_MLP)
     ),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS
-    | dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval"), "the lists say it"),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"interleave_moe_layer_step no_rope_layer_interval": "the lists say it"},
 )
 
 _SHAPE = DecoderSizes(

@@ -3,7 +3,7 @@
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
-from eqx_decoders.families.common import norm, plain_mlp
+from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
@@ -23,7 +23,7 @@ from eqx_decoders.families.vision_fields import (
     shuffle_ratio,
     vision_config,
 )
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.decoder_config import DecoderConfig

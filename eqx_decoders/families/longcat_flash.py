@@ -12,7 +12,7 @@ from typing import Any
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import LATENT, latent_attention
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, gated_mlp, norm_weights, renamed
+from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -30,7 +30,7 @@ from eqx_decoders.families.settings_table import (
     only,
     value_at,
 )
-from eqx_decoders.families.weight_rows import Weight, depth_rows, mtp_rows
+from eqx_decoders.families.weight_rows import depth_rows, gated_mlp, mtp_rows, norm_weights
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -151,8 +151,7 @@ FAMILY = Family(
         *(row for row in renamed(LATENT, _PART) if "self_attn" in row.name),
         *gated_mlp(_MLPS),
         *gated_mlp(_MLPS, "mlp.shared."),
-        *moe.separate_experts(_LAYER + "mlp.", router="router.classifier"),
-        Weight(_LAYER + "mlp.router.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+        *moe.separate_experts(_LAYER + "mlp.", router="router.classifier", bias="router.e_score_correction_bias"),
         *renamed(mtp_rows(LATENT, LAYER, _DEPTH), {".mlp.": ".transformer_layer.mlp."}),
         *renamed(
             depth_rows(_DEPTH, embed_norm="enorm.m", stream_norm="hnorm.m", kernels="eh_proj", final_norm="norm"),

@@ -15,7 +15,6 @@ FAMILY = Family(
     settings=(mamba_sizes(50_280, 768, 32, True), Only("hidden_act", "silu", written=True), mamba1_settings()),
     build=mamba_decoder,
     weights=backbone(mamba1_weights(BACKBONE + "mixer.")),
-    prefix="backbone.",
     ignored_keys=IGNORED,
 )
 

@@ -21,11 +21,6 @@ _KEYS = {
     "mamba_d_state": "state_size", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
     "mamba_proj_bias": "use_bias",
 }  # fmt: skip
-_IGNORED = {
-    "how it was begun": "rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank",
-    "how it is run": "chunk_size residual_in_fp32",
-    "always: transformers does not read it": "norm_before_gate rms_norm",
-}
 FAMILY = Family(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
@@ -36,8 +31,11 @@ FAMILY = Family(
     ),
     build=mamba_decoder,
     weights=backbone(mamba_weights(BACKBONE + "mixer.")),
-    prefix="backbone.",
-    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys={
+        "rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank": "how it was begun",
+        "chunk_size residual_in_fp32": "how it is run",
+        "norm_before_gate rms_norm": "always: transformers does not read it",
+    },
 )
 
 

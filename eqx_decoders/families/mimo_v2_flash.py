@@ -10,7 +10,6 @@ from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import MLP, V3_EXPERTS, v3_router, v3_router_settings
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
-    GATED_MLP,
     LAYER,
     DecoderSizes,
     attentions,
@@ -55,8 +54,7 @@ def mimo_v2_flash(
             return shape.attention(mask=mask, rope=local_rope, **more, **values)
         return shape.attention(mask=mask, rope=rope, **values)
 
-    blocks = (shape.block(mixer(mask), None if index in dense_layers else experts) for index, mask in enumerate(masks))
-    config = moe.need_experts(shape.decoder(blocks))
+    config = moe.sparse_decoder(shape, map(mixer, masks), experts, dense_layers)
     return with_depths(config, depths) if depths else config
 
 
@@ -85,20 +83,13 @@ def _num_kv_heads(config: DecoderConfig) -> int:
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
     """Read the masks; `sliding_window_size` counts the tokens before the query."""
     window, before = fields.integer("sliding_window", 129), fields.integer("sliding_window_size", None)
-    layers = range(values["shape"].num_layers)
-    local = [index > 0 and (index + 1) % 6 != 0 for index in layers]
-    return read_masks(fields, window if before is None else before + 1, local)
+    size = window if before is None else before + 1
+    return read_masks(fields, values, size, lambda index: index > 0 and (index + 1) % 6 != 0)
 
 
-_IGNORED = {
-    "transformers takes the sizes of the other layers": "swa_head_dim swa_v_head_dim swa_num_attention_heads "
-    "swa_num_key_value_heads",
-    "layer_types and mlp_layer_types say it": "hybrid_layer_pattern hybrid_block_size moe_layer_freq",
-    "how it was run": "attention_chunk_size",
-}
 _ATTENTION = LAYER + "self_attn."
 _WEIGHTS = (
-    *llama_weights(mlp=GATED_MLP + V3_EXPERTS),
+    *llama_weights(experts=V3_EXPERTS),
     Weight(_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads value_dim) embed -> embed kv_heads value_dim"),
     Weight(_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads value_dim) -> kv_heads value_dim"),
     Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
@@ -125,8 +116,7 @@ FAMILY = Family(
         RopesByLayer(theta=5e6, local_theta=10_000.0, local_key="swa_rope_theta", fraction=0.334),
         *(Only(f"add_{kind}_attention_sink_bias", kind == "swa") for kind in ("swa", "full")),
         *v3_router_settings(scale=1.0),
-        *moe.expert_counts("n_routed_experts", num=256, chosen=8),
-        Integer("moe_intermediate_size", "experts.mlp_dim", 2048, name="expert_dim"),
+        *moe.expert_counts("n_routed_experts", num=256, chosen=8, width=2048),
         moe.dense_layers(1, listed=True),
         DEPTHS,
     ),
@@ -138,7 +128,13 @@ FAMILY = Family(
     ),
     with_depths=with_depths,
     fused=moe.fused_experts(MLP),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | {
+        "swa_head_dim swa_v_head_dim swa_num_attention_heads "
+        "swa_num_key_value_heads": "transformers takes the sizes of the other layers",
+        "hybrid_layer_pattern hybrid_block_size moe_layer_freq": "layer_types and mlp_layer_types say it",
+        "attention_chunk_size": "how it was run",
+    },
 )
 
 _309B = DecoderSizes(

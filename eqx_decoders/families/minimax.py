@@ -91,10 +91,6 @@ _RECURRENCE = (
     Weight(_OWN + "norm.weight", "mixer.norm.scale", "norm -> norm"),
     Weight(_OWN + "out_proj.weight", "mixer.out", f"embed {_HEADS} -> heads head_dim embed"),
 )
-_IGNORED = {
-    "how it is run": "block_size",
-    "transformers does not read it": "rotary_dim shared_moe_mode",
-}
 _SOFTMAX, _LIGHTNING = (AttentionConfig,), (LightningAttentionConfig,)
 FAMILY = Family(
     model_type="minimax",
@@ -119,7 +115,8 @@ FAMILY = Family(
         *(dataclasses.replace(row, needs="mixer.rates") for row in _RECURRENCE),
     ),
     fused=moe.fused_experts(LAYER + "mlp."),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | {"block_size": "how it is run", "rotary_dim shared_moe_mode": "transformers does not read it"},
     # tables of powers of the rates, which transformers reads where they are, and makes where they are not
     ignored_tensors=r".*(rotary_emb\.inv_freq|self_attn\.(query|key|diagonal)_decay)",
     kept_tensors=r".*self_attn\.(query|key|diagonal)_decay",

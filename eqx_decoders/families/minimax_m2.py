@@ -7,7 +7,6 @@ from eqx_decoders.families.common import LAYER, NO_BIAS, DecoderSizes, decoder_s
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotary_dim
 from eqx_decoders.families.settings_table import AUTO_MAP, Only, only
-from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
@@ -21,18 +20,7 @@ def minimax_m2(shape: DecoderSizes, *, rope: Rope = Rope(theta=5e6, fraction=0.5
     return shape.decoder(shape.block(mixer, shape.experts(router=router, **counts)))
 
 
-_IGNORED = {
-    "the only ones are of layers of another kind": "layernorm_full_attention_beta layernorm_linear_attention_beta "
-    "layernorm_mlp_beta mlp_intermediate_size shared_moe_mode",
-    "layers of multi-token prediction are not published": "use_mtp num_mtp_modules mtp_transformer_layers",
-}
-_MOE = LAYER + "block_sparse_moe."
-
-
-def _selection_bias(prefix: str) -> tuple[Weight, ...]:
-    return (Weight(prefix + "e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),)
-
-
+_MOE, _BIAS = LAYER + "block_sparse_moe.", "e_score_correction_bias"
 FAMILY = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
@@ -48,12 +36,14 @@ FAMILY = Family(
         rope_settings(theta=5e6, fraction=1.0),
     ),
     build=minimax_m2,
-    weights=(
-        *llama_weights(mlp=moe.separate_experts(_MOE, gate="w1", up="w3", down="w2")),
-        *_selection_bias(_MOE),
-    ),
-    fused=(*moe.fused_experts(LAYER + "mlp."), *_selection_bias(LAYER + "mlp.")),
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | {key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    weights=llama_weights(mlp=moe.separate_experts(_MOE, gate="w1", up="w3", down="w2", bias=_BIAS)),
+    fused=moe.fused_experts(LAYER + "mlp.", bias=_BIAS),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
+    | {
+        "layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta mlp_intermediate_size "
+        "shared_moe_mode": "the only ones are of layers of another kind",
+        "use_mtp num_mtp_modules mtp_transformer_layers": "layers of multi-token prediction are not published",
+    },
 )
 
 _229B = DecoderSizes(

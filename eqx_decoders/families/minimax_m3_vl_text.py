@@ -12,13 +12,12 @@ from eqx_decoders.families.common import (
     decoder_sizes,
     fused_mlp,
     llama_weights,
-    norm,
 )
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotary_dim
 from eqx_decoders.families.settings_table import ABSENT, Group, Integer, Number, Only, Rule, Values, write_all
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -106,8 +105,7 @@ FAMILY = Family(
         *llama_weights(mlp=(
             *fused_mlp(_MLP),
             *fused_mlp(_MLP + "shared_experts.", "mlp.shared."),
-            *moe.fused_experts(_MLP),
-            Weight(_MLP + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+            *moe.fused_experts(_MLP, bias="gate.e_score_correction_bias"),
         )),
         Weight(_INDEX + "q_proj.weight", "mixer.indexer.query",
                "(kv_heads head_dim) embed -> embed kv_heads head_dim"),

@@ -1,10 +1,8 @@
 """Ministral 8B (Mistral AI 2024): Mistral's block, with a window in three of four layers."""
 
-from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, llama_weights, read_masks, write_masks
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, layer_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Rule, Values
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -12,12 +10,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 
 def ministral(shape: DecoderSizes, *, rope: Rope, masks: tuple[Mask, ...]) -> DecoderConfig:
     """Return a decoder of Ministral blocks."""
-    return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask)) for mask in masks)
-
-
-def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    window = fields.integer("sliding_window", 4096, null=None)
-    return read_masks(fields, window, [window is not None] * values["shape"].num_layers)
+    return shape.decoder(map(shape.block, shape.attention_by_mask(masks, rope, rope)))
 
 
 FAMILY = Family(
@@ -25,7 +18,7 @@ FAMILY = Family(
     architecture="MinistralForCausalLM",
     settings=(
         decoder_sizes(num_kv_heads=8, keys=NO_BIAS),
-        Rule("masks", _read_masks, write_masks),
+        layer_masks(lambda index, values: True),
         rope_settings(),
     ),
     build=ministral,

@@ -17,7 +17,7 @@ def mistral(shape: DecoderSizes, *, rope: Rope, mask: Mask = Causal()) -> Decode
 
 def _read_mask(fields: Fields, values: Values) -> Mask:
     window = fields.integer("sliding_window", 4096, null=None)
-    masks = read_masks(fields, window, [window is not None] * values["shape"].num_layers)
+    masks = read_masks(fields, values, window, lambda index: window is not None)
     if len(set(masks)) > 1 or (window is not None and Causal() in masks):
         raise fields.error("layer_types must be the same for all layers of a Mistral, as sliding_window says.")
     return masks[0]
@@ -33,10 +33,9 @@ FAMILY = Family(
     ),
     build=mistral,
     weights=llama_weights(),
-    ignored_keys=dict.fromkeys(
-        ("attention_bias", "mlp_bias", "use_sliding_window", "max_window_layers"),
-        "transformers has no such key here; a bias would be in the file",
-    ),
+    ignored_keys={
+        "attention_bias mlp_bias use_sliding_window max_window_layers": "no key of transformers; biases would be stored"
+    },
 )
 
 _SHAPE = DecoderSizes(

@@ -5,7 +5,7 @@ Images keep their sizes; four neighboring patches become one token.
 
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.families.common import DecoderSizes, gated_mlp, norm
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.multimodal import (
     LANGUAGE_MODEL,
     ExtendedModel,
@@ -18,7 +18,7 @@ from eqx_decoders.families.multimodal import (
 )
 from eqx_decoders.families.settings_table import Check, Flag, Integer, Only, Renamed, Rule, activation, value_at
 from eqx_decoders.families.vision_fields import KERNEL, EncoderSizes, axial_theta, encoder_sizes, vision_config
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -4,24 +4,21 @@ import functools
 from typing import Any
 
 from eqx_decoders.families.common import (
-    ENDS,
     LAYER,
     DecoderSizes,
     decoder_sizes,
+    ends,
     find_window,
     fused_mlp,
-    norm,
-    norm_weights,
     read_masks,
     renamed,
-    self_attention,
     write_masks,
 )
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Flag, Only, Renamed, Rule, Values, activation
-from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.families.weight_rows import Weight, norm, norm_weights, self_attention, sharing
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -57,8 +54,7 @@ def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
     """Read the masks; a window is half of `local_attention`, which counts both sides."""
     period, both = fields.integer("global_attn_every_n_layers", 3), fields.integer("local_attention", 128, least=2)
     fields.allow_only("sliding_window", both // 2)
-    local = [index % period != 0 for index in range(values["shape"].num_layers)]
-    return read_masks(fields, both // 2, local, key="local_attention")
+    return read_masks(fields, values, both // 2, lambda index: index % period != 0, key="local_attention")
 
 
 def _write_masks(config: DecoderConfig) -> dict[str, Any]:
@@ -89,10 +85,7 @@ FAMILY = Family(
     ),
     build=modernbert_decoder,
     weights=(
-        *renamed(
-            ENDS,
-            {"embed_tokens": "embeddings.tok_embeddings", "model.norm": "model.final_norm", "lm_head": "decoder"},
-        ),
+        *ends("model.embeddings.tok_embeddings", "model.final_norm", "decoder"),
         *norm("model.embeddings.norm", "embedding_norm"),
         *norm_weights(LAYER, pre_mixer_norm="attn_norm", pre_mlp_norm="mlp_norm"),
         *renamed(self_attention(LAYER, "attn."), {"o_proj": "Wo"}),
@@ -105,13 +98,11 @@ FAMILY = Family(
     ),
     default_settings={"pad_token_id": 50_283, "bos_token_id": 50_281},  # which may not be null there
     ignored_keys={
-        **dict.fromkeys(("embedding_dropout", "mlp_dropout", "classifier_dropout"), "dropout happens in training only"),
-        **dict.fromkeys(("cls_token_id", "classifier_pooling", "initializer_cutoff_factor"), "not for a causal model"),
-        **dict.fromkeys(("layer_norm_eps", "position_embedding_type"), "transformers reads others"),
-        **dict.fromkeys(("deterministic_flash_attn", "reference_compile"), "how transformers runs the encoder"),
-        **dict.fromkeys(
-            ("repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"), "how the encoder is trained"
-        ),
+        "embedding_dropout mlp_dropout classifier_dropout": "dropout happens in training only",
+        "cls_token_id classifier_pooling initializer_cutoff_factor": "not for a causal model",
+        "layer_norm_eps position_embedding_type": "transformers reads others",
+        "deterministic_flash_attn reference_compile": "how transformers runs the encoder",
+        "repad_logits_with_grad sparse_prediction sparse_pred_ignore_index": "how the encoder is trained",
     },
 )
 

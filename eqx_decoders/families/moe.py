@@ -1,12 +1,15 @@
-"""Settings and tensors of routers and experts."""
+"""Blocks, settings and tensors of routers and experts."""
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
+from eqx_decoders.blocks.block import MixerConfig
 from eqx_decoders.errors import check
-from eqx_decoders.families.common import DecoderSizes
+from eqx_decoders.families.common import DecoderSizes, NormPlaces
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, value_at
-from eqx_decoders.families.weight_rows import Weight, sharing
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, sharing
+from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
 
@@ -26,6 +29,20 @@ def need_experts(config: DecoderConfig) -> DecoderConfig:
     return config
 
 
+def sparse_decoder(
+    shape: DecoderSizes, mixers: Iterable[MixerConfig], experts: ExpertsConfig, dense_layers: Collection[int],
+    mlp: MLPConfig | None = None, norms: NormPlaces = "pre", **options: Any,
+) -> DecoderConfig:  # fmt: skip
+    """Return a decoder with experts in all layers but the `dense_layers`, counted from 0, which have `mlp`.
+
+    That is `shape.mlp()` where it is None; the options are those of `shape.decoder`. Raises ConfigError where no layer
+    has experts.
+    """
+    mlps = (mlp if index in dense_layers else experts for index in range(shape.num_layers))
+    blocks = (shape.block(mixer, each, norms=norms) for mixer, each in zip(mixers, mlps, strict=True))
+    return need_experts(shape.decoder(blocks, **options))
+
+
 def sparse_layers(config: DecoderConfig) -> list[int]:
     """Return the layers that have experts, counted from 0."""
     return [index for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
@@ -40,16 +57,27 @@ def mlp_like_experts(default: int) -> Rule:
     return Rule("", read)
 
 
+def router_weights(prefix: str, router: str, bias: str = "") -> tuple[Weight, ...]:
+    """Return the rows of a router, and of its selection bias unless that has no name."""
+    kernel = Weight(f"{prefix}{router}.weight", "mlp.router.kernel", "experts embed -> embed experts")
+    return (kernel, Weight(prefix + bias, "mlp.router.selection_bias", "experts -> experts")) if bias else (kernel,)
+
+
 def separate_experts(
-    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate"
-) -> tuple[Weight, ...]:
-    """Return the rows of a router, and of experts that are stored one by one as matrices `[out, in]`."""
+    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate",
+    bias: str = "", shared: str = "",
+) -> tuple[Weight, ...]:  # fmt: skip
+    """Return the rows of a router, and of experts that are stored one by one as matrices `[out, in]`.
+
+    `bias` is the name of the selection bias, and `shared` that of the shared MLP; empty for none.
+    """
     expert = prefix + "experts.{expert}."
     return (
-        Weight(prefix + f"{router}.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        *router_weights(prefix, router, bias),
         Weight(expert + f"{gate}.weight", "mlp.gate", "mlp embed -> embed mlp"),
         Weight(expert + f"{up}.weight", "mlp.up", "mlp embed -> embed mlp"),
         Weight(expert + f"{down}.weight", "mlp.down", "embed mlp -> mlp embed"),
+        *(gated_mlp(f"{prefix}{shared}.", "mlp.shared.") if shared else ()),
     )
 
 
@@ -59,25 +87,34 @@ def fused_experts(
     gate_up: str = "experts mlp embed",
     down: str = "experts embed mlp",
     within: str | None = None,
+    bias: str = "",
 ) -> tuple[Weight, ...]:
     """Return the rows of a router, and of experts that share tensors with these dimensions.
 
-    Gates and up projections are halves of `mlp` or, with `within="mlp"`, alternate.
+    Gates and up projections are halves of `mlp` or, with `within="mlp"`, alternate. `bias` is the name of the
+    selection bias; empty for none.
     """
     pattern, axis = f"{gate_up} -> experts embed mlp", gate_up.split().index("mlp")
     return (
-        Weight(prefix + f"{router}.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        *router_weights(prefix, router, bias),
         *sharing(prefix + "experts.gate_up_proj", ("mlp.gate", pattern), ("mlp.up", pattern), axis=axis, within=within),
         Weight(prefix + "experts.down_proj", "mlp.down", f"{down} -> experts mlp embed"),
     )
 
 
-def expert_counts(count: str, per_token: str = "num_experts_per_tok", *, num: int, chosen: int) -> tuple[Setting, ...]:
-    """Return the rows of the number of experts, under the key `count`, and of how many a token uses; with defaults."""
-    return (
+def expert_counts(
+    count: str, per_token: str = "num_experts_per_tok", *, num: int, chosen: int, width: int | None = None
+) -> tuple[Setting, ...]:
+    """Return the rows of the number of experts, under the key `count`, and of how many a token uses; with defaults.
+
+    With a `width`, that of `moe_intermediate_size`, also the row of their width, `expert_dim`.
+    """
+    rows = (
         Integer(count, "experts.num_experts", num),
         Integer(per_token, "experts.num_experts_per_token", chosen),
     )
+    size = Integer("moe_intermediate_size", "experts.mlp_dim", width, name="expert_dim")
+    return rows if width is None else (*rows, size)
 
 
 _KINDS = ("dense", "sparse")

@@ -2,10 +2,10 @@
 
 import functools
 
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gpt_sizes, norm, plain_mlp
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, gpt_sizes, plain_mlp
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import AUTO_MAP, Number, Only, Renamed, Table
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.attention.alibi import Alibi
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -23,12 +23,6 @@ _KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     **dict.fromkeys(("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "attention_bias")),
 }  # fmt: skip
-_IGNORED = {
-    "transformers' MLP is always four times as wide as the stream": "expansion_ratio",
-    "ALiBi has no other positions": "learned_pos_emb max_seq_len",
-    "how it was begun and trained": "embedding_fraction emb_pdrop resid_pdrop init_device init_config",
-    "names and printing": "tokenizer_name verbose",
-}
 _ATTENTION = dict(alibi=True, alibi_bias_max=8, qk_ln=False, prefix_lm=False, attn_type="multihead_attention")
 _IGNORED_ATTENTION = {"attn_pdrop": "drops something in training alone", "attn_impl": "how it was run"}
 _IGNORED_ATTENTION |= {"attn_uses_sequence_id": "segment ids say which document a token belongs to"}
@@ -58,18 +52,19 @@ FAMILY = Family(
     ),
     build=mpt,
     weights=(
-        Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
-        *norm(_LAYER + "norm_1", "pre_mixer_norm"),
-        *norm(_LAYER + "norm_2", "pre_mlp_norm"),
+        *ends("transformer.wte", "transformer.norm_f"),
+        *norm_weights(_LAYER, pre_mixer_norm="norm_1", pre_mlp_norm="norm_2"),
         Weight(_LAYER + "attn.Wqkv.weight", "mixer.qkv", "(qkv_heads head_dim) embed -> embed qkv_heads head_dim"),
         Weight(_LAYER + "attn.out_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         *plain_mlp(_LAYER + "ffn."),
-        *norm("transformer.norm_f", "final_norm"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    prefix="transformer.",
     other_architectures=("MPTForCausalLM",),
-    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys={
+        "expansion_ratio": "transformers' MLP is always four times as wide as the stream",
+        "learned_pos_emb max_seq_len": "ALiBi has no other positions",
+        "embedding_fraction emb_pdrop resid_pdrop init_device init_config": "how it was begun and trained",
+        "tokenizer_name verbose": "names and printing",
+    },
 )
 
 _sizes = functools.partial(gpt_sizes, vocab_size=50_432, eps=1e-5, tied=True, activation="gelu")

@@ -5,12 +5,12 @@ from typing import Any
 
 from eqx_decoders.families._olmo import olmo_block
 from eqx_decoders.families._qwen_hybrid import INTO_KEYS, INTO_VALUES, KEYS, LINEAR, VALUES, every_fourth
-from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, hybrid_layers, llama_weights, norm_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, hybrid_layers, llama_weights
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import Check, Defaults, Flag, Group, Integer, Rule, Values, value_at
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
@@ -92,10 +92,9 @@ FAMILY = Family(
         Weight(LINEAR + "o_norm.weight", "mixer.norm.scale", "norm -> norm"),
         Weight(LINEAR + "o_proj.weight", "mixer.out", f"embed {VALUES} -> heads value_dim embed"),
     ),
-    ignored_keys=dict.fromkeys(
-        ("linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"),
-        "how it was begun",
-    ),
+    ignored_keys={
+        "linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min": "how it was begun"
+    },
 )
 
 

@@ -8,19 +8,11 @@ import functools
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import PostNorm
-from eqx_decoders.families.common import (
-    DecoderSizes,
-    decoder_sizes,
-    gpt_sizes,
-    norm_weights,
-    plain_mlp,
-    renamed,
-    self_attention,
-)
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, gpt_sizes, plain_mlp, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Integer, Rule, Values, only
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.embedding.head_transform import HeadTransformConfig
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -107,18 +99,16 @@ FAMILY = Family(
     ),
     build=opt,
     weights=(
-        Weight(_PREFIX + "embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
+        *ends(_PREFIX + "embed_tokens", _PREFIX + "final_layer_norm"),
         Weight(_PREFIX + "project_in.weight", "embedding.projection.kernel", "embed inner -> inner embed"),
         Weight(_PREFIX + "project_out.weight", "head_transform.kernel", "outer embed -> embed outer"),
         Weight(_PREFIX + "embed_positions.weight", "positions.table", "positions embed -> positions embed"),
-        *norm_weights(_PREFIX, final_norm="final_layer_norm"),
         *norm_weights(_LAYER, pre_mixer_norm="self_attn_layer_norm", pre_mlp_norm="final_layer_norm"),
         *norm_weights(_LAYER, **{"residual.norms.0": "self_attn_layer_norm", "residual.norms.1": "final_layer_norm"}),
         *renamed(self_attention(_LAYER), {"o_proj": "out_proj"}),
         *plain_mlp(_LAYER, up="fc1", down="fc2"),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    ignored_keys=dict.fromkeys(("dropout", "layerdrop", "activation_dropout"), "drops something in training alone"),
+    ignored_keys={"dropout layerdrop activation_dropout": "drops something in training alone"},
 )
 
 _sizes = functools.partial(gpt_sizes, vocab_size=50_272, tied=True, activation="relu")

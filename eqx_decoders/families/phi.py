@@ -15,7 +15,7 @@ from eqx_decoders.families.common import (
 from eqx_decoders.families.config_reader import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import AUTO_MAP, Flag, value_at
+from eqx_decoders.families.settings_table import AUTO_MAP, Flag
 from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -26,7 +26,7 @@ def phi(shape: DecoderSizes, *, rope: Rope = Rope(fraction=0.5), qk_norm: bool =
     """Return a decoder of Phi's blocks, with queries and keys normalized per head if `qk_norm`."""
     norm = LayerNormConfig(eps=shape.eps)
     mixer = shape.attention(rope=rope, qk_norm=QKNorm(norm=norm) if qk_norm else None)
-    block = shape.parallel_block(mixer, shape.mlp(gated=False, bias=True), norm)
+    block = shape.block(mixer, shape.mlp(gated=False, bias=True), norm, parallel=1)
     return shape.decoder(block, norm, head_bias=True)
 
 
@@ -40,7 +40,7 @@ FAMILY = Family(
             eps=1e-5, activation="gelu_new", attention_bias=True, words={"gelu_new": "gelu_tanh", **ACTIVATIONS},
             keys={"rms_norm_eps": "layer_norm_eps", "head_dim": None, **NO_BIAS},
         ),
-        Flag("qk_layernorm", lambda config: value_at(config, "attention").qk_norm is not None, False, name="qk_norm"),
+        Flag("qk_layernorm", "attention.qk_norm", False, name="qk_norm"),
         rope_settings(fraction=0.5),
     ),
     build=phi,

@@ -40,7 +40,7 @@ FAMILY = Family(
         decoder_sizes(eps=1e-5, keys={**NO_BIAS, "head_dim": None}),
         same_window(None),
         rope_settings(fraction=1.0),
-        Rule("", lambda fields, values: None, _write_original_length),
+        Rule(writes=_write_original_length),
     ),
     build=phi3,
     weights=(
@@ -50,7 +50,7 @@ FAMILY = Family(
         Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
         *fused_mlp(LAYER + "mlp."),
     ),
-    ignored_keys=dict.fromkeys(("attention_bias", "mlp_bias"), "transformers has no such key here"),
+    ignored_keys={"attention_bias mlp_bias": "transformers has no such key here"},
 )
 
 _MINI = DecoderSizes(

@@ -18,11 +18,12 @@ from eqx_decoders.families._qwen_vision import (
     vision_weights,
     with_media,
 )
-from eqx_decoders.families.common import NO_BIAS, decoder_sizes, gated_mlp
+from eqx_decoders.families.common import NO_BIAS, decoder_sizes
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, encoder_layer, nested, with_rope
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Check, Defaults, Integer, Numbers, Rule, activation, value_at
 from eqx_decoders.families.vision_fields import EncoderSizes, axial_theta, encoder_sizes, vision_config
+from eqx_decoders.families.weight_rows import gated_mlp
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope

@@ -5,7 +5,7 @@ import functools
 from eqx_decoders.families import moe
 from eqx_decoders.families._qwen import EARLY_WINDOWS, IGNORED_WINDOW_KEYS
 from eqx_decoders.families._qwen_hybrid import EXPERTS, FUSED_EXPERTS, expert_settings, qwen_experts
-from eqx_decoders.families.common import GATED_MLP, DecoderSizes, decoder_sizes, llama_weights, with_masks
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Defaults, Flag, Group
@@ -20,9 +20,8 @@ def qwen2_moe(
     dense_layers: frozenset[int] = frozenset(),
 ) -> DecoderConfig:  # fmt: skip
     """Return a decoder of Qwen2 blocks with experts; `dense_layers`, counted from 0, have `shape`'s MLP."""
-    mixer = shape.attention(rope=rope, out_bias=False)
-    mlps = (None if index in dense_layers else experts for index in range(shape.num_layers))
-    return moe.need_experts(with_masks(shape.decoder(shape.block(mixer, mlp) for mlp in mlps), masks))
+    mixers = shape.attention_by_mask(masks, rope, rope, out_bias=False)
+    return moe.sparse_decoder(shape, mixers, experts, dense_layers)
 
 
 _EXPERTS = (
@@ -41,7 +40,7 @@ FAMILY = Family(
         rope_settings(),
     ),
     build=qwen2_moe,
-    weights=llama_weights(mlp=GATED_MLP + EXPERTS),
+    weights=llama_weights(experts=EXPERTS),
     fused=FUSED_EXPERTS,
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_WINDOW_KEYS,
 )

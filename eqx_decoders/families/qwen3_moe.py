@@ -4,7 +4,7 @@ import functools
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._qwen import WINDOW, qwen3_moe, sparse_settings
-from eqx_decoders.families.common import GATED_MLP, DecoderSizes, llama_weights
+from eqx_decoders.families.common import DecoderSizes, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Unused
@@ -23,7 +23,7 @@ FAMILY = Family(
         rope_settings(),
     ),
     build=qwen3_moe,
-    weights=llama_weights(mlp=GATED_MLP + moe.separate_experts(_MLP)),
+    weights=llama_weights(experts=moe.separate_experts(_MLP)),
     fused=moe.fused_experts(_MLP),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )

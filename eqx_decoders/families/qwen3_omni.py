@@ -23,7 +23,7 @@ from eqx_decoders.families._qwen_vision import (
     vision_weights,
     with_media,
 )
-from eqx_decoders.families.common import norm, plain_mlp
+from eqx_decoders.families.common import plain_mlp
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
     MultimodalFamily,
@@ -47,7 +47,7 @@ from eqx_decoders.families.settings_table import (
     value_at,
 )
 from eqx_decoders.families.vision_fields import OUT_DIM
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig

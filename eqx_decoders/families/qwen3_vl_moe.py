@@ -3,7 +3,7 @@
 from eqx_decoders.families import moe
 from eqx_decoders.families._qwen import sparse_text_settings
 from eqx_decoders.families._qwen_vision import qwen3_vl_family, with_vl_vision
-from eqx_decoders.families.common import GATED_MLP, llama_weights
+from eqx_decoders.families.common import llama_weights
 from eqx_decoders.families.multimodal import ExtendedModel
 from eqx_decoders.families.settings_table import Only
 
@@ -24,7 +24,7 @@ FAMILY = qwen3_vl_family(
                 num_kv_heads=16, mlp_dim=5632, expert_dim=1408, num_experts=60, num_experts_per_token=4, theta=500_000.0
             ),
         ),
-        weights=llama_weights(mlp=GATED_MLP + moe.fused_experts(_MLP)),
+        weights=llama_weights(experts=moe.fused_experts(_MLP)),
         fused=(),
         transposed=_TRANSPOSED,
     ),

@@ -6,21 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from eqx_decoders.errors import check
-from eqx_decoders.families.common import (
-    ENDS,
-    LAYER,
-    DecoderSizes,
-    decoder_sizes,
-    gated_mlp,
-    norm_weights,
-    renamed,
-    self_attention,
-)
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Group, Integer, Number, Only, Renamed, Rule, Values
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -130,13 +121,13 @@ FAMILY = Family(
     ),
     build=recurrent_gemma,
     weights=(
-        *renamed(ENDS, {"model.norm": "model.final_norm"}),
+        *ends(final_norm="model.final_norm"),
         *norm_weights(LAYER, pre_mixer_norm="temporal_pre_norm", pre_mlp_norm="channel_pre_norm"),
         *self_attention(LAYER, "temporal_block."),
         *_recurrence_weights(LAYER + "temporal_block."),
         *gated_mlp(LAYER + "mlp_block."),
     ),
-    ignored_keys=dict.fromkeys(("final_w_init_variance_scale", "w_init_variance_scale"), "how it was begun"),
+    ignored_keys={"final_w_init_variance_scale w_init_variance_scale": "how it was begun"},
 )
 
 

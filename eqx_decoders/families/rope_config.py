@@ -120,15 +120,16 @@ _IGNORED = {
 }
 
 
-def rope_settings(name: str = "rope", *, required: bool = True, **options: Any) -> Rule:
+def rope_settings(name: str = "rope", *, required: bool = True, unused: bool = False, **options: Any) -> Rule:
     """Return the row of the rotary embedding of all layers; the options are those of `read_rope`.
 
-    With a default for partial rotation it is always written. Unless it is `required` no layer needs to have one.
+    With a default for partial rotation it is always written. `required` and `unused` are those of `write_rope`.
     """
+    partial = options.get("fraction") is not None
     return Rule(
         name,
         lambda fields, values: read_rope(fields, **options),
-        functools.partial(write_rope, partial=options.get("fraction") is not None, required=required),
+        functools.partial(write_rope, partial=partial, required=required, unused=unused),
     )
 
 
@@ -367,14 +368,18 @@ def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
     return inner
 
 
-def write_rope(config: DecoderConfig, *, partial: bool = False, required: bool = True) -> dict[str, Any]:
+def write_rope(
+    config: DecoderConfig, *, partial: bool = False, required: bool = True, unused: bool = False
+) -> dict[str, Any]:
     """Return the rotary embedding of all layers, as `rope_parameters` and in the spelling of transformers 4.
 
-    `partial` is for families whose `fraction` has a default: it is always written. Nothing is written where no layer
-    has one, unless it is `required`.
+    `partial` is for families whose `fraction` has a default: it is always written. Where no layer has one, nothing is
+    written, or an `unused` one, as transformers writes it; unless it is `required`.
     """
     mixers = (mixer for block in config.blocks for mixer in block.mixers())
     mixer = next((mixer for mixer in mixers if getattr(mixer, "rope", None)), None)
+    if mixer is None and unused:
+        return {"rope_parameters": _table(Rope())}
     if mixer is None and not required:
         return {}
     rope: Rope | None = getattr(mixer, "rope", None)

@@ -4,10 +4,10 @@ import functools
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families._mamba import MambaSizes
-from eqx_decoders.families.common import norm_weights
+from eqx_decoders.families.common import ends
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.recurrent.rwkv import ChannelMixConfig, TimeMixConfig
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -43,8 +43,8 @@ FAMILY = Family(
     ),
     build=rwkv,
     weights=(
-        Weight("rwkv.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
-        *norm_weights("rwkv.", embedding_norm="blocks.0.pre_ln", final_norm="ln_out"),
+        *ends("rwkv.embeddings", "rwkv.ln_out", "head"),
+        *norm_weights("rwkv.", embedding_norm="blocks.0.pre_ln"),
         *norm_weights(_LAYER, pre_mixer_norm="ln1", pre_mlp_norm="ln2"),
         *(
             Weight(f"{_LAYER}{part}.time_mix_{name}", f"{path}_mix", "1 1 embed -> embed")
@@ -65,10 +65,8 @@ FAMILY = Family(
         Weight(_LAYER + "feed_forward.key.weight", "mlp.key", _INTO),
         Weight(_LAYER + "feed_forward.receptance.weight", "mlp.gate", "outer embed -> embed outer"),
         Weight(_LAYER + "feed_forward.value.weight", "mlp.value", "embed mlp -> mlp embed"),
-        Weight("head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    prefix="rwkv.",
-    ignored_keys=dict.fromkeys(("context_length", "rescale_every"), "how it is run"),
+    ignored_keys={"context_length rescale_every": "how it is run"},
 )
 
 _sizes = functools.partial(MambaSizes, vocab_size=50_277)

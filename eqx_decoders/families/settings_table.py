@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar
 
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.families.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields
+from eqx_decoders.families.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields, by_key
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -197,9 +197,12 @@ class Inverse(Number):
 
 
 class Flag(Key):
-    """True or false."""
+    """True or false: what stands at its path or, of anything else, whether something does."""
 
     reader = "flag"
+
+    def text(self, value: Any) -> Any:
+        return value if isinstance(value, bool) else value is not None
 
 
 class Layers(Key):
@@ -319,10 +322,6 @@ class Check(Setting):
             raise fields.error(self.sentence.format_map(values))
 
 
-def _nothing(config: Any) -> dict[str, Any]:
-    return {}
-
-
 @dataclasses.dataclass(frozen=True)
 class Rule(Setting):
     """Keys that functions read and write.
@@ -330,13 +329,13 @@ class Rule(Setting):
     **Arguments:**
 
     - `name`: the keyword of the value that is read; empty for a function without one.
-    - `reads`: returns the value, from the fields and the values before it.
+    - `reads`: returns the value, from the fields and the values before it; nothing by default.
     - `writes`: returns the keys of a configuration.
     """
 
-    name: str
-    reads: Callable[[Fields, Values], Any]
-    writes: Callable[[Any], dict[str, Any]] = _nothing
+    name: str = ""
+    reads: Callable[[Fields, Values], Any] = lambda fields, values: None
+    writes: Callable[[Any], dict[str, Any]] = lambda config: {}
 
     def read(self, fields: Fields, values: Values) -> None:
         value = self.reads(fields, values)
@@ -401,7 +400,7 @@ class Table(Setting):
     - `settings`: the rows.
     - `model_type`: its `model_type`, which is written; None for none.
     - `what`: what it describes, for the error where it is missing; empty where it may be, and its groups are None.
-    - `ignored`: keys without effect, each with the reason.
+    - `ignored`: keys without effect and the reason, as `Family.ignored_keys`.
     """
 
     key: str
@@ -423,7 +422,7 @@ class Table(Setting):
         values.update(read_all(self.settings, table, values))
         for name in self.OUTSIDE:
             table.take(name, None)
-        fields.carry(self.key, table.ignored({**IGNORED_KEYS, **self.ignored}))
+        fields.carry(self.key, table.ignored(IGNORED_KEYS | by_key(self.ignored)))
 
     @property
     def _groups(self) -> list[Group]:

@@ -1,14 +1,12 @@
 """SmolLM3 (Hugging Face 2025): Llama's block, without RoPE in every fourth layer."""
 
 from collections.abc import Collection
-from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families.common import DecoderSizes, decoder_sizes, llama_weights, read_masks, write_masks
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.common import DecoderSizes, decoder_sizes, layer_masks, llama_weights
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotated_layers
-from eqx_decoders.families.settings_table import Flag, Rule, Values
+from eqx_decoders.families.settings_table import Flag
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder_config import DecoderConfig
@@ -26,18 +24,6 @@ def smollm3(
     return shape.decoder(map(block, range(shape.num_layers), masks))
 
 
-def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
-    on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", None)
-    window = size if on else None
-    local = [window is not None and index not in values["rotated"] for index in range(values["shape"].num_layers)]
-    return read_masks(fields, window, local)
-
-
-def _write_masks(config: DecoderConfig) -> dict[str, Any]:
-    masks = write_masks(config)
-    return masks | {"use_sliding_window": masks["sliding_window"] is not None}
-
-
 FAMILY = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
@@ -45,12 +31,12 @@ FAMILY = Family(
         decoder_sizes(num_kv_heads=4, tied=True),
         Flag("mlp_bias", "mlp.bias", False, name="mlp_bias"),
         rotated_layers(),
-        Rule("masks", _read_masks, _write_masks),
+        layer_masks(lambda index, values: index not in values["rotated"], window=None, switch="use_sliding_window"),
         rope_settings(theta=2e6, required=False),
     ),
     build=smollm3,
     weights=llama_weights(),
-    ignored_keys=dict.fromkeys(("no_rope_layer_interval", "max_window_layers"), "the lists of the layers say it"),
+    ignored_keys={"no_rope_layer_interval max_window_layers": "the lists of the layers say it"},
 )
 
 _3B = DecoderSizes(

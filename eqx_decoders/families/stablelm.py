@@ -21,11 +21,9 @@ def stablelm(
 ) -> DecoderConfig:
     """Return a decoder of StableLM blocks; in `parallel` ones attention and MLP share a norm."""
     norm, each = LayerNormConfig(eps=shape.eps), LayerNormConfig(eps=shape.eps, bias=False)
-    mixer = shape.attention(
-        rope=rope, qkv_bias=qkv_bias, qk_norm=QKNorm(norm=each, over="each_head") if qk_norm else None
-    )
-    block = shape.parallel_block(mixer, norm=norm) if parallel else shape.block(mixer, norm=norm)
-    return shape.decoder(block, norm)
+    heads_norm = QKNorm(norm=each, over="each_head") if qk_norm else None
+    mixer = shape.attention(rope=rope, qkv_bias=qkv_bias, qk_norm=heads_norm)
+    return shape.decoder(shape.block(mixer, norm=norm, parallel=int(parallel)), norm)
 
 
 _ATTENTION = LAYER + "self_attn."
@@ -36,7 +34,7 @@ FAMILY = Family(
         decoder_sizes(num_kv_heads=32, eps=1e-5, keys={"rms_norm_eps": "layer_norm_eps", "head_dim": None, **NO_BIAS}),
         Flag("use_qkv_bias", "attention.qkv_bias", False, name="qkv_bias"),
         Flag("use_parallel_residual", "blocks.0.residual.shares_norm", False, name="parallel"),
-        Flag("qk_layernorm", lambda config: config.blocks[0].mixer.qk_norm is not None, False, name="qk_norm"),
+        Flag("qk_layernorm", "attention.qk_norm", False, name="qk_norm"),
         rope_settings(fraction=0.25),
     ),
     build=stablelm,
@@ -50,11 +48,7 @@ FAMILY = Family(
 _shape = functools.partial(DecoderSizes, num_heads=32, num_kv_heads=32, eps=1e-5)
 _3B = _shape(vocab_size=50_304, embed_dim=2560, num_layers=32, head_dim=80, mlp_dim=6912)
 _1B = _shape(vocab_size=100_352, embed_dim=2048, num_layers=24, head_dim=64, mlp_dim=5632)
-
-_12B = DecoderSizes(
-    vocab_size=100_352, embed_dim=5120, num_layers=40, num_heads=32, num_kv_heads=8, head_dim=160, mlp_dim=13_824,
-    eps=1e-5,
-)  # fmt: skip
+_12B = _shape(vocab_size=100_352, embed_dim=5120, num_layers=40, num_kv_heads=8, head_dim=160, mlp_dim=13_824)
 
 MODELS = {
     "stablelm-3b": lambda: stablelm(_3B),

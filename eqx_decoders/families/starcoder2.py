@@ -33,11 +33,9 @@ FAMILY = Family(
     build=starcoder2,
     weights=llama_weights(mlp=plain_mlp("model.layers.{layer}.mlp.", up="c_fc", down="c_proj")),
     ignored_keys={
-        **dict.fromkeys(("embedding_dropout", "residual_dropout"), "dropout happens in training only"),
-        **dict.fromkeys(("activation_function", "layer_norm_epsilon"), "transformers reads others"),
-        **dict.fromkeys(
-            ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"), "softmax is in float32 here anyway"
-        ),
+        "embedding_dropout residual_dropout": "dropout happens in training only",
+        "activation_function layer_norm_epsilon": "transformers reads others",
+        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32": "softmax is in float32 here anyway",
     },
 )  # fmt: skip
 

@@ -3,8 +3,9 @@
 import functools
 
 from eqx_decoders.families._gemma import GEMMA2_SETTINGS, IGNORED_ACTIVATION_KEY, gemma2
-from eqx_decoders.families.common import LAYER, DecoderSizes, llama_weights, norm_weights
+from eqx_decoders.families.common import LAYER, DecoderSizes, llama_weights
 from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.weight_rows import norm_weights
 
 
 _NORMS = norm_weights(LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm")

@@ -133,6 +133,53 @@ def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None
     )
 
 
+def norm(name: str, path: str, *, needs: str = "") -> tuple[Weight, ...]:
+    """Return the rows of a norm, which count only where the block has the weight `needs` unless that is empty."""
+    return (
+        Weight(f"{name}.weight", f"{path}.scale", "norm -> norm", needs=needs),
+        Weight(f"{name}.bias", f"{path}.bias", "norm -> norm", needs=needs),
+    )
+
+
+def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
+    """Return the rows of norms with these names: `pre_mixer_norm="input_layernorm"`."""
+    return tuple(row for path, name in names.items() for row in norm(prefix + name, path))
+
+
+def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
+    """Return the rows of attention, which is called `name` in a layer."""
+    attention = prefix + name
+    into = {"q_proj": ("query", "heads"), "k_proj": ("key", "kv_heads"), "v_proj": ("value", "kv_heads")}
+    rows: list[Weight] = []
+    for tensor, (path, heads) in into.items():
+        pattern = f"({heads} head_dim) embed -> embed {heads} head_dim"
+        rows.append(Weight(f"{attention}{tensor}.weight", f"mixer.{path}", pattern))
+        rows.append(
+            Weight(f"{attention}{tensor}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim")
+        )
+    return (
+        *rows,
+        Weight(attention + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        Weight(attention + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
+        *norm(attention + "q_norm", "mixer.query_norm"),
+        *norm(attention + "k_norm", "mixer.key_norm"),
+        Weight(attention + "q_norm.weight", "mixer.query_norm_scale", "heads head_dim -> heads head_dim"),
+        Weight(attention + "k_norm.weight", "mixer.key_norm_scale", "kv_heads head_dim -> kv_heads head_dim"),
+    )
+
+
+def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
+    """Return the rows of a gated MLP."""
+    return (
+        Weight(prefix + "gate_proj.weight", path + "gate", "mlp embed -> embed mlp"),
+        Weight(prefix + "gate_proj.bias", path + "gate_bias", "mlp -> mlp"),
+        Weight(prefix + "up_proj.weight", path + "up", "mlp embed -> embed mlp"),
+        Weight(prefix + "up_proj.bias", path + "up_bias", "mlp -> mlp"),
+        Weight(prefix + "down_proj.weight", path + "down", "embed mlp -> mlp embed"),
+        Weight(prefix + "down_proj.bias", path + "down_bias", "embed -> embed"),
+    )
+
+
 def are_transposed(tensors: Mapping[str, Any]) -> bool:
     """Return True if fused experts are stored as matrices `[in, out]`, not `[out, in]`, by their shapes."""
     for name, down in tensors.items():

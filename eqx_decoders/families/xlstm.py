@@ -6,11 +6,11 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import check
 from eqx_decoders.families._mamba import MambaSizes
-from eqx_decoders.families.common import gated_mlp, renamed
+from eqx_decoders.families.common import ends, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, only
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.recurrent.mlstm import MLSTMConfig
@@ -80,13 +80,6 @@ _MIXER = (
 _LAYER = "backbone.blocks.{layer}."
 _LSTM = _LAYER + "mlstm_layer."
 _KEYS, _VALUES = "(heads key_dim) embed -> embed heads key_dim", "(heads value_dim) embed -> embed heads value_dim"
-_IGNORED = {
-    "how it is run": "autocast_kernel_dtype chunk_size chunkwise_kernel inference_state_dtype max_inference_chunksize "
-    "mode norm_reduction_force_float32 return_last_states sequence_kernel step_kernel add_forward_backend_padding",
-    "how it was begun and trained": "add_embedding_dropout igate_bias_init_range",
-    "for tokenizers": "force_bos_token_insert",
-    "`qk_dim_factor` and `v_dim_factor` say it": "mlstm_round_up_to_multiple_of",
-}
 FAMILY = Family(
     model_type="xlstm",
     architecture="xLSTMForCausalLM",
@@ -106,10 +99,8 @@ FAMILY = Family(
     ),
     build=xlstm,
     weights=(
-        Weight("backbone.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
-        Weight("backbone.out_norm.weight", "final_norm.scale", "norm -> norm"),
-        Weight(_LAYER + "norm_mlstm.weight", "pre_mixer_norm.scale", "norm -> norm"),
-        Weight(_LAYER + "norm_ffn.weight", "pre_mlp_norm.scale", "norm -> norm"),
+        *ends("backbone.embeddings", "backbone.out_norm"),
+        *norm_weights(_LAYER, pre_mixer_norm="norm_mlstm", pre_mlp_norm="norm_ffn"),
         Weight(_LSTM + "q.weight", "mixer.query", _KEYS),
         Weight(_LSTM + "k.weight", "mixer.key", _KEYS),
         Weight(_LSTM + "v.weight", "mixer.value", _VALUES),
@@ -123,10 +114,15 @@ FAMILY = Family(
         *renamed(
             gated_mlp(_LAYER + "ffn."), {"gate_proj": "proj_up_gate", "up_proj": "proj_up", "down_proj": "proj_down"}
         ),
-        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    prefix="backbone.",
-    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys={
+        "autocast_kernel_dtype chunk_size chunkwise_kernel inference_state_dtype max_inference_chunksize mode "
+        "norm_reduction_force_float32 return_last_states sequence_kernel step_kernel "
+        "add_forward_backend_padding": "how it is run",
+        "add_embedding_dropout igate_bias_init_range": "how it was begun and trained",
+        "force_bos_token_insert": "for tokenizers",
+        "mlstm_round_up_to_multiple_of": "`qk_dim_factor` and `v_dim_factor` say it",
+    },
 )  # fmt: skip
 
 _7B = MambaSizes(vocab_size=50_304, embed_dim=4096, num_layers=32, eps=1e-6)

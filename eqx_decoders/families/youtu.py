@@ -19,8 +19,7 @@ FAMILY = Family(
     settings=(*latent_sizes(tied=True), V3_ROPE, latent_mixer(1536)),
     build=youtu,
     weights=LATENT,
-    ignored_keys=dict.fromkeys(("mlp_bias",), "transformers' MLP of this model never has one")
-    | {"embedding_initializer_range": "weights are loaded"},
+    ignored_keys={"mlp_bias": "transformers' MLP has none", "embedding_initializer_range": "weights are loaded"},
 )
 
 _2B = DecoderSizes(

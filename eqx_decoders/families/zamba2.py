@@ -8,12 +8,12 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families._mamba import MambaSizes, mamba_settings, mamba_weights
-from eqx_decoders.families.common import ENDS, LAYER, fused_mlp, norm_weights, renamed, self_attention
+from eqx_decoders.families.common import ENDS, LAYER, fused_mlp, renamed
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Layers, Number, Only, Rule, Values, Word
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.weight_rows import Weight, norm_weights, self_attention
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -141,12 +141,6 @@ _TRANSFORMER = (
     Rule("rope", _read_rope, _write_rope),
 )  # fmt: skip
 _EPS = Rule("eps", lambda fields, values: 1e-5)  # within recurrences, whatever `rms_norm_eps` is
-_IGNORED = {
-    "they follow from others": "attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels num_query_groups",
-    "how it was begun": "time_step_floor time_step_max",
-    "there is one, whatever it says": "use_conv_bias",
-    "how it is run": "chunk_size num_logits_to_keep use_mamba_kernels use_mem_eff_path",
-}
 
 
 # --- tensors ---
@@ -211,7 +205,13 @@ FAMILY = Family(
         *fused_mlp(_SHARED + "feed_forward."),
         *_pairs(),
     ),
-    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()},
+    ignored_keys={
+        "attention_head_dim attention_hidden_size hybrid_layer_ids kv_channels "
+        "num_query_groups": "they follow from others",
+        "time_step_floor time_step_max": "how it was begun",
+        "use_conv_bias": "there is one, whatever it says",
+        "chunk_size num_logits_to_keep use_mamba_kernels use_mem_eff_path": "how it is run",
+    },
 )
 
 

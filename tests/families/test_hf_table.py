@@ -36,6 +36,16 @@ def test_keys_that_say_where_a_model_is_from_change_nothing():
     assert config == family.decode(content)[0]
 
 
+def test_keys_with_one_reason_are_each_ignored():
+    family = dataclasses.replace(FAMILIES["llama"], ignored_keys={"one two": "why"})
+    assert family.ignored_keys == {"one": "why", "two": "why"}
+    config, kept = family.decode(sample("llama", one=1, two=2))
+    assert config == decode(sample("llama"))
+    assert {key: kept[key] for key in ("one", "two")} == {"one": 1, "two": 2}
+    with pytest.raises(ed.ConversionError, match="three: not known here"):
+        family.decode(sample("llama", one=1, three=3))
+
+
 # names of models that Hugging Face does not have begin with these
 UNPUBLISHED = ("gpt3", "maxtext", "qwen3-custom", "deepseek-custom", "tiny-moe", "tiny-vision")
 

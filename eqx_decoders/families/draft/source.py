@@ -42,7 +42,7 @@ _PLACES = {  # of the names that a draft may need besides those of the nearest f
 _READ_MASKS = '''\
 def _read_masks(fields: Fields, values: Values) -> tuple[Mask, ...]:
     """Read which layers have windows, from `layer_types`."""
-    return read_masks(fields, fields.integer("sliding_window", None), [False] * values["shape"].num_layers)
+    return read_masks(fields, values, fields.integer("sliding_window", None))
 '''
 
 
