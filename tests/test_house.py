@@ -9,10 +9,10 @@ import re
 
 import pytest
 
+from tests.sources import FILES, LIBRARY, nodes, parsed
 
-ROOT = pathlib.Path(__file__).parents[1]
-LIBRARY = ROOT / "eqx_decoders"
-FILES = sorted(LIBRARY.rglob("*.py"))
+
+ROOT = LIBRARY.parent
 PACKAGES = sorted(file.parent for file in LIBRARY.glob("*/__init__.py"))
 FOLDERS = [LIBRARY, ROOT / "scripts", ROOT / "tests"]
 READMES = [ROOT / "README.md", *sorted(LIBRARY.rglob("README.md")), *sorted((ROOT / "scripts").glob("README.md"))]
@@ -35,15 +35,10 @@ def name_of(file: pathlib.Path) -> str:
     return str(file.relative_to(ROOT))
 
 
-@functools.cache
-def parsed(file: pathlib.Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
 def definitions(*kinds: type[ast.AST]):
     """Yield the file and the node of every definition of these kinds in the library."""
     for file in FILES:
-        for node in ast.walk(parsed(file)):
+        for node in nodes(file):
             if isinstance(node, kinds):
                 yield file, node
 
