@@ -7,6 +7,7 @@ must agree.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -321,6 +322,7 @@ def legal_pairs() -> set[tuple[str, Any, str, Any]]:
     }
 
 
+@functools.cache
 def covering_array() -> list[dict[str, Any]]:
     """Cases that hold every legal pair at least once; always the same ones."""
     names, generator = list(FACTORS), np.random.default_rng(0)
