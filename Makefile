@@ -29,7 +29,9 @@ help:  ## list what can be made
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,hf,serve,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[train,hf,serve,dev]'
+# bytecode by all cores, which pip would write with one; some files are templates, or for other versions of Python
+	-$(BIN)/python -m compileall -q -j 0 -x '/tests/' $(VENV)/lib/python*/site-packages >/dev/null 2>&1
 	@touch $@
 
 # libtpu compiles for TPUs without one; it is built for Linux on x86 alone, and what needs it says so where it is missing

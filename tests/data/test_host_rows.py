@@ -337,7 +337,6 @@ import json, sys
 from eqx_decoders.cli import train
 from eqx_decoders.io import heartbeat
 heartbeat.GRACE = 1.0  # seconds to come to the error of the other one
-flops.measured_flops = lambda dtype: 1e11  # the speed of the CPU is not measured
 sys.exit(train.main(["--distributed", *json.loads(sys.argv[2])]))
 """
 
