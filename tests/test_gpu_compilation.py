@@ -1,6 +1,7 @@
 """Compilation for H100s, without one: needs the compiler of GPUs (extra "aot-gpu"), and cuDNN for its attention."""
 
 import dataclasses
+import functools
 import importlib
 from importlib.util import find_spec
 
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import eqx_decoders as ed
+from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm
 from eqx_decoders.numerics.rounded_weight import Rounded
@@ -21,6 +23,9 @@ from eqx_decoders.planning.hlo import parse
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.step_plan import attention_kernels
 from eqx_decoders.planning.traced_memory import abstract_batch
+from eqx_decoders.serving.engine import programs
+from eqx_decoders.serving.engine.engine_weights import Models
+from eqx_decoders.serving.engine.sampler import SAMPLING_FORMS, SamplingBatch
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
@@ -218,3 +223,31 @@ def test_a_step_of_the_engine_compiles(devices, name, page_size, kernels):
     print(f"{name}: {memory}, copied {plan.copied}")
     assert plan.kernels == kernels and {one.kind for one in plan.collectives} >= {"all-reduce"}
     assert memory.outputs < 1e6 < memory.temporaries < memory.cache and plan.copied < memory.parameters / 20
+
+
+def test_nothing_in_a_step_of_the_engine_waits_for_the_host(devices):
+    """The host reads the condition of a branch, or of a loop of unknown length, before it launches anything more."""
+    layout = ed.Layout.create(devices=devices[:1])
+    config = ed.get_config("qwen3-0.6b")
+    rows, length, vocab = 8, 256, 4096
+    model = ed.abstract(dataclasses.replace(config, blocks=config.blocks[:2]), layout=layout, precision=BF16)
+    arrays, static = eqx.partition(Models(model, None), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    cache = abstract_cache(model.config, rows, length, dtype=jnp.bfloat16, layout=layout)
+
+    def like(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.replicated())
+
+    def forward(arrays, cache, tokens, *inputs):
+        state = programs.EngineState(cache=cache, tokens=tokens)
+        return programs.forward(eqx.combine(arrays, static), state, *inputs)
+
+    inputs = like(rows), like(rows, 1), like(rows, 1), like(rows)
+    lowered = [jax.jit(forward).lower(arrays, cache, like(rows, length), *inputs)]
+    batch, logits = SamplingBatch.greedy(rows, -(-vocab // 32), 0), like(rows, vocab, dtype=jnp.float32)
+    for form in SAMPLING_FORMS:
+        sample = functools.partial(programs.sample, num_top=0, form=form)
+        lowered.append(jax.jit(sample).lower(like(rows, length), like(rows), like(rows), logits, batch))
+    for each in lowered:
+        text = each.compile(compiler_options=GPU_OPTIONS).as_text()
+        loops = [line for line in text.splitlines() if " while(" in line]
+        assert " conditional(" not in text and all("known_trip_count" in line for line in loops)

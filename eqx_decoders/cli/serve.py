@@ -45,9 +45,9 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
+from eqx_decoders.serving import Engine
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
-from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.engine_weights import shape_of
 from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.api_config import ApiConfig

@@ -5,7 +5,7 @@ Nothing is sorted: a filter is a least logit, taken from the largest few or, whe
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,18 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 Probability = Annotated[float, InRange(above=0, most=1)]
+T = TypeVar("T")
+
+
+def branch(needed: bool | Array, compute: Callable[..., T], otherwise: Callable[..., T], *operands: Any) -> T:
+    """Return `compute(*operands)` where it is needed, else `otherwise(*operands)`.
+
+    A program made with a bool has one of them alone; with an array it branches on the device. On GPUs that is a wait:
+    the host launches nothing more before it has read the condition.
+    """
+    if isinstance(needed, bool):
+        return compute(*operands) if needed else otherwise(*operands)
+    return jax.lax.cond(needed, compute, otherwise, *operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +58,15 @@ Sampler = Greedy | Sample
 
 
 class RankedLogits(NamedTuple):
-    """Logits over temperature: all, the largest few in order, and the least that passed the filters before."""
+    """Logits over temperature: all, the largest few in order, and the least that passed the filters before.
+
+    With `search`, all are searched, also where the largest few would do.
+    """
 
     logits: Float32[Array, "rows vocab"]
     largest: Float32[Array, "rows few"]
     lowest: Float32[Array, "rows 1"]
+    search: bool
 
 
 class Filter(NamedTuple):
@@ -70,11 +86,11 @@ def _lowest_of_top_k(ranked: RankedLogits, top_k: Int32[Array, "rows 1"]) -> Flo
     vocab, few = ranked.logits.shape[1], ranked.largest.shape[1]
     kth = jnp.take_along_axis(ranked.largest, jnp.clip(top_k - 1, 0, few - 1), axis=1)
     cuts, ones, count = top_k < vocab, jnp.ones_like(ranked.logits), top_k.astype(jnp.float32)
-    return jnp.where(cuts, _found_beyond((top_k > few) & cuts, ranked.logits, ones, count, kth), -jnp.inf)
+    return jnp.where(cuts, _search_beyond((top_k > few) & cuts, ranked, ones, count, kth), -jnp.inf)
 
 
 def _lowest_of_top_p(ranked: RankedLogits, top_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
-    logits, largest, lowest = ranked
+    logits, largest, lowest, _ = ranked
     few, top = largest.shape[1], largest[:, :1]
     weights = jnp.where(logits >= lowest, jnp.exp(logits - top), 0.0)
     wanted = top_p * jnp.sum(weights, axis=-1, keepdims=True)
@@ -82,7 +98,7 @@ def _lowest_of_top_p(ranked: RankedLogits, top_p: Float32[Array, "rows 1"]) -> F
     reached = jnp.sum(sums < wanted, axis=-1, keepdims=True, dtype=jnp.int32)
     nucleus = jnp.take_along_axis(largest, jnp.minimum(reached, few - 1), axis=-1)
     beyond = (reached >= few) & (top_p < 1.0) & (few < logits.shape[1])
-    return _found_beyond(beyond, logits, weights, wanted, nucleus)
+    return _search_beyond(beyond, ranked, weights, wanted, nucleus)
 
 
 def _lowest_of_min_p(ranked: RankedLogits, min_p: Float32[Array, "rows 1"]) -> Float32[Array, "rows 1"]:
@@ -148,26 +164,40 @@ def choose_tokens(
     drawn = jnp.broadcast_to(settings.temperature, best.shape) > 0
 
     def draw() -> Array:
-        filtered = draw_logits(logits, settings)
-        weights = jnp.exp(filtered - filtered.max(-1, keepdims=True))
-        uniform = jax.vmap(lambda key, number: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys, index)
-        return jnp.where(drawn, _inverse_cdf(weights, uniform, best), best)
+        tokens = draw_tokens(draw_logits(logits, settings), keys, index, best)
+        return jnp.where(drawn, tokens, best)
 
     return jax.lax.cond(jnp.any(drawn), draw, lambda: best)
 
 
-def draw_logits(logits: Float32[Array, "rows vocab"], settings: DrawSettings) -> Float32[Array, "rows vocab"]:
+def draw_tokens(
+    logits: Float32[Array, "rows vocab"], keys: AnyArray, index: Int[AnyArray, "rows"], best: Int32[Array, "rows"]
+) -> Int32[Array, "rows"]:
+    """Return draw number `index` of each row's key from `softmax(logits)`, whose most likely tokens are `best`."""
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    uniform = jax.vmap(lambda key, number: jax.random.uniform(jax.random.fold_in(key, number), (2,)))(keys, index)
+    return _inverse_cdf(weights, uniform, best)
+
+
+def draw_logits(
+    logits: Float32[Array, "rows vocab"], settings: DrawSettings, filters: bool | None = None
+) -> Float32[Array, "rows vocab"]:
     """Return the logits of the distribution that a token is drawn from: over temperature, -inf where a filter cuts.
 
-    Greedy rows, which draw nothing, are as at a temperature of 1.
+    Greedy rows, which draw nothing, are as at a temperature of 1. `filters` as in `min_logits`.
     """
     temperature = jnp.broadcast_to(settings.temperature, logits.shape[:1])[:, None]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    return jnp.where(scaled >= min_logits(scaled, settings.filters), scaled, -jnp.inf)
+    return jnp.where(scaled >= min_logits(scaled, settings.filters, filters), scaled, -jnp.inf)
 
 
-def min_logits(logits: Float32[Array, "rows vocab"], filters: dict[str, AnyArray]) -> Float32[Array, "rows 1"]:
-    """Return the least logit that passes each row's filters, -inf where all pass; the most likely token always does."""
+def min_logits(
+    logits: Float32[Array, "rows vocab"], filters: dict[str, AnyArray], needed: bool | None = None
+) -> Float32[Array, "rows 1"]:
+    """Return the least logit that passes each row's filters, -inf where all pass; the most likely token always does.
+
+    `needed` says whether any row has a filter; None: the program branches by what the rows have.
+    """
     settings = {name: jnp.broadcast_to(filters[name], logits.shape[:1])[:, None] for name in FILTERS}
     cuts = {name: jnp.any(settings[name] != each.neutral) for name, each in FILTERS.items()}
     everything = jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype)
@@ -179,22 +209,23 @@ def min_logits(logits: Float32[Array, "rows vocab"], filters: dict[str, AnyArray
         for name, each in FILTERS.items():
 
             def cut(lowest: Array, setting: Array = settings[name], each: Filter = each) -> Array:
-                new = each.lowest(RankedLogits(logits, largest, lowest), setting)
+                new = each.lowest(RankedLogits(logits, largest, lowest, needed is not None), setting)
                 return jnp.where(setting == each.neutral, lowest, jnp.maximum(lowest, new))
 
-            lowest = jax.lax.cond(cuts[name], cut, lambda lowest: lowest, lowest)
+            lowest = branch(needed or cuts[name], cut, lambda lowest: lowest, lowest)
         return lowest
 
-    return jax.lax.cond(jnp.any(jnp.stack([*cuts.values()])), lowest_of_all, lambda: everything)
+    any_cuts = jnp.any(jnp.stack([*cuts.values()])) if needed is None else needed
+    return branch(any_cuts, lowest_of_all, lambda: everything)
 
 
-def _found_beyond(beyond: Array, logits: Array, weights: Array, wanted: Array, otherwise: Array) -> Array:
+def _search_beyond(beyond: Array, ranked: RankedLogits, weights: Array, wanted: Array, otherwise: Array) -> Array:
     """Search by bisection only where a row's least logit is not among the largest few."""
 
     def search() -> Array:
-        return jnp.where(beyond, _least_reaching(logits, weights, wanted), otherwise)
+        return jnp.where(beyond, _least_reaching(ranked.logits, weights, wanted), otherwise)
 
-    return jax.lax.cond(jnp.any(beyond), search, lambda: otherwise)
+    return branch(ranked.search or jnp.any(beyond), search, lambda: otherwise)
 
 
 def _least_reaching(

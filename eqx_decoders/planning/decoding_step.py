@@ -27,9 +27,9 @@ from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import PlannedStep
 from eqx_decoders.planning.report import collective_lines, memory_lines, shared_data, size_text, time_lines
 from eqx_decoders.planning.roofline import Roofline, network_seconds
-from eqx_decoders.serving.engine.model_runner import Models, decode
+from eqx_decoders.serving.engine.engine_weights import Models
+from eqx_decoders.serving.engine.programs import EngineState, decode
 from eqx_decoders.serving.engine.sampler import SamplingBatch
-from eqx_decoders.serving.engine.slot_state import EngineState
 from eqx_decoders.sharding.axes import axes, named_leaves, names_of
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token

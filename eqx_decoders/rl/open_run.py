@@ -22,8 +22,8 @@ from eqx_decoders.rl.reward_model import RewardModel
 from eqx_decoders.rl.rl_run import RLRun, packer_of
 from eqx_decoders.rl.sampler_engine import SamplerEngine, drawing
 from eqx_decoders.rl.turn_writer import rewritten_turns
+from eqx_decoders.serving import Engine
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training.config import TrainConfig

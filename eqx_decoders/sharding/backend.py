@@ -28,6 +28,8 @@ class Backend:
         a model may cut its arrays for good (`unstack_in_place`).
     - `few_rows`: a decoding step of as few rows as there are answers, each read only as far as it is filled.
     - `reads_before_writes`: a cache is read as a whole before it is written, since it would be copied otherwise.
+    - `branches_wait`: the host waits for the condition of a branch before it launches what comes after: programs that
+        run at each token have none.
     - `parallel_programs`: programs that don't need each other's results may run at a time.
     - `shares_cores`: all devices compute on the same cores.
     - `loss_tile_bytes`: logits of one tile of the fused loss.
@@ -58,6 +60,7 @@ class Backend:
     unrolled_layers: bool = False
     few_rows: bool = False
     reads_before_writes: bool = False
+    branches_wait: bool = False
     parallel_programs: bool = True
     shares_cores: bool = False
     loss_tile_bytes: int = 256 * 2**20
@@ -105,6 +108,7 @@ BACKENDS = {
         platform="gpu",
         doubles_one_row=True,
         unrolled_layers=True,
+        branches_wait=True,
         loss_tile_bytes=2**30,  # an H100 adds up the kernel's gradient from memory: 8 % of a 1b model's step (measured)
         attention_kernels=("cudnn", "triton"),
         pallas_gpu=True,

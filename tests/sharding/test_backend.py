@@ -45,7 +45,7 @@ def test_a_mesh_of_several_devices_leaves_out_what_is_for_one():
 def test_an_unknown_platform_is_any_accelerator():
     assert differing(backend_of("new"), Backend(platform="new")) == set()
     assert backend_of("new").describe() == "new: as any accelerator"
-    words = "doubles_one_row=True, unrolled_layers=True, loss_tile_bytes=1073741824"
+    words = "doubles_one_row=True, unrolled_layers=True, branches_wait=True, loss_tile_bytes=1073741824"
     words += ", attention_kernels=('cudnn', 'triton')"
     assert backend_of("gpu").describe() == f"gpu: {words}, pallas_gpu=True, paged_kernel=triton"
 

@@ -13,7 +13,7 @@ from eqx_decoders.errors import check, check_word
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, padded_slots
+from eqx_decoders.serving.engine.model_runner import padded_slots
 from eqx_decoders.serving.engine.multimodal_prefill import (
     MultimodalPrefill,
     client_message,
@@ -312,23 +312,24 @@ class Engine:
         """Dispatch a prefill chunk and, after the last one of a prompt, the draw of the first token."""
         request, slot, end = sequence.request, sequence.slot, begin + count
         chunk, following = request.prompt[begin:end], request.prompt[begin + 1 : end + 1]
-        wanted = NEXT_TOKEN if end == len(request.prompt) and not sequence.background else 0
-        scored = sequence.needs_prompt_scores and end >= request.prompt_logprobs_from
-        wanted += ALL_SCORES if scored else 0
+        wanted = dict(
+            next_token=end == len(request.prompt) and not sequence.background,
+            scores=sequence.needs_prompt_scores and end >= request.prompt_logprobs_from,
+        )
         batch = self._slot_manager.sampling.of([slot], request.logprobs is not None)
-        result = self._runner.prefill(slot, np.asarray(chunk), begin, np.asarray(following), wanted, batch)
+        result = self._runner.prefill(slot, np.asarray(chunk), begin, np.asarray(following), batch, **wanted)
         sequence.num_computed += count
         self._slot_manager.cache_block(sequence)
         if not sequence.background:
             self._scheduler.queue.charge(request.client, count)
-        if scored:
+        if result.scores is not None:
             results.chunks.append(PromptChunk(sequence, begin, end, result.scores))
         if end == len(request.prompt):
             self._finish_prompt(sequence, result.logits, results)
 
-    def _finish_prompt(self, sequence: SequenceState, logits: Array, results: StepResults) -> None:
+    def _finish_prompt(self, sequence: SequenceState, logits: Array | None, results: StepResults) -> None:
         """Save the end of a prompt for those that wait for it, and sample the first token of its answer."""
-        if sequence.background:
+        if logits is None:  # a text in the background has no answer
             self._scheduler.release(sequence)
             return
         sequence.has_drafts = self.config.drafts is not None and self.config.drafts.drafts_prompts
@@ -361,8 +362,9 @@ class Engine:
         """Dispatch the draw of the first token of an answer."""
         if not self._prepare_row(sequence):
             return
-        batch = self._slot_manager.sampling.of([sequence.slot], sequence.request.logprobs is not None)
-        results.first.append((sequence, self._runner.first_token(sequence.slot, logits, batch)))
+        inputs = [sequence.slot], sequence.request.logprobs is not None
+        batch, form = self._slot_manager.sampling.of(*inputs), self._slot_manager.sampling.form(*inputs)
+        results.first.append((sequence, self._runner.first_token(sequence.slot, logits, batch, form)))
         self._reader.sampled(sequence, results)
 
     # --- decoding ---
@@ -404,7 +406,8 @@ class Engine:
             positions[row, : len(inputs)] = np.arange(sequence.num_computed, sequence.num_computed + len(inputs))
         wants_scores = any(sequence.request.logprobs is not None for sequence in answers)
         batch = self._slot_manager.sampling.of(slots, wants_scores)
-        results.sampled, results.rows = self._runner.decode(slots, tokens, positions, batch), rows
+        form = self._slot_manager.sampling.form([*by_slot], wants_scores)
+        results.sampled, results.rows = self._runner.decode(slots, tokens, positions, batch, form), rows
         for sequence in answers:
             sequence.num_computed += 1
             sequence.has_drafts = True

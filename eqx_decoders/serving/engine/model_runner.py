@@ -4,7 +4,9 @@ Each program is compiled once, at the start, for one shape: decoding steps of a 
 few lengths, and what empties, saves and restores a slot. Programs that change the state get it donated.
 """
 
+import concurrent.futures
 import dataclasses
+import os
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -13,11 +15,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float32
 
-from eqx_decoders.context import Promises
-from eqx_decoders.inference.decode_step import decode_step
-from eqx_decoders.inference.draft_state import VerifiedStep
 from eqx_decoders.inference.drafters import Drafter, with_models
 from eqx_decoders.inference.unstack import inference_cache, unstack_layers
 from eqx_decoders.layers.cache.base import is_layer_cache
@@ -26,31 +25,33 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.expert_choices import choices_of
-from eqx_decoders.serving.engine import slot_state
-from eqx_decoders.serving.engine.adapters import EngineAdapters, of_rows
+from eqx_decoders.serving.engine import programs
+from eqx_decoders.serving.engine.adapters import EngineAdapters
 from eqx_decoders.serving.engine.engine_weights import EngineWeights, Models
 from eqx_decoders.serving.engine.page_pool import windows_of
+from eqx_decoders.serving.engine.programs import CacheSnapshot, EngineState
 from eqx_decoders.serving.engine.sampler import (
+    SAMPLING_FORMS,
     SampledTokens,
     SamplingBatch,
+    SamplingForm,
     SamplingTable,
     Scores,
-    TokenHistory,
-    sample_rows,
-    score_tokens,
 )
-from eqx_decoders.serving.engine.slot_state import CacheSnapshot, EngineState
-from eqx_decoders.sharding.explicit import typed, untyped, with_auto_axes
+from eqx_decoders.sharding.explicit import untyped, with_auto_axes
 
 
-NEXT_TOKEN, ALL_SCORES = 1, 2  # flags of a prefill chunk: compute the last logits, score every token
+MOST_COMPILERS = 8  # programs that are compiled at a time: each takes memory of the host
 
 
 class ChunkResult(NamedTuple):
-    """Result of a prefill chunk: the logits after its last token, and the scores of the tokens that follow its own."""
+    """Result of a prefill chunk: the logits after its last token, and the scores of the tokens that follow its own.
 
-    logits: Float32[Array, "1 vocab"]
-    scores: Scores
+    None where they were not asked for.
+    """
+
+    logits: Float32[Array, "1 vocab"] | None
+    scores: Scores | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,12 +109,15 @@ class ModelRunner:
             experts = jnp.zeros((slots, length, *choices_of(model.config)), jnp.int16)
         tokens, experts = jax.device_put((tokens, experts), layout.replicated())
         state = EngineState(cache=cache, tokens=tokens, drafts=drafts, experts=experts)
-        self._state = slot_state.without_aliases(state)
+        self._state = programs.without_aliases(state)
         self.model = self.weights.model
         sizes = config.max_adapters, config.max_adapter_rank, config.adapter_targets
         self.adapters = EngineAdapters(self.model, *sizes)
         self._replicated = layout.replicated()
         self._programs: dict[Any, Any] = {}
+        self._reads: dict[Any, tuple[bool, bool]] = {}  # whether a program reads the weights, and the state
+        self._drafts = models.drafter is not None
+        self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_wait else (None,)
 
     def load(self, model: Decoder) -> None:
         """Take the weights of a model like the first (see `EngineWeights.load`)."""
@@ -127,7 +131,7 @@ class ModelRunner:
     @cached_property
     def has_state(self) -> bool:
         """True where layers have a state that cannot be cut by tokens, such as a recurrent state."""
-        return len(jax.tree.leaves(jax.eval_shape(slot_state.save_state, self._state, np.int32(0)))) > 0
+        return len(jax.tree.leaves(jax.eval_shape(programs.save_state, self._state, np.int32(0)))) > 0
 
     @cached_property
     def _is_packed(self) -> bool:
@@ -137,71 +141,118 @@ class ModelRunner:
     # --- programs ---
 
     def compile(self) -> None:
-        """Compile all programs; later calls need no others."""
+        """Compile all programs, some at a time; later calls need no others."""
         self.adapters.compile()
-        slot, begin, num_top = np.int32(0), np.int32(0), self.config.max_logprobs
-        for rows in self.config.batch_sizes:
-            for columns in self.config.columns:
+        with concurrent.futures.ThreadPoolExecutor(min(MOST_COMPILERS, os.cpu_count() or 1)) as self._compilers:
+            self._compile_all()
+        self._programs = {name: program.result() for name, program in self._programs.items()}
+
+    def _compile_all(self) -> None:
+        config, slot, begin = self.config, np.int32(0), np.int32(0)
+        scored = dict(num_top=config.max_logprobs)
+        for rows in config.batch_sizes:
+            if not self._drafts:
+                *inputs, batch = self._decode_inputs(rows, 1)
+                self._compile(("forward", rows), programs.forward, *inputs, batch.adapter, weights=True)
+            for columns in config.columns if self._drafts else ():
                 inputs = self._decode_inputs(rows, columns)
-                self._compile(("decode", rows, columns), partial(decode, num_top=num_top), *inputs)
-        for length in self.config.chunk_sizes:
-            inputs = self._prefill_inputs(length)
-            self._compile(("prefill", length), partial(prefill, num_top=num_top), *inputs)
-        save = partial(slot_state.save, length=self.block_size)
-        logits = jax.ShapeDtypeStruct((1, self.model.config.vocab_size), jnp.float32, sharding=self._replicated)
-        inputs = slot, logits, self.sampling_table(1).of([0], False)
-        self._compile("first token", partial(slot_state.first_token, num_top=num_top), *inputs, reports=True)
-        self._compile("empty", slot_state.empty_slot, slot)
+                self._compile(("decode", rows, columns), partial(programs.decode, **scored), *inputs, weights=True)
+        for rows in {1, *(() if self._drafts else config.batch_sizes)}:
+            for form in self._forms:
+                if rows > 1 or form is None or form.scores:  # scores of one row take no time
+                    self._compile_sample(rows, form)
+        for length in config.chunk_sizes:
+            self._compile(("prefill", length), programs.prefill, *self._prefill_inputs(length), weights=True)
+            reads = dict(weights=True, state=False)
+            hidden, ids = self._hidden(length), np.zeros((1, length), np.int32)
+            self._compile(("scores", length), partial(programs.prompt_scores, **scored), hidden, ids, **reads)
+        self._compile("logits", programs.next_logits, self._hidden(1), weights=True, state=False)
+        save = partial(programs.save, length=self.block_size)
+        self._compile("empty", programs.empty_slot, slot)
         self._compile("save", save, slot, begin, donates=False)
-        self._compile("restore", slot_state.restore, slot, begin, jax.eval_shape(save, self._state, slot, begin))
+        self._compile("restore", programs.restore, slot, begin, jax.eval_shape(save, self._state, slot, begin))
         if self.windows:
-            unpaged = partial(slot_state.save, length=self.block_size, pages=False)
+            unpaged = partial(programs.save, length=self.block_size, pages=False)
             snapshot = jax.eval_shape(unpaged, self._state, slot, begin)
             self._compile("save unpaged", unpaged, slot, begin, donates=False)
-            self._compile("restore unpaged", slot_state.restore, slot, begin, snapshot)
+            self._compile("restore unpaged", programs.restore, slot, begin, snapshot)
             tables = {
                 window: np.zeros((self.num_slots, pages), np.int32) for window, (_, pages) in self.windows.items()
             }
-            self._compile("page tables", slot_state.set_page_tables, tables, np.zeros(self.num_slots, np.int32))
+            self._compile("page tables", programs.set_page_tables, tables, np.zeros(self.num_slots, np.int32))
         if self.model.config.media is not None:
-            row = jax.eval_shape(lambda: inference_cache(self.model, 1, self.length, self.config.cache_format))
-            self._compile("insert cache", slot_state.insert_cache, slot, row, np.zeros((1, self.length), np.int32))
-        self._compile("save state", slot_state.save_state, slot, donates=False)
-        if self.config.expert_choices:
+            row = jax.eval_shape(lambda: inference_cache(self.model, 1, self.length, config.cache_format))
+            self._compile("insert cache", programs.insert_cache, slot, row, np.zeros((1, self.length), np.int32))
+        self._compile("save state", programs.save_state, slot, donates=False)
+        if config.expert_choices:
             self._compile("experts", lambda state, slot: state.experts[slot], slot, donates=False)
-        saved = jax.eval_shape(slot_state.save_state, self._state, slot)
-        self._compile("restore state", slot_state.restore_state, slot, begin, saved)
+        saved = jax.eval_shape(programs.save_state, self._state, slot)
+        self._compile("restore state", programs.restore_state, slot, begin, saved)
 
     # --- forward passes ---
 
     def decode(
-        self, slots: Sequence[int], tokens: np.ndarray, positions: np.ndarray, batch: SamplingBatch
+        self,
+        slots: Sequence[int],
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        batch: SamplingBatch,
+        form: SamplingForm | None,
     ) -> SampledTokens:
         """Run one decoding step of some slots, or of all in their order; rows at position -1 are idle.
 
         A first token of -1 stands for the one that the last program of its slot has sampled.
         """
         rows = np.asarray(slots, np.int32)
-        self._state, sampled = self._run(("decode", *tokens.shape), rows, tokens, positions, batch)
-        return sampled
+        if self._drafts:
+            self._state, sampled = self._run(("decode", *tokens.shape), rows, tokens, positions, batch)
+            return sampled
+        self._state, logits = self._run(("forward", len(rows)), rows, tokens, positions, batch.adapter)
+        return self._sample(rows, positions[:, 0], logits, batch, form)
 
     def prefill(
-        self, slot: int, tokens: np.ndarray, begin: int, following: np.ndarray, wanted: int, batch: SamplingBatch
+        self,
+        slot: int,
+        tokens: np.ndarray,
+        begin: int,
+        following: np.ndarray,
+        batch: SamplingBatch,
+        *,
+        next_token: bool,
+        scores: bool,
     ) -> ChunkResult:
-        """Prefill one chunk of a slot's prompt, from position `begin` on."""
+        """Prefill one chunk of a slot's prompt, from position `begin` on.
+
+        **Arguments:**
+
+        - `following`: the token after each.
+        - `next_token`: return the logits after the last one.
+        - `scores`: return the scores of those in `following`.
+        """
         length = next(size for size in self.config.chunk_sizes if size >= len(tokens))
         ids, next_ids = np.zeros((1, length), np.int32), np.zeros((1, length), np.int32)
         ids[0, : len(tokens)], next_ids[0, : len(following)] = tokens, following
         index = np.arange(length, dtype=np.int32)[None]
         positions = np.where(index < len(tokens), begin + index, -1).astype(np.int32)
-        inputs = np.int32(slot), ids, positions, next_ids, np.int32(wanted), batch
-        self._state, result = self._run(("prefill", length), *inputs)
-        return result
+        inputs = np.int32(slot), ids, positions, next_ids, np.asarray(next_token), batch
+        self._state, (hidden, last) = self._run(("prefill", length), *inputs)
+        logits = self._run("logits", last) if next_token else None
+        return ChunkResult(logits, self._run(("scores", length), hidden, next_ids) if scores else None)
 
-    def first_token(self, slot: int, logits: Array, batch: SamplingBatch) -> SampledTokens:
+    def first_token(self, slot: int, logits: Array, batch: SamplingBatch, form: SamplingForm | None) -> SampledTokens:
         """Sample the first token of an answer from the logits after its prompt, which is in the slot."""
-        inputs = np.int32(slot), jax.device_put(logits, self._replicated), batch
-        self._state, sampled = self._run("first token", *inputs)
+        return self._sample(np.full(1, slot, np.int32), np.asarray(batch.prompt_length) - 1, logits, batch, form)
+
+    def _sample(
+        self, slots: np.ndarray, positions: np.ndarray, logits: Array, batch: SamplingBatch, form: SamplingForm | None
+    ) -> SampledTokens:
+        if form is not None and len(slots) == 1:
+            form = form._replace(scores=True)
+        program = self._programs["sample", len(slots), form if form in self._forms else None]
+        if not self._is_packed:  # logits may come from another program, or from the host
+            logits = jax.device_put(logits, program.input_shardings[0][3])
+        tokens, sampled = program(self._state.tokens, slots, positions, logits, batch)
+        self._state = dataclasses.replace(self._state, tokens=tokens)
         return sampled
 
     # --- slots ---
@@ -230,8 +281,8 @@ class ModelRunner:
     @cached_property
     def _saved_sizes(self) -> tuple[int, int]:
         slot = np.int32(0)
-        block = jax.eval_shape(partial(slot_state.save, length=self.block_size), self._state, slot, slot)
-        return _nbytes(block), _nbytes(jax.eval_shape(slot_state.save_state, self._state, slot))
+        block = jax.eval_shape(partial(programs.save, length=self.block_size), self._state, slot, slot)
+        return _nbytes(block), _nbytes(jax.eval_shape(programs.save_state, self._state, slot))
 
     def restore(self, slot: int, begin: int, snapshot: CacheSnapshot, *, pages: bool = True) -> None:
         """Write back what `save` returned."""
@@ -281,31 +332,66 @@ class ModelRunner:
 
     def _prefill_inputs(self, length: int) -> tuple[Any, ...]:
         ids = np.zeros((1, length), np.int32)
-        return np.int32(0), ids, ids, ids, np.int32(0), self.sampling_table(1).of([0], False)
+        return np.int32(0), ids, ids, ids, np.asarray(False), self.sampling_table(1).of([0], False)
+
+    def _hidden(self, length: int) -> jax.ShapeDtypeStruct:
+        """Return the shape of hidden states of a prompt's tokens."""
+        shape = 1, length, self.model.config.embed_dim
+        return jax.ShapeDtypeStruct(shape, self.model.execution.precision.compute, sharding=self._replicated)
+
+    def _compile_sample(self, rows: int, form: SamplingForm | None) -> None:
+        """Compile `programs.sample`; it reads logits where the forward pass leaves them."""
+        sharding, forward = self._replicated, self._programs.get(("forward", rows))
+        if forward is not None and len(sharding.device_set) > 1 and not self._is_packed:
+            sharding = forward.result().output_shardings[1]
+        logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=sharding)
+        slots = np.arange(rows, dtype=np.int32)
+        inputs: Any = self._state.tokens, slots, slots, logits, self.sampling_table(rows).of(slots, False)
+        sample = partial(programs.sample, num_top=self.config.max_logprobs, form=form)
+        jitted = jax.jit(sample, donate_argnums=(0,), out_shardings=self._replicated)
+        self._start(("sample", rows, form), jitted, *inputs)
+
+    def _start(self, name: Any, jitted: Any, *inputs: Any) -> None:
+        """Start to compile a program, which JAX traces in this thread."""
+        compiled = (lambda: jitted) if self._is_packed else jitted.lower(*inputs).compile
+        self._programs[name] = self._compilers.submit(compiled)
 
     def _compile(
-        self, name: Any, function: Callable[..., Any], *inputs: Any, donates: bool = True, reports: bool = False
+        self,
+        name: Any,
+        function: Callable[..., Any],
+        *inputs: Any,
+        weights: bool = False,
+        state: bool = True,
+        donates: bool = True,
     ) -> None:
-        weightless = isinstance(name, str)
+        """Compile a function of the models and of the state, as far as it reads them, and of inputs.
 
-        def run(weights: Any, state: EngineState, *inputs: Any) -> Any:
-            if weightless:
-                return function(state, *inputs)
-            arrays, pairs = weights
-            models = self.weights.combined(arrays)
-            return function(Models(self.adapters.with_pairs(models.model, pairs), models.drafter), state, *inputs)
+        What reads the state changes it and gets it donated, if it `donates`: it returns it, with weights beside others.
+        """
+
+        def run(arrays: Any, engine_state: EngineState | None, *inputs: Any) -> Any:
+            read: list[Any] = []
+            if weights:
+                models = self.weights.combined(arrays[0])
+                read.append(Models(self.adapters.with_pairs(models.model, arrays[1]), models.drafter))
+            return function(*read, *([engine_state] if state else []), *inputs)
 
         shardings: Any = None
-        if donates:  # the state stays where it is
-            state = jax.tree.map(lambda leaf: leaf.sharding, self._state)
-            shardings = state if weightless and not reports else (state, None)
-        jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
-        weights = None if weightless else (self.weights.arrays, self.adapters.arrays)
-        self._programs[name] = jitted if self._is_packed else jitted.lower(weights, self._state, *inputs).compile()
+        if state and donates:  # the state stays where it is
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+            shardings = (shardings, None) if weights else shardings
+        jitted = jax.jit(run, donate_argnums=(1,) if state and donates else (), out_shardings=shardings)
+        self._reads[name] = weights, state
+        self._start(name, jitted, *self._arrays_of(name), *inputs)
+
+    def _arrays_of(self, name: Any) -> tuple[Any, EngineState | None]:
+        weights, state = self._reads[name]
+        arrays = (self.weights.arrays, self.adapters.arrays) if weights else None
+        return arrays, self._state if state else None
 
     def _run(self, name: Any, *inputs: Any) -> Any:
-        weights = None if isinstance(name, str) else (self.weights.arrays, self.adapters.arrays)
-        return self._programs[name](weights, self._state, *inputs)
+        return self._programs[name](*self._arrays_of(name), *inputs)
 
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
@@ -339,106 +425,3 @@ def _with_auto_mesh(model: Decoder) -> Decoder:
 
 def _nbytes(shapes: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-# --- forward passes of the programs: the results of a slot depend on no other slot ---
-
-
-@typed
-def decode(
-    models: Models,
-    state: EngineState,
-    slots: Int[Array, "rows"],
-    tokens: Int[Array, "rows columns"],
-    positions: Int[Array, "rows columns"],
-    batch: SamplingBatch,
-    *,
-    num_top: int,
-) -> tuple[EngineState, SampledTokens]:
-    """Feed each row its last token and its drafts, verify the drafts, and sample the next tokens.
-
-    A last token of -1 stands for the one in the state, where every step writes the token that it samples last; a draft
-    of -1 for the one that was made on the device. Rows at position -1 are idle. Drafts need a step of all slots, in
-    order.
-    """
-    model, (rows, columns) = of_rows(models.model, batch.adapter), tokens.shape
-    all_slots = rows == state.tokens.shape[0]
-    if state.drafts is not None and columns > 1:
-        tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
-    read_rows = None if all_slots and not model.execution.layout.backend.few_rows else slots
-    slots = jnp.arange(rows) if all_slots else slots
-    last = state.tokens[slots, jnp.maximum(positions[:, 0], 0)]
-    tokens = tokens.at[:, 0].set(jnp.where(tokens[:, 0] < 0, last, tokens[:, 0]))
-    targets = jnp.where(positions < 0, state.tokens.shape[1], positions)
-    ids = state.tokens.at[slots[:, None], targets].set(tokens, mode="drop")
-
-    def choose(logits: Array) -> tuple[Array, Scores]:
-        lengths = (positions[:, :1] + 1 + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
-        prompts = jnp.repeat(jnp.asarray(batch.prompt_length), columns, axis=0)
-        history = TokenHistory(jnp.repeat(ids if all_slots else ids[slots], columns, axis=0), prompts, lengths)
-        sampled, scores = sample_rows(logits, batch, history, columns, num_top)
-        return sampled.reshape(rows, columns), scores
-
-    cache, verified, scores = decode_step(model, state.cache, tokens, positions, choose, rows=read_rows)
-    drafts = state.drafts
-    if models.drafter is not None and drafts is not None:
-        drafts = models.drafter.step(model, drafts, verified)
-    result = SampledTokens(tokens=verified.following, num_accepted=verified.num_accepted, scores=scores)
-    result = jax.tree.map(model.execution.layout.replicate, result)
-    ends = jnp.where(result.num_accepted > 0, positions[:, 0] + result.num_accepted, state.tokens.shape[1])
-    last = jnp.take_along_axis(result.tokens, jnp.maximum(result.num_accepted - 1, 0)[:, None], axis=1)[:, 0]
-    state = dataclasses.replace(state, cache=cache, tokens=ids.at[slots, ends].set(last, mode="drop"), drafts=drafts)
-    return state.with_experts(slots, targets, verified.experts), result
-
-
-@typed
-def prefill(
-    models: Models,
-    state: EngineState,
-    slot: Int[Array, ""],
-    tokens: Int[Array, "1 length"],
-    positions: Int[Array, "1 length"],
-    following: Int[Array, "1 length"],
-    wanted: Int[Array, ""],
-    batch: SamplingBatch,
-    *,
-    num_top: int,
-) -> tuple[EngineState, ChunkResult]:
-    """Prefill one chunk of a slot's prompt, and compute the results whose flags are in `wanted`.
-
-    `following` has the next token of each; positions are -1 after the last token.
-    """
-    model = of_rows(models.model, batch.adapter)
-    hidden, proposal, stats = model.forward_uncommitted(
-        tokens, positions, cache=state.cache.at_rows(slot[None]), promises=Promises(accept_all=True)
-    )
-    targets = jnp.where(positions[0] < 0, state.tokens.shape[1], positions[0])
-    ids = state.tokens.at[slot, targets].set(tokens[0], mode="drop")
-    last = jnp.argmax(positions, axis=1)
-    length, vocab = jnp.max(positions, axis=1) + 1, model.config.vocab_size
-    history = TokenHistory(ids[slot][None], jnp.asarray(batch.prompt_length), length)
-
-    def last_logits() -> Array:
-        return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
-
-    def no_scores(rows: int) -> Scores:
-        logits, chosen = jnp.zeros((rows, vocab), jnp.float32), jnp.zeros((rows,), jnp.int32)
-        return score_tokens(logits, chosen, num_top, jnp.asarray(False))
-
-    def all_scores() -> Scores:
-        return score_tokens(model.logits(hidden)[0], following[0], num_top, jnp.asarray(True))
-
-    logits = jax.lax.cond((wanted & NEXT_TOKEN) > 0, last_logits, lambda: jnp.zeros((1, vocab), jnp.float32))
-    prompt_scores = jax.lax.cond((wanted & ALL_SCORES) > 0, all_scores, lambda: no_scores(tokens.shape[1]))
-    cache = state.cache.commit_rows(slot[None], proposal.entries, proposal.positions, proposal.rope_offset)
-    drafts = state.drafts
-    if models.drafter is not None and drafts is not None:
-        token, _ = sample_rows(logits, batch, history, 1, num_top)
-        ends = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ((wanted & NEXT_TOKEN) > 0)
-        next_tokens = jnp.where(ends, token[:, None], following)
-        count = jnp.sum((positions >= 0).astype(jnp.int32), axis=1)
-        read = VerifiedStep(tokens, proposal.positions, hidden, next_tokens, positions[:, 0], count)
-        drafts = models.drafter.prefill(model, drafts, slot, read)
-    result = jax.tree.map(model.execution.layout.replicate, ChunkResult(logits, prompt_scores))
-    state = dataclasses.replace(state, cache=cache, tokens=ids, drafts=drafts)
-    return state.with_experts(slot[None], targets[None], stats.choices), result

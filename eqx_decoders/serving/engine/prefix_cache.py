@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.serving.engine.page_pool import Pages
-from eqx_decoders.serving.engine.slot_state import CacheSnapshot
+from eqx_decoders.serving.engine.programs import CacheSnapshot
 
 
 @dataclasses.dataclass

@@ -1,7 +1,8 @@
 """Parameters of requests as rows of a batch, and their effect on logits before a token is chosen; log-probabilities.
 
 All parameters are arrays, so requests of any kind share one program; steps that no row needs are skipped
-(`jax.lax.cond`). Filters and draws are those of `core/sampling.py`.
+(`jax.lax.cond`). Where a branch makes the host wait (`Backend.branches_wait`), usual batches have programs without one,
+each for a `SamplingForm`. Filters and draws are those of `core/sampling.py`.
 """
 
 import dataclasses
@@ -13,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from eqx_decoders.core.sampling import DrawSettings, Probability, choose_tokens, draw_logits
+from eqx_decoders.core.sampling import (
+    FILTERS,
+    DrawSettings,
+    Probability,
+    branch,
+    choose_tokens,
+    draw_logits,
+    draw_tokens,
+)
 from eqx_decoders.errors import (
     CheckedFields,
     FiniteFloat,
@@ -67,6 +76,11 @@ class SamplingParams(CheckedFields):
     def penalizes(self) -> bool:
         """True where logits depend on the tokens before."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def filters(self) -> bool:
+        """True where unlikely tokens are left out."""
+        return any(getattr(self, name) is not None for name in FILTERS)
 
 
 @runtime_checkable
@@ -198,6 +212,22 @@ class SamplingBatch(NamedTuple):
         return part._replace(wants_scores=np.asarray(wants_scores))
 
 
+class SamplingForm(NamedTuple):
+    """Steps of sampling that any row of a batch needs besides a draw: a program for it has these, and no branches.
+
+    **Arguments:**
+
+    - `filters`: a row draws from the most likely tokens only.
+    - `scores`: a row needs log-probabilities.
+    """
+
+    filters: bool
+    scores: bool
+
+
+SAMPLING_FORMS = tuple(SamplingForm(filters, scores) for filters in (False, True) for scores in (False, True))
+
+
 class SamplingTable:
     """Sampling inputs of all slots, on the host (`rows`), and batches of them for programs.
 
@@ -215,13 +245,24 @@ class SamplingTable:
         self._slots: np.ndarray | None = None
         self._on_device: dict[str, Any] = {}
         self._unmasked: dict[int, Array] = {}  # by the number of rows
+        slots = len(rows.count)
+        self._filters, self._adjusts = np.zeros(slots, bool), np.zeros(slots, bool)
 
     def set(self, slot: int, sampling: SamplingParams, *, prompt_length: int, adapter: int, scores_draws: bool) -> None:
         """Write the inputs of a request into its slot."""
         self.rows.sampling.set(slot, sampling)
         self.rows.prompt_length[slot], self.rows.count[slot] = prompt_length, 0
         self.rows.scores_draws[slot], self.rows.adapter[slot] = scores_draws, adapter
+        self._filters[slot] = (sampling.temperature > 0 or scores_draws) and sampling.filters
+        self._adjusts[slot] = sampling.penalizes or len(sampling.logit_bias) > 0
         self._slots = None
+
+    def form(self, slots: Sequence[int] | np.ndarray, wants_scores: bool) -> SamplingForm | None:
+        """Return what the answers in some slots need; None where one has biases, penalties or a constraint."""
+        slots = np.asarray(slots)
+        if self._adjusts[slots].any() or self.rows.masked[slots].any():
+            return None
+        return SamplingForm(bool(self._filters[slots].any()), wants_scores)
 
     def of(self, slots: Sequence[int] | np.ndarray, wants_scores: bool) -> SamplingBatch:
         """Return the inputs of some slots."""
@@ -300,7 +341,7 @@ class Scores(NamedTuple):
 
 
 def score_tokens(
-    logits: Float32[Array, "rows vocab"], tokens: Int[Array, "rows"], num_top: int, wanted: Bool[Array, ""]
+    logits: Float32[Array, "rows vocab"], tokens: Int[Array, "rows"], num_top: int, wanted: Bool[Array, ""] | bool
 ) -> Scores:
     """Return log-probabilities of tokens and of the `num_top` most likely ones; zeros where not `wanted`."""
     rows, num_top = logits.shape[0], min(num_top, logits.shape[1])
@@ -313,7 +354,7 @@ def score_tokens(
 
     shape = (rows, num_top)
     nothing = Scores(jnp.zeros((rows,), jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    return jax.lax.cond(wanted, compute, lambda: nothing)
+    return branch(wanted, compute, lambda: nothing)
 
 
 class SampledTokens(NamedTuple):
@@ -325,16 +366,29 @@ class SampledTokens(NamedTuple):
 
 
 def sample_rows(
-    logits: Array, batch: SamplingBatch, history: TokenHistory, columns: int, num_top: int
+    logits: Array,
+    batch: SamplingBatch,
+    history: TokenHistory,
+    columns: int,
+    num_top: int,
+    form: SamplingForm | None = None,
 ) -> tuple[Array, Scores]:
-    """Sample and score a token for each row of logits; each row of `batch` has `columns` of them."""
+    """Sample and score a token for each row of logits; each row of `batch` has `columns` of them.
+
+    With a `form`, of which all rows are, without a branch.
+    """
     sampling = batch.sampling.repeated(columns)
     allowed, masked = (jnp.repeat(jnp.asarray(x), columns, axis=0) for x in (batch.allowed, batch.masked))
     flat = logits.reshape(-1, logits.shape[-1])
     index = (jnp.asarray(batch.count)[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
+    of_draws = jnp.repeat(jnp.asarray(batch.scores_draws), columns)[:, None]
+    if form is not None:
+        best, drawable = jnp.argmax(flat, axis=-1).astype(jnp.int32), draw_logits(flat, sampling.draws, form.filters)
+        drawn = draw_tokens(drawable, sampling.keys, index, best)
+        tokens = jnp.where(jnp.asarray(sampling.draws.temperature) > 0, drawn, best)
+        return tokens, score_tokens(jnp.where(of_draws, drawable, flat), tokens, num_top, form.scores)
     adjusted = adjust_logits(flat, sampling, history, allowed, masked)
     tokens = choose_tokens(adjusted, sampling.draws, sampling.keys, index)
-    of_draws = jnp.repeat(jnp.asarray(batch.scores_draws), columns)[:, None]
     scored = _apply_if(
         jnp.any(of_draws), lambda flat: jnp.where(of_draws, draw_logits(adjusted, sampling.draws), flat), flat
     )

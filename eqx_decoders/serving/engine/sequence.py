@@ -11,9 +11,9 @@ import numpy as np
 
 from eqx_decoders.inference.drafters import Drafter
 from eqx_decoders.serving.engine.adapters import Adapter
+from eqx_decoders.serving.engine.programs import CacheSnapshot
 from eqx_decoders.serving.engine.request import FinishReason, Request
 from eqx_decoders.serving.engine.sampler import TokenScore
-from eqx_decoders.serving.engine.slot_state import CacheSnapshot
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,8 +15,8 @@ from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.model_runner import ModelRunner, RunnerConfig, batch_sizes
 from eqx_decoders.serving.engine.page_pool import BlockManager, OutOfPages, Pages
 from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache, count_shared_blocks
+from eqx_decoders.serving.engine.programs import CacheSnapshot
 from eqx_decoders.serving.engine.sequence import SequenceState
-from eqx_decoders.serving.engine.slot_state import CacheSnapshot
 
 
 class SlotManager:

@@ -93,7 +93,7 @@ def test_steps_of_some_slots_and_short_ones_are_the_same(fixture, monkeypatch):
     calls = counted(parts, monkeypatch)
     for requests in (pool, short, pool[:2], pool[2:6], pool[4:7]):
         assert parts.run(requests) == [wanted[request] for request in requests]
-    assert {name[1] for name in calls if name[0] == "decode"} == {1, 2, 4, 6}
+    assert {name[1] for name in calls if name[0] == "forward"} == {1, 2, 4, 6}
 
 
 def counted(engine, monkeypatch):

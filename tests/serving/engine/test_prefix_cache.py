@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache
-from eqx_decoders.serving.engine.slot_state import CacheSnapshot
+from eqx_decoders.serving.engine.programs import CacheSnapshot
 
 
 def block(state=None):

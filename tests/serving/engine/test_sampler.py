@@ -7,10 +7,15 @@ import pytest
 
 from eqx_decoders.core.sampling import choose_tokens, min_logits
 from eqx_decoders.serving.engine.sampler import (
+    SAMPLING_FORMS,
     BatchSamplingParams,
+    SamplingBatch,
+    SamplingForm,
     SamplingParams,
+    SamplingTable,
     TokenHistory,
     adjust_logits,
+    sample_rows,
     score_tokens,
 )
 
@@ -169,3 +174,42 @@ def test_scores_are_log_probabilities_of_the_model_itself():
 def test_wrong_numbers_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         SamplingParams(**wrong)
+
+
+def test_programs_of_a_form_have_no_branches_and_sample_as_the_one_for_all():
+    """Greedy and drawn rows, with scores of the model and of draws; filters that look beyond the likeliest."""
+    free = [SamplingParams(), *(SamplingParams(temperature=t, seed=n) for n, t in enumerate((0.3, 1.0, 4.0)))]
+    cut = [SamplingParams(temperature=3.0, seed=n, **FILTERS[n]) for n in (1, 4, 7)] + [SamplingParams(top_k=2)]
+    history = TokenHistory(np.zeros((4, 2), np.int32), np.ones(4, np.int32), np.ones(4, np.int32))
+    for filters, samplings in ((False, free), (True, cut)):
+        table = SamplingTable(SamplingBatch.greedy(4, -(-VOCAB // 32), 1), jnp.asarray)
+        for slot, sampling in enumerate(samplings):
+            table.set(slot, sampling, prompt_length=1, adapter=0, scores_draws=slot % 2 == 1)
+        for scores in (False, True):
+            form, batch = table.form(range(4), scores), table.of(range(4), scores)
+            assert form == SamplingForm(filters, scores) and form in SAMPLING_FORMS
+            plain, formed = (
+                jax.jit(lambda x, batch, form=form: sample_rows(x, batch, history, 1, 3, form)) for form in (None, form)
+            )
+            wanted, got = plain(jnp.asarray(LOGITS), batch), formed(jnp.asarray(LOGITS), batch)
+            jax.tree.map(np.testing.assert_array_equal, got, wanted)
+            assert np.any(wanted[1].chosen) == scores
+            text = formed.lower(jnp.asarray(LOGITS), batch).as_text()
+            assert "stablehlo.case" not in text and "stablehlo.if" not in text
+            assert "stablehlo.case" in plain.lower(jnp.asarray(LOGITS), batch).as_text()
+
+
+def test_rows_whose_logits_are_changed_have_no_form():
+    table = SamplingTable(SamplingBatch.greedy(3, 1, 1), jnp.asarray)
+    table.set(0, SamplingParams(temperature=1.0, top_p=0.5), prompt_length=1, adapter=0, scores_draws=False)
+    table.set(1, SamplingParams(presence_penalty=0.1), prompt_length=1, adapter=0, scores_draws=False)
+    assert table.form([0], True) == (True, True) and table.form([2], False) == (False, False)
+    assert table.form([0, 1], True) is None
+    table.set(1, SamplingParams(logit_bias=((3, 1.0),)), prompt_length=1, adapter=0, scores_draws=False)
+    assert table.form([1, 2], False) is None
+    table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, scores_draws=False)
+    assert table.form([1, 2], False) == (False, False)  # greedy, whatever its filters leave
+    table.set(1, SamplingParams(top_k=1), prompt_length=1, adapter=0, scores_draws=True)
+    assert table.form([1, 2], True) == (True, True)
+    table.rows.masked[2] = True
+    assert table.form([1, 2], True) is None and table.form([1], True) is not None

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
 from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.layers.cache.paged import PageConfig
@@ -205,3 +206,21 @@ def test_drafts_are_read_first(monkeypatch):
     engine.run([Request(prompt=(3, 4, 5), max_new_tokens=4)])
     assert "decode" in events and all(pair != ("decode", "decode") for pair in itertools.pairwise(events))
     assert events[-1] == "read" and events[1] == "read"
+
+
+@pytest.mark.slow
+def test_answers_are_the_same_where_branches_would_wait_for_the_host(engine, monkeypatch):
+    """Programs without branches for usual batches; penalties and constraints have one with them."""
+    backend = dataclasses.replace(engine.model.execution.layout.backend, branches_wait=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ed.Layout, "backend", backend)
+        other = engine_for("llama_rope")
+        other.warm_up()
+    pool, sampled, run = request_pool(engine.model.config.vocab_size, 8, seed=3), [], other._runner._sample
+    plain = [
+        dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, repetition_penalty=1.0)) for each in pool
+    ]
+    monkeypatch.setattr(other._runner, "_sample", lambda *given: (sampled.append(given[-1]), run(*given))[1])
+    for requests in (pool, plain, plain[:1]):
+        assert other.run(requests) == engine.run(requests)
+    assert {None, (True, False), (False, False)} <= {*sampled}

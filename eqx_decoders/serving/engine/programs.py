@@ -1,0 +1,351 @@
+"""The state of all slots on the device, and the functions that read and change it: `ModelRunner` compiles each of them.
+
+Those that empty, save and restore a slot move data, `sample` draws tokens, and the forward passes at the end need the
+weights as well.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int16
+
+from eqx_decoders.context import Promises
+from eqx_decoders.inference.decode_step import decode_step
+from eqx_decoders.inference.draft_state import DraftState, VerifiedStep
+from eqx_decoders.layers.cache.base import is_layer_cache
+from eqx_decoders.layers.cache.cache import Cache
+from eqx_decoders.serving.engine.adapters import of_rows
+from eqx_decoders.serving.engine.engine_weights import Models
+from eqx_decoders.serving.engine.sampler import (
+    SampledTokens,
+    SamplingBatch,
+    SamplingForm,
+    Scores,
+    TokenHistory,
+    sample_rows,
+    score_tokens,
+)
+from eqx_decoders.sharding.axes import AnyArray
+from eqx_decoders.sharding.explicit import typed
+
+
+T = TypeVar("T")
+
+
+class EngineState(eqx.Module):
+    """Device state of all slots.
+
+    **Arguments:**
+
+    - `cache`: the model's cache, a row for each slot.
+    - `tokens`: token ids by slot and position, with the one that is read next, if a program here sampled it.
+    - `drafts`: state of a drafter that runs on the device, if there is one.
+    - `experts`: the experts that each of these tokens was sent to, if they are asked for.
+    """
+
+    cache: Cache
+    tokens: Int[Array, "slots length"]
+    drafts: DraftState | None = None
+    experts: Int16[Array, "slots length layers choices"] | None = None
+
+    @property
+    def layer_caches(self) -> Any:
+        """The layer caches of the model and of its drafter, as a tree."""
+        return self.cache.segments, None if self.drafts is None else self.drafts.layer_caches
+
+    def with_layer_caches(self, layer_caches: Any) -> "EngineState":
+        """Return the state with other layer caches."""
+        segments, drafting = layer_caches
+        drafts = None if self.drafts is None else dataclasses.replace(self.drafts, layer_caches=drafting)
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, segments=segments), drafts=drafts)
+
+    def with_experts(self, slots: Array, positions: Array, chosen: Array | None) -> "EngineState":
+        """Write the experts of tokens of some slots, `[layers, slots, tokens, choices]`, at their positions."""
+        if self.experts is None or chosen is None:
+            return self
+        new = jnp.transpose(chosen, (1, 2, 0, 3)).astype(self.experts.dtype)
+        return dataclasses.replace(self, experts=self.experts.at[slots[:, None], positions].set(new, mode="drop"))
+
+
+class CacheSnapshot(eqx.Module):
+    """Copy of the cache entries of some tokens of one slot.
+
+    **Arguments:**
+
+    - `entries`: per layer cache its entries and their positions; None for layers without an entry per token.
+    - `tokens`: the token ids.
+    - `experts`: the experts that they were sent to, if the engine's state has them.
+    """
+
+    entries: Any
+    tokens: Int[AnyArray, "1 length"]
+    experts: Int16[AnyArray, "1 length layers choices"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+def empty_slot(state: EngineState, slot: Int[Array, ""]) -> EngineState:
+    """Clear a slot."""
+    draft_caches = jax.tree.map(lambda each: each.empty_row(slot), state.layer_caches[1], is_leaf=is_layer_cache)
+    state = dataclasses.replace(state, cache=state.cache.empty_row(slot))
+    return state.with_layer_caches((state.cache.segments, draft_caches))
+
+
+def save(
+    state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], *, length: int, pages: bool = True
+) -> CacheSnapshot:
+    """Copy the cache entries of `length` tokens of a slot from `begin` on; without `pages`, skip paged layers."""
+    positions = (begin + jnp.arange(length, dtype=jnp.int32))[None]
+    positions = jnp.where(positions < state.cache.length[slot], positions, -1)
+
+    def copy_tokens(layer_cache: Any) -> Any:
+        return layer_cache.row_tokens(slot, positions) if pages or not layer_cache.page_pools else None
+
+    entries = jax.tree.map(copy_tokens, state.layer_caches, is_leaf=is_layer_cache)
+    ids, experts = (
+        None if array is None else array.at[slot, jnp.maximum(positions, 0)].get(mode="clip")
+        for array in (state.tokens, state.experts)
+    )
+    return CacheSnapshot(entries=entries, tokens=ids, experts=experts)
+
+
+def save_state(state: EngineState, slot: Int[Array, ""]) -> Any:
+    """Copy the recurrent and convolution states of a slot, which have no entry per token."""
+    nothing = jnp.full((1, 1), -1, jnp.int32)
+
+    def copy_row(layer_cache: Any) -> Any:
+        return layer_cache.row(slot) if layer_cache.row_tokens(slot, nothing) is None else None
+
+    states = jax.tree.map(copy_row, state.layer_caches, is_leaf=is_layer_cache)
+    offset = state.cache.rope_offset
+    return states, None if offset is None else offset[slot]
+
+
+def restore(state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], snapshot: CacheSnapshot) -> EngineState:
+    """Write the entries of a snapshot into a slot, from position `begin` on."""
+
+    def write_tokens(layer_cache: Any, entries: Any) -> Any:
+        return layer_cache if entries is None else layer_cache.commit_rows(slot[None], *entries)
+
+    caches = jax.tree.map(write_tokens, state.layer_caches, snapshot.entries, is_leaf=is_layer_cache)
+    state = state.with_layer_caches(caches)
+    positions = begin + jnp.arange(snapshot.tokens.shape[1])
+    ids = state.tokens.at[slot, positions].set(snapshot.tokens[0], mode="drop")
+    experts = state.experts
+    if experts is not None and snapshot.experts is not None:
+        experts = experts.at[slot, positions].set(snapshot.experts[0], mode="drop")
+    return dataclasses.replace(state, tokens=ids, experts=experts)
+
+
+def restore_state(state: EngineState, slot: Int[Array, ""], length: Int[Array, ""], saved: Any) -> EngineState:
+    """Write the states that `save_state` copied into a slot, and set its length."""
+    rows, offset = saved
+
+    def write_row(layer_cache: Any, row: Any) -> Any:
+        return layer_cache if row is None else layer_cache.with_row(slot, row)
+
+    state = state.with_layer_caches(jax.tree.map(write_row, state.layer_caches, rows, is_leaf=is_layer_cache))
+    offsets = state.cache.rope_offset
+    if offset is not None and offsets is not None:
+        offsets = offsets.at[slot].set(offset)
+    length = state.cache.length.at[slot].set(length)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, length=length, rope_offset=offsets))
+
+
+def set_page_tables(state: EngineState, tables: dict[int, Array], lengths: Int[Array, "slots"]) -> EngineState:
+    """Set the page tables and lengths of all slots."""
+    return dataclasses.replace(state, cache=state.cache.with_tables(tables, lengths))
+
+
+def insert_cache(state: EngineState, slot: Int[Array, ""], cache: Cache, tokens: Int[Array, "1 length"]) -> EngineState:
+    """Write a cache of one row, prefilled outside the engine state, into a slot."""
+    cache = state.cache.with_row(slot, cache)
+    return dataclasses.replace(state, cache=cache, tokens=state.tokens.at[slot].set(tokens[0]))
+
+
+def sample(
+    tokens: Int[Array, "slots length"],
+    slots: Int[Array, "rows"],
+    positions: Int[Array, "rows"],
+    logits: Float32[Array, "rows vocab"],
+    batch: SamplingBatch,
+    *,
+    num_top: int,
+    form: SamplingForm | None,
+) -> tuple[Int[Array, "slots length"], SampledTokens]:
+    """Sample the token after each of these positions from the logits there, and write it into the tokens of its slot.
+
+    Rows at position -1 are idle.
+    """
+    length = positions + 1
+    history = TokenHistory(tokens[slots], jnp.asarray(batch.prompt_length), length)
+    new, scores = sample_rows(logits, batch, history, 1, num_top, form)
+    active = positions >= 0
+    ends = jnp.where(active, length, tokens.shape[1])
+    tokens = tokens.at[slots, ends].set(new, mode="drop")
+    return tokens, SampledTokens(tokens=new[:, None], num_accepted=active.astype(jnp.int32), scores=scores)
+
+
+def without_aliases(state: EngineState) -> EngineState:
+    """Copy arrays that occur twice in the state: it is donated, and a buffer can be donated only once."""
+    seen: set[int] = set()
+
+    def copy_repeated(leaf: Array) -> Array:
+        repeated = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.copy() if repeated else leaf
+
+    return jax.tree.map(copy_repeated, state)
+
+
+# --- forward passes of the programs: the results of a slot depend on no other slot ---
+
+
+def _feed(
+    models: Models,
+    state: EngineState,
+    slots: Int[Array, "rows"],
+    tokens: Int[Array, "rows columns"],
+    positions: Int[Array, "rows columns"],
+    adapter: Int[Array, "rows"],
+    choose: Callable[[Array, Array], tuple[Array, T]],
+) -> tuple[EngineState, VerifiedStep, T]:
+    """Feed tokens to each row, and commit those that `choose` finds right, from their logits and its slot's tokens."""
+    model, rows = of_rows(models.model, adapter), len(slots)
+    all_slots = rows == state.tokens.shape[0]
+    read_rows = None if all_slots and not model.execution.layout.backend.few_rows else slots
+    slots = jnp.arange(rows) if all_slots else slots
+    last = state.tokens[slots, jnp.maximum(positions[:, 0], 0)]
+    tokens = tokens.at[:, 0].set(jnp.where(tokens[:, 0] < 0, last, tokens[:, 0]))
+    targets = jnp.where(positions < 0, state.tokens.shape[1], positions)
+    ids = state.tokens.at[slots[:, None], targets].set(tokens, mode="drop")
+
+    def choice(logits: Array) -> tuple[Array, T]:
+        return choose(logits, ids if all_slots else ids[slots])
+
+    cache, verified, report = decode_step(model, state.cache, tokens, positions, choice, rows=read_rows)
+    state = dataclasses.replace(state, cache=cache, tokens=ids)
+    return state.with_experts(slots, targets, verified.experts), verified, report
+
+
+@typed
+def forward(
+    models: Models,
+    state: EngineState,
+    slots: Int[Array, "rows"],
+    tokens: Int[Array, "rows 1"],
+    positions: Int[Array, "rows 1"],
+    adapter: Int[Array, "rows"],
+) -> tuple[EngineState, Float32[Array, "rows vocab"]]:
+    """Feed each row its last token, and return the logits after it.
+
+    A token of -1 stands for the one in the state, where the token that was sampled last is. Rows at position -1 are
+    idle.
+    """
+    nothing = jnp.zeros(tokens.shape, jnp.int32)
+    inputs = slots, tokens, positions, adapter
+    state, _, logits = _feed(models, state, *inputs, lambda logits, _: (nothing, logits[:, 0]))
+    return state, logits
+
+
+@typed
+def decode(
+    models: Models,
+    state: EngineState,
+    slots: Int[Array, "rows"],
+    tokens: Int[Array, "rows columns"],
+    positions: Int[Array, "rows columns"],
+    batch: SamplingBatch,
+    *,
+    num_top: int,
+) -> tuple[EngineState, SampledTokens]:
+    """Feed each row its last token and its drafts, verify the drafts, and sample the next tokens.
+
+    A last token of -1 stands for the one in the state, where every step writes the token that it samples last; a draft
+    of -1 for the one that was made on the device. Rows at position -1 are idle. Drafts need a step of all slots, in
+    order.
+    """
+    rows, columns = tokens.shape
+    if state.drafts is not None and columns > 1:
+        tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
+
+    def choose(logits: Array, ids: Array) -> tuple[Array, Scores]:
+        lengths = (positions[:, :1] + 1 + jnp.arange(columns, dtype=jnp.int32)[None]).reshape(-1)
+        prompts = jnp.repeat(jnp.asarray(batch.prompt_length), columns, axis=0)
+        history = TokenHistory(jnp.repeat(ids, columns, axis=0), prompts, lengths)
+        sampled, scores = sample_rows(logits, batch, history, columns, num_top)
+        return sampled.reshape(rows, columns), scores
+
+    state, verified, scores = _feed(models, state, slots, tokens, positions, jnp.asarray(batch.adapter), choose)
+    drafts = state.drafts
+    if models.drafter is not None and drafts is not None:
+        drafts = models.drafter.step(of_rows(models.model, batch.adapter), drafts, verified)
+    result = SampledTokens(tokens=verified.following, num_accepted=verified.num_accepted, scores=scores)
+    result = jax.tree.map(models.execution.layout.replicate, result)
+    ends = jnp.where(result.num_accepted > 0, positions[:, 0] + result.num_accepted, state.tokens.shape[1])
+    last = jnp.take_along_axis(result.tokens, jnp.maximum(result.num_accepted - 1, 0)[:, None], axis=1)[:, 0]
+    ids = state.tokens.at[slots, ends].set(last, mode="drop")
+    return dataclasses.replace(state, tokens=ids, drafts=drafts), result
+
+
+@typed
+def prefill(
+    models: Models,
+    state: EngineState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, "1 length"],
+    positions: Int[Array, "1 length"],
+    following: Int[Array, "1 length"],
+    ends: Bool[Array, ""],
+    batch: SamplingBatch,
+) -> tuple[EngineState, tuple[Float[Array, "1 length embed"], Float[Array, "1 1 embed"]]]:
+    """Prefill one chunk of a slot's prompt; returns the hidden states of all of its tokens, and of the last one.
+
+    `following` has the next token of each, and positions are -1 after the last token. A drafter reads the first token
+    of the answer, where the prompt `ends` with this chunk.
+    """
+    model = of_rows(models.model, batch.adapter)
+    hidden, proposal, stats = model.forward_uncommitted(
+        tokens, positions, cache=state.cache.at_rows(slot[None]), promises=Promises(accept_all=True)
+    )
+    targets = jnp.where(positions[0] < 0, state.tokens.shape[1], positions[0])
+    ids = state.tokens.at[slot, targets].set(tokens[0], mode="drop")
+    last = jnp.argmax(positions, axis=1)
+    at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+    cache = state.cache.commit_rows(slot[None], proposal.entries, proposal.positions, proposal.rope_offset)
+    drafts = state.drafts
+    if models.drafter is not None and drafts is not None:
+        nothing = jnp.zeros((1, model.config.vocab_size), jnp.float32)
+        logits = jax.lax.cond(ends, lambda: model.logits(at_last)[:, 0], lambda: nothing)
+        history = TokenHistory(ids[slot][None], jnp.asarray(batch.prompt_length), jnp.max(positions, axis=1) + 1)
+        token, _ = sample_rows(logits, batch, history, 1, 0)
+        is_end = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ends
+        next_tokens = jnp.where(is_end, token[:, None], following)
+        count = jnp.sum((positions >= 0).astype(jnp.int32), axis=1)
+        read = VerifiedStep(tokens, proposal.positions, hidden, next_tokens, positions[:, 0], count)
+        drafts = models.drafter.prefill(model, drafts, slot, read)
+    result = jax.tree.map(model.execution.layout.replicate, (hidden, at_last))
+    state = dataclasses.replace(state, cache=cache, tokens=ids, drafts=drafts)
+    return state.with_experts(slot[None], targets[None], stats.choices), result
+
+
+@typed
+def next_logits(models: Models, hidden: Float[Array, "1 1 embed"]) -> Float32[Array, "1 vocab"]:
+    """Return the logits of the token after a prompt, from the hidden state of its last one."""
+    return models.execution.layout.replicate(models.model.logits(hidden)[:, 0])
+
+
+@typed
+def prompt_scores(
+    models: Models, hidden: Float[Array, "1 length embed"], following: Int[Array, "1 length"], *, num_top: int
+) -> Scores:
+    """Return the log-probabilities of the tokens that follow those of a chunk, from its hidden states."""
+    scores = score_tokens(models.model.logits(hidden)[0], following[0], num_top, True)
+    return jax.tree.map(models.execution.layout.replicate, scores)
