@@ -209,6 +209,9 @@ def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embe
     takers = sum(isinstance(layer, AddedFeaturesConfig) for layer in layers)
     if media is None:
         return
+    turning = media.positions is not None and any(getattr(block.mixer, "block_indexer", None) for block in blocks)
+    rule = "turns its keys by one position of a token: leave MediaConfig.positions out"
+    check(not turning, f"AttentionConfig.selection of DecoderConfig.blocks has an indexer, which {rule}.")
     levels = 0 if media.vision is None else len(media.vision.deepstack)
     rule = f"but {takers} layers of DecoderConfig.blocks have an AddedFeaturesConfig: give as many"
     check(levels == takers, f"MediaConfig.vision.deepstack has {levels} layers, {rule}.")

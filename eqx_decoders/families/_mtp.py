@@ -25,7 +25,6 @@ def depth_settings(key: str, *, always: bool = True) -> tuple[Setting, ...]:
     )
 
 
-def unread_depths(tensors: str) -> Callable[[DecoderConfig], str]:
-    """Return `Family.ignored_tensors`: those of rotary embeddings, and `tensors` where no setting counts the layers."""
-    frequencies = r".*rotary_emb\.inv_freq"
-    return lambda config: frequencies if config.mtp is not None else f"{frequencies}|{tensors}"
+def unread_depths(tensors: str, ignored: str = r".*rotary_emb\.inv_freq") -> Callable[[DecoderConfig], str]:
+    """Return `Family.ignored_tensors`: `ignored`, and `tensors` where no setting counts the layers."""
+    return lambda config: ignored if config.mtp is not None else f"{ignored}|{tensors}"

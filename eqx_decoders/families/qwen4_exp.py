@@ -1,10 +1,12 @@
 """Qwen 4 Exp, text (Qwen Team 2026): Qwen3.5's mixers and experts between gated residual streams.
 
 Attention reads blocks of keys that an indexer chooses by their means, and some layers find vectors of n-grams by
-hashes of 63 bits.
+hashes of 63 bits. Of files with an encoder, as the published ones, the decoder alone is read: beside pictures the keys
+of blocks would turn by positions of three dimensions, which no cache has.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,15 @@ def _check_depth(fields: Fields, values: Values) -> None:
         read_all(_DEPTH, table, values)
 
 
+def _of_decoder(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the decoder, which stand in `text_config` where there is an encoder."""
+    inner = content.get("text_config")
+    outer = ("architectures", "tie_word_embeddings", "quantization_config")
+    return (
+        {**inner, **{key: content[key] for key in outer if key in content}} if isinstance(inner, Mapping) else content
+    )
+
+
 _PLE = LAYER + "ple."
 
 
@@ -252,7 +263,11 @@ FAMILY = Family(
     fused=depth_rows(FUSED_EXPERTS),
     fixed_tensors=_numbers_of_hashes,
     integer_tensors=r".*\.ple_embedding\.(layer_multipliers|ngram_heads_.*)",
-    ignored_tensors=unread_depths(r"mtp\..*"),
+    ignored_tensors=unread_depths(r"mtp\..*", r".*rotary_emb\.inv_freq|model\.visual\..*"),
+    aliases=("qwen4_exp",),
+    other_architectures=("Qwen4ExpForConditionalGeneration",),
+    own_settings=_of_decoder,
+    renamed={r"^model\.language_model\.": "model."},
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS | {
         "number_of_conv_states": "it follows from ple_layer_ids",
         "mtp": "its layer is like those with attention, or it is refused",

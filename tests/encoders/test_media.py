@@ -10,6 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.media import merge_features
+from eqx_decoders.layers.attention.block_indexer import BlockIndexerConfig
 from eqx_decoders.model.init import with_mtp
 from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, media_decoder, patches, text
 from tests.models import filled
@@ -265,6 +266,13 @@ def test_models_without_encoders_refuse(model, media):
         model(TOKENS[:, :5], media=media)
     with pytest.raises(ed.ConfigError, match="deepstack has 2 layers"):
         media_decoder(blocks=media_decoder().blocks[2:])
+
+
+def test_an_indexer_of_blocks_knows_no_positions_of_three_dimensions():
+    blocks, selection = media_decoder().blocks, BlockIndexerConfig(size=2, top_k=2, num_heads=2, head_dim=8)
+    mixer = dataclasses.replace(blocks[-1].mixer, selection=selection, spans=False)
+    with pytest.raises(ed.ConfigError, match=r"has an indexer, which turns its keys by one position .* leave Media"):
+        media_decoder(blocks=(*blocks[:-1], dataclasses.replace(blocks[-1], mixer=mixer)))
 
 
 def test_placeholders_may_be_outside_of_the_vocabulary():

@@ -44,6 +44,19 @@ def test_several_ends_stay_in_an_export(tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == [2, 5]
 
 
+def test_of_files_with_an_encoder_the_decoder_is_read(tmp_path):
+    shutil.copytree(FIXTURES / "qwen4_exp", tmp_path / "model")
+    inner = json.loads((tmp_path / "model" / "config.json").read_text())
+    outer = {"model_type": "qwen4_exp", "architectures": ["Qwen4ExpForConditionalGeneration"], "image_token_id": 60}
+    outer |= {"text_config": inner, "vision_config": {"model_type": "qwen4_exp", "depth": 27}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
+    tensors |= {"model.visual.pos_embed.weight": np.zeros((4, 2)), "mtp.fc_hidden.weight": np.zeros((2, 2))}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert ed.abstract_hf(tmp_path / "model").config == decode(sample(KIND))
+
+
 def test_other_numbers_of_hashes_are_refused(tmp_path):
     shutil.copytree(FIXTURES / "qwen4_exp", tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
