@@ -188,6 +188,7 @@ def pytest_collection(session: pytest.Session):
         return (yield)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+        gc.freeze()  # modules and items stay until the end: no cycles are looked for among them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
