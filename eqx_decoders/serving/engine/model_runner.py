@@ -336,7 +336,7 @@ class ModelRunner:
 
     def _hidden(self, length: int) -> jax.ShapeDtypeStruct:
         """Return the shape of hidden states of a prompt's tokens."""
-        shape = 1, length, self.model.config.embed_dim
+        shape = 1, length, self.model.config.hidden_features
         return jax.ShapeDtypeStruct(shape, self.model.execution.precision.compute, sharding=self._replicated)
 
     def _compile_sample(self, rows: int, form: SamplingForm | None) -> None:

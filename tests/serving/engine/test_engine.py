@@ -519,6 +519,16 @@ def test_drafts_change_no_answer(fixture, kind):
         assert counts.accepted_draft_tokens > counts.draft_tokens / 3
 
 
+@pytest.mark.slow
+def test_drafts_from_all_residual_streams_change_no_answer():
+    plain = engine_for("qwen4_exp")
+    pool = request_pool(plain.model.config.vocab_size, 6, seed=2)
+    known = plain.run(pool)
+    got, counts = with_drafts(ed.add_mtp(plain.model, 1, key=jax.random.key(0)), MTPDrafter(num_tokens=1), pool)
+    assert got == known
+    assert counts.draft_tokens > 0
+
+
 def test_drafts_need_what_makes_them(engine):
     with pytest.raises(ed.ConfigError, match="at most 0, the model's depths of multi-token prediction"):
         Engine(engine.model, EngineConfig(drafts=MTPDrafter()))
