@@ -7,15 +7,7 @@ from typing import Any
 
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
-from eqx_decoders.families.common import (
-    GATED_MLP,
-    LAYER,
-    DecoderSizes,
-    decoder_sizes,
-    gated_mlp,
-    llama_weights,
-    renamed,
-)  # fmt: skip
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
@@ -68,12 +60,8 @@ def _write_sparse(config: DecoderConfig) -> dict[str, Any]:
 
 
 _MLP = LAYER + "mlp."
-_WEIGHTS = llama_weights(
-    mlp=GATED_MLP
-    + moe.separate_experts(_MLP)
-    + gated_mlp(_MLP + "shared_experts.", "mlp.shared.")
-    + (Weight(_MLP + "moe_statics.e_score_correction_bias", "mlp.router.selection_bias", "1 experts -> experts"),)
-)
+_BIAS = Weight(_MLP + "moe_statics.e_score_correction_bias", "mlp.router.selection_bias", "1 experts -> experts")
+_WEIGHTS = llama_weights(experts=(*moe.separate_experts(_MLP, shared="shared_experts"), _BIAS))
 FAMILY = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",

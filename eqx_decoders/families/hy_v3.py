@@ -5,25 +5,16 @@ import functools
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import DEPTH, num_shared, v3_experts, v3_router
 from eqx_decoders.families._mtp import DEPTHS
-from eqx_decoders.families.common import (
-    GATED_MLP,
-    LAYER,
-    DecoderSizes,
-    decoder_sizes,
-    gated_mlp,
-    llama_weights,
-    renamed,
-)  # fmt: skip
+from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, renamed
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
-from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, Only
-from eqx_decoders.families.weight_rows import Weight
+from eqx_decoders.families.settings_table import Flag, Group, Integer, Number, only
 from eqx_decoders.layers.rope import Rope
 
 
 _THETA = 11_158_840.0
 _COMPUTED = "enable_moe_fp32_combine enable_attention_fp32_softmax enable_lm_head_fp32 use_grouped_mm"
-_MLP = LAYER + "mlp."
+_EXPERTS = moe.separate_experts(LAYER + "mlp.", router="router.gate", bias="expert_bias", shared="shared_mlp")
 # depths read what the head reads of the last one, as vLLM and SGLang run these weights
 hy_v3 = functools.partial(v3_experts, normalized=True, normed_depths=True)
 FAMILY = Family(
@@ -31,8 +22,7 @@ FAMILY = Family(
     architecture="HYV3ForCausalLM",
     settings=(
         # these stand in published files, and transformers does not read them
-        *(Only(key, True) for key in ("qk_norm", "route_norm")),
-        *(Only(f"moe_router_{key}", True) for key in ("use_sigmoid", "enable_expert_bias")),
+        *only(qk_norm=True, route_norm=True, moe_router_use_sigmoid=True, moe_router_enable_expert_bias=True),
         decoder_sizes(num_kv_heads=8, head_dim=128, eps=1e-5),
         rope_settings(theta=_THETA),
         Group("router", v3_router, (Number("router_scaling_factor", "experts.router.scaling_factor", 2.826),)),
@@ -44,14 +34,9 @@ FAMILY = Family(
         DEPTHS,
     ),
     build=hy_v3,
-    weights=(
-        *llama_weights(mlp=GATED_MLP + moe.separate_experts(_MLP, router="router.gate")),
-        Weight(_MLP + "expert_bias", "mlp.router.selection_bias", "experts -> experts"),
-        *gated_mlp(_MLP + "shared_mlp.", "mlp.shared."),
-        *renamed(DEPTH, {"shared_head.norm": "final_layernorm"}),
-    ),
+    weights=(*llama_weights(experts=_EXPERTS), *renamed(DEPTH, {"shared_head.norm": "final_layernorm"})),
     modules={r"\.shared_mlp\.": ".shared_experts."},
-    ignored_keys=moe.IGNORED_ROUTER_KEYS | dict.fromkeys(_COMPUTED.split(), "how it is computed, not what"),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {_COMPUTED: "how it is computed, not what"},
 )
 
 _295B = DecoderSizes(
