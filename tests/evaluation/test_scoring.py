@@ -29,7 +29,8 @@ def test_a_context_is_computed_once(monkeypatch):
     """Of continuations of one token all of it, of longer ones its whole blocks."""
     engine, chunks = small_engine(), []
     prefill = engine._runner.prefill
-    monkeypatch.setattr(engine._runner, "prefill", lambda *args: (chunks.append(args[2]), prefill(*args))[1])
+    counted = lambda *args, **wanted: (chunks.append(args[2]), prefill(*args, **wanted))[1]  # noqa: E731
+    monkeypatch.setattr(engine._runner, "prefill", counted)
     engine.clear_prefix_cache()
     score_continuations(engine, [(drawn(40, 7), [token]) for token in range(20, 30)])
     assert sorted(chunks) == [0, 16, 32]

@@ -190,7 +190,7 @@ def expected(born):
 def test_merging_changes_no_logit(plain, born, expected):
     merged = merge_lora(noisy(born["both"]))
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
-    np.testing.assert_allclose(logits(merged, some_tokens(4, 8)), expected[0], atol=1e-5)
+    np.testing.assert_allclose(logits(merged, some_tokens(4, 8)), expected[0], atol=4e-5)
     assert all(np.any(leaf) for leaf in expected[1].values())
 
 
