@@ -251,8 +251,8 @@ class ModelRunner:
     ) -> SampledTokens:
         if form is not None and len(slots) == 1:
             form = form._replace(scores=True)
-        program = self._programs["sample", len(slots), form if form in self._forms else None]
-        self._state, sampled = program(self._state, slots, positions, logits, batch)
+        name = "sample", len(slots), form if form in self._forms else None
+        self._state, sampled = self._run(name, slots, positions, logits, batch)
         return sampled
 
     # --- slots ---
@@ -347,16 +347,9 @@ class ModelRunner:
         self._logits_shardings[rows] = sharding
         logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=sharding)
         slots = np.arange(rows, dtype=np.int32)
-        inputs: Any = self._state, slots, slots, logits, self.sampling_table(rows).of(slots, False)
+        inputs = slots, slots, logits, self.sampling_table(rows).of(slots, False)
         sample = partial(programs.sample, num_top=self.config.max_logprobs, form=form)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state), self._replicated
-        jitted = jax.jit(sample, donate_argnums=(0,), out_shardings=shardings)
-        self._start(("sample", rows, form), jitted, *inputs)
-
-    def _start(self, name: Any, jitted: Any, *inputs: Any) -> None:
-        """Start to compile a program, which JAX traces in this thread."""
-        compiled = (lambda: jitted) if self._is_packed else jitted.lower(*inputs).compile
-        self._programs[name] = self._compilers.submit(compiled)
+        self._compile(("sample", rows, form), sample, *inputs, reports=self._replicated)
 
     def _compile(
         self,
@@ -366,10 +359,12 @@ class ModelRunner:
         weights: bool = False,
         state: bool = True,
         donates: bool = True,
+        reports: Any = None,
     ) -> None:
-        """Compile a function of the models and of the state, as far as it reads them, and of inputs.
+        """Start to compile a function of the models and of the state, as far as it reads them, and of inputs.
 
-        What reads the state changes it and gets it donated, if it `donates`: it returns it, with weights beside others.
+        What reads the state changes it and gets it donated, if it `donates`: it returns it. What reads weights as well
+        returns something else beside it, and so does what `reports`, with this sharding.
         """
 
         def run(arrays: Any, engine_state: EngineState | None, *inputs: Any) -> Any:
@@ -382,10 +377,11 @@ class ModelRunner:
         shardings: Any = None
         if state and donates:  # the state stays where it is
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state)
-            shardings = (shardings, None) if weights else shardings
+            shardings = (shardings, reports) if weights or reports is not None else shardings
         jitted = jax.jit(run, donate_argnums=(1,) if state and donates else (), out_shardings=shardings)
         self._reads[name] = weights, state
-        self._start(name, jitted, *self._arrays_of(name), *inputs)
+        compiled = (lambda: jitted) if self._is_packed else jitted.lower(*self._arrays_of(name), *inputs).compile
+        self._programs[name] = self._compilers.submit(compiled)
 
     def _arrays_of(self, name: Any) -> tuple[Any, EngineState | None]:
         weights, state = self._reads[name]
