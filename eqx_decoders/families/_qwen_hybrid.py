@@ -138,7 +138,7 @@ EXPERTS = (
 FUSED_EXPERTS = moe.fused_experts(_MLP)
 
 
-def depth_rows(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+def with_depth_rows(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     """Return the rows with those of the layer of multi-token prediction."""
     return (*weights, *mtp_rows(weights, LAYER, "mtp.layers.{depth}."))
 

@@ -242,7 +242,6 @@ FAMILY = Family(
         Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
         Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
     ),
-    prefix="backbone.",
     ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()} | moe.IGNORED_ROUTER_KEYS,
     ignored_tensors=unread_depths(r"(backbone\.)?mtp\..*"),
     renamed={r"^model\.": "backbone."},

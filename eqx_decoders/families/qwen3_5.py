@@ -8,8 +8,8 @@ from eqx_decoders.families._qwen_hybrid import (
     QWEN3_5_SETTINGS,
     QWEN3_5_WEIGHTS,
     delta_net,
-    depth_rows,
     qwen3_5,
+    with_depth_rows,
     with_depths,
 )
 from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes
@@ -28,7 +28,7 @@ FAMILY = Family(
         *QWEN3_5_SETTINGS,
     ),
     build=qwen3_5,
-    weights=(*ENDS, *depth_rows((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
+    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *GATED_MLP)), *DEPTH),
     ignored_keys=IGNORED_STATE_KEYS,
     with_depths=with_depths,
 )

@@ -12,10 +12,10 @@ from eqx_decoders.families._qwen_hybrid import (
     QWEN3_5_SETTINGS,
     QWEN3_5_WEIGHTS,
     delta_net,
-    depth_rows,
     expert_settings,
     qwen3_5,
     qwen_experts,
+    with_depth_rows,
     with_depths,
 )
 from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
@@ -34,8 +34,8 @@ FAMILY = Family(
         *QWEN3_5_SETTINGS,
     ),
     build=qwen3_5,
-    weights=(*ENDS, *depth_rows((*QWEN3_5_WEIGHTS, *EXPERTS)), *DEPTH),
-    fused=depth_rows(FUSED_EXPERTS),
+    weights=(*ENDS, *with_depth_rows((*QWEN3_5_WEIGHTS, *EXPERTS)), *DEPTH),
+    fused=with_depth_rows(FUSED_EXPERTS),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_STATE_KEYS,
     with_depths=with_depths,
 )

@@ -17,11 +17,11 @@ from eqx_decoders.families._qwen_hybrid import (
     LINEAR,
     SHARED_WEIGHTS,
     delta_net,
-    depth_rows,
     every_fourth,
     expert_settings,
     qwen3_next,
     qwen_experts,
+    with_depth_rows,
     with_depths,
 )
 from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, decoder_sizes
@@ -56,7 +56,7 @@ FAMILY = Family(
     build=_build,
     weights=(
         *ENDS,
-        *depth_rows(
+        *with_depth_rows(
             (
                 *SHARED_WEIGHTS,
                 *GATED_MLP,
@@ -76,7 +76,7 @@ FAMILY = Family(
         ),
         *DEPTH,
     ),
-    fused=depth_rows(FUSED_EXPERTS),
+    fused=with_depth_rows(FUSED_EXPERTS),
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
     with_depths=with_depths,
 )

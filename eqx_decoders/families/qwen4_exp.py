@@ -22,11 +22,11 @@ from eqx_decoders.families._qwen_hybrid import (
     LAYER,
     QWEN3_5_WEIGHTS,
     delta_net,
-    depth_rows,
     every_fourth,
     expert_settings,
     hybrid_settings,
     qwen_experts,
+    with_depth_rows,
 )
 from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
 from eqx_decoders.families.config_reader import Fields
@@ -246,7 +246,7 @@ FAMILY = Family(
     build=qwen4_exp,
     weights=(
         *ENDS,
-        *depth_rows(_LAYERS),
+        *with_depth_rows(_LAYERS),
         *_mean("model.hyper_connection_mixer.", "streams."),
         *_mean("mtp.hyper_connection_mixer.", "mtp.depth.streams."),
         *_into_depth("embedding", "embed"),
@@ -260,7 +260,7 @@ FAMILY = Family(
         *(Weight(_PLE + f"norm_{name}.weight", f"{_ENGRAM}{path}_scale", "(streams norm) -> streams norm")
           for name, path in (("query", "query"), ("key", "key"), ("conv", "value"))),
     ),
-    fused=depth_rows(FUSED_EXPERTS),
+    fused=with_depth_rows(FUSED_EXPERTS),
     fixed_tensors=_numbers_of_hashes,
     integer_tensors=r".*\.ple_embedding\.(layer_multipliers|ngram_heads_.*)",
     ignored_tensors=unread_depths(r"mtp\..*", r".*rotary_emb\.inv_freq|model\.visual\..*"),
