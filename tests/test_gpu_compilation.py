@@ -246,8 +246,7 @@ def test_nothing_in_a_step_of_the_engine_waits_for_the_host(devices):
     batch, logits = SamplingBatch.greedy(rows, -(-vocab // 32), 0), like(rows, vocab, dtype=jnp.float32)
     for form in SAMPLING_FORMS:
         sample = functools.partial(programs.sample, num_top=0, form=form)
-        state = programs.EngineState(cache=cache, tokens=like(rows, length))
-        lowered.append(jax.jit(sample, donate_argnums=0).lower(state, like(rows), like(rows), logits, batch))
+        lowered.append(jax.jit(sample).lower(like(rows, length), like(rows), like(rows), logits, batch))
     for each in lowered:
         text = each.compile(compiler_options=GPU_OPTIONS).as_text()
         loops = [line for line in text.splitlines() if " while(" in line]

@@ -80,10 +80,18 @@ def _casts(equation: Any, dtype: np.dtype) -> bool:
     return equation.primitive.name == "convert_element_type" and equation.params["new_dtype"] == dtype
 
 
+def _rounds(equation: Any, dtype: np.dtype) -> bool:
+    """Return whether an operation rounds to the numbers of a dtype, which a cast to it does not change."""
+    if equation.primitive.name != "reduce_precision":
+        return False
+    info, params = jnp.finfo(dtype), equation.params
+    return (params["exponent_bits"], params["mantissa_bits"]) == (info.nexp, info.nmant)
+
+
 def _moved(equation: Any, place: int, dtype: np.dtype) -> list[Any] | None:
     """Return the results of an operation that are one of its arguments, moved; None if it computes with that."""
     name, params = equation.primitive.name, equation.params
-    if name in _MOVES:
+    if name in _MOVES or _rounds(equation, dtype):
         return [equation.outvars[place]] if len(equation.outvars) == len(equation.invars) else equation.outvars
     leaves = jax.tree.leaves(list(params.values()), is_leaf=_is_program)
     programs = [getattr(each, "jaxpr", each) for each in leaves if _is_program(each)]

@@ -11,8 +11,8 @@ those of kernels, are scanned.
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -55,17 +55,22 @@ def unstack_layers(model: Decoder) -> Decoder:
     return model.replace(scan=False) if backend.unrolled_layers and not has_experts else model
 
 
-def unstack_in_place(model: Decoder) -> Decoder:
+def unstack_in_place(model: Decoder, kept: Sequence[Any] = ()) -> Decoder:
     """Return the same model with a `Segment` for each repeat of a unit; on GPUs its stacked arrays are deleted.
 
     They are cut one after the other, so that never more than one of them is there twice. Of a model of shapes these are
     cut. On other platforms the model is returned as it is.
+
+    **Arguments:**
+
+    - `kept`: arrays that are not deleted, since another model has them, too.
     """
     if not (model.execution.layout.backend.unrolled_layers and _is_worth_it(model)):
         return model
     if isinstance(_arrays(model)[0], jax.ShapeDtypeStruct):
         return _with_segments(model, _cut_shapes)
-    return _with_segments(model, _cut_and_delete) if _are_known(model) else model
+    cut = partial(_cut_and_delete, kept={id(leaf) for leaf in kept})
+    return _with_segments(model, cut) if _are_known(model) else model
 
 
 def _is_worth_it(model: Decoder) -> bool:
@@ -100,18 +105,27 @@ def _piece(stacked: Any, index: int) -> Any:
     return stacked[index : index + 1]
 
 
-def _cut_and_delete(segment: Segment) -> list[Segment]:
-    """Return one segment for each repeat, with copies of their arrays, and delete the stacked ones."""
+def _cut_and_delete(segment: Segment, kept: set[int]) -> list[Segment]:
+    """Return one segment for each repeat, with copies of their arrays, and delete the stacked ones that are not kept.
+
+    `kept` has the `id` of each.
+    """
     stacked, static = eqx.partition(segment.unit, eqx.is_array)
     leaves, form = jax.tree.flatten(stacked)
     layers: list[list[Any]] = [[] for _ in range(segment.repeats)]
     for leaf in leaves:
-        pieces = jax.jit(partial(jnp.split, indices_or_sections=segment.repeats), out_shardings=leaf.sharding)(leaf)
-        jax.block_until_ready(pieces)
-        leaf.delete()
+        pieces = jax.block_until_ready(_split(segment.repeats, leaf.sharding)(leaf))
+        if id(leaf) not in kept:
+            leaf.delete()
         for layer, piece in zip(layers, pieces, strict=True):
             layer.append(piece)
     return [Segment(unit=eqx.combine(jax.tree.unflatten(form, each), static), repeats=1) for each in layers]
+
+
+@lru_cache(64)
+def _split(repeats: int, sharding: Any) -> Any:
+    """Return a program that cuts a stacked array, which later calls find again."""
+    return jax.jit(partial(jnp.split, indices_or_sections=repeats), out_shardings=sharding)
 
 
 def _cut(segment: Segment) -> list[Segment]:

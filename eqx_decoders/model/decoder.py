@@ -272,10 +272,13 @@ class Decoder(eqx.Module):
     def _after(self, x: Array, positions: Int[Array, "batch length"], cache: Cache | None) -> Array:
         """Return positions that depend on `x`: so all of a cache is read before it is written, which is in place.
 
-        XLA's CPU backend would copy it. A barrier does not prevent that: jax 0.10 drops it before.
+        XLA's backends for CPUs and GPUs would copy it. On CPUs a barrier does not prevent that: it is dropped (jax 0.10).
         """
-        if cache is None or x.size == 0 or not self.execution.layout.backend.reads_before_writes:
+        layout = self.execution.layout
+        if cache is None or x.size == 0 or not layout.backend.reads_before_writes:
             return positions
+        if not layout.single:  # one number would be sent to all devices
+            return jax.lax.optimization_barrier((x, positions))[1]
         return jnp.where(x.reshape(-1)[0] > jnp.inf, -1, positions)  # never
 
     def embed(

@@ -12,6 +12,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.data.prompt_batches import Prompt
 from eqx_decoders.errors import EqxDecodersError, check
 from eqx_decoders.inference.compute_dtype import multiplied_weights, with_multiplied
+from eqx_decoders.inference.unstack import unstack_in_place
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.rl.drawn_answers import JudgedAnswer
 from eqx_decoders.serving.engine.request import Request, RequestOutput
@@ -79,13 +80,16 @@ class SamplerEngine:
         """Refuse all later steps, from any thread."""
         self._stopped = True
 
-    def _placed(self, model: Decoder) -> Decoder:
-        """Return a model with its weights in their dtypes, and with copies where the layout has them."""
+    def _placed(self, trained: Decoder) -> Decoder:
+        """Return a model with its weights in their dtypes, and with copies where the layout has them.
+
+        Copies need not be stacked.
+        """
         if self._cast is None:
-            self._cast = multiplied_weights(model)
-        model = with_multiplied(model, self._cast) if self._cast else model
+            self._cast = multiplied_weights(trained)
+        model = with_multiplied(trained, self._cast) if self._cast else trained
         if self._layout is None:
-            return model
+            return unstack_in_place(model, kept=jax.tree.leaves(trained)) if self._cast else model
         execution = drawing(model.execution, self._layout)
         arrays, static = eqx.partition(dataclasses.replace(model, execution=execution), eqx.is_array)
         if self._shardings is None:

@@ -108,6 +108,7 @@ BACKENDS = {
         platform="gpu",
         doubles_one_row=True,
         unrolled_layers=True,
+        reads_before_writes=True,
         branches_wait=True,
         loss_tile_bytes=2**30,  # an H100 adds up the kernel's gradient from memory: 8 % of a 1b model's step (measured)
         attention_kernels=("cudnn", "triton"),
@@ -128,7 +129,7 @@ BACKENDS = {
 }
 
 # Choices that a mesh of several devices does not allow: what they would change is split.
-_ONE_DEVICE = ("flat_products", "separate_layers", "few_rows", "reads_before_writes")
+_ONE_DEVICE = ("flat_products", "separate_layers", "few_rows")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.inference.compute_dtype import multiplied_weights, with_multiplied
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.backend import backend_of
 from tests.commands import ROOT
 from tests.models import filled, rich_decoder
 from tests.steps import SPARSE
@@ -40,6 +41,15 @@ def test_no_number_changes():
     tokens = np.asarray([[3, 1, 4, 1, 5]], np.int32)
     assert jnp.array_equal(*(each(tokens).logits for each in (model, other)))
     assert multiplied_weights(filled(config)) == frozenset()
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_what_accelerators_round_before_the_cast_is_copied(platform, monkeypatch):
+    config = rich_decoder(2)
+    model = filled(dataclasses.replace(config, blocks=(*config.blocks, SPARSE)), precision=BF16)
+    want = multiplied_weights(model)
+    monkeypatch.setattr(ed.Layout, "backend", backend_of(platform))
+    assert multiplied_weights(model) == want
 
 
 def test_what_no_program_reads_is_not_copied():

@@ -19,6 +19,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.data.sources.data_files import zstd_module
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.inference import unstack
 from eqx_decoders.io.huggingface.load import read_config
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.model.init import add_score_head
@@ -26,6 +27,7 @@ from eqx_decoders.rl.drawn_answers import AnswerFiles
 from eqx_decoders.rl.sampler_engine import SamplerEngine
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.backend import backend_of
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.methods.distill_config import DistillConfig
 from eqx_decoders.training.run.run_loading import load_run
@@ -82,6 +84,29 @@ def test_weights_are_placed_anew_at_each_load(base, monkeypatch):
     assert alive == [False] and not compiled and held.version == 4
     assert np.array_equal(named_leaves(held.model)[name], named_leaves(other)[name])
     assert held.model.execution.layout == layout
+
+
+def test_copies_in_the_compute_dtype_are_cut_on_gpus(base, monkeypatch):
+    """What the trainer has is not deleted; stacked copies are, and a second load compiles nothing."""
+    monkeypatch.setattr(unstack, "WORTH", 0)
+    monkeypatch.setattr(ed.Layout, "backend", backend_of("gpu"))
+    layout = ed.Layout.create(devices=jax.devices()[:1])
+    trained = ed.load_hf(base, layout=layout, precision=ed.Precision(compute="bfloat16"))
+    engine = SamplerEngine(Recorder, EngineConfig(), compute_dtype=True)
+    engine.load(trained, version=0)
+    with compilations() as compiled:
+        engine.load(trained, version=1)
+    assert not compiled and [segment.repeats for segment in engine._engine.model.segments] == [1, 1]
+    first, stacked = (model.segments[0].unit[0] for model in (engine._engine.model, trained))
+    assert first.mixer.out.dtype == "bfloat16" and np.array_equal(
+        first.mixer.out[0], stacked.mixer.out[0].astype("bfloat16")
+    )
+    assert first.pre_mlp_norm.scale.dtype == "float32" and not any(
+        leaf.is_deleted() for leaf in jax.tree.leaves(trained) if isinstance(leaf, jax.Array)
+    )
+    plain = SamplerEngine(Recorder, EngineConfig())
+    plain.load(trained, version=0)
+    assert plain._engine.model is trained
 
 
 @pytest.mark.slow

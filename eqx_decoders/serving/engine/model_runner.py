@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,7 +19,6 @@ from jaxtyping import Array, Float32
 
 from eqx_decoders.inference.drafters import Drafter, with_models
 from eqx_decoders.inference.unstack import inference_cache, unstack_layers
-from eqx_decoders.layers.cache.base import is_layer_cache
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
@@ -40,6 +39,8 @@ from eqx_decoders.serving.engine.sampler import (
 )
 from eqx_decoders.sharding.explicit import untyped, with_auto_axes
 
+
+StatePart = Literal["all", "tokens", "none"]  # of an `EngineState`, that a program reads
 
 MOST_COMPILERS = 8  # programs that are compiled at a time: each takes memory of the host
 
@@ -115,7 +116,7 @@ class ModelRunner:
         self.adapters = EngineAdapters(self.model, *sizes)
         self._replicated = layout.replicated()
         self._programs: dict[Any, Any] = {}
-        self._reads: dict[Any, tuple[bool, bool]] = {}  # whether a program reads the weights, and the state
+        self._reads: dict[Any, tuple[bool, StatePart]] = {}  # whether a program reads the weights, and of the state
         self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # of those to sample from, by the number of rows
         self._drafts = models.drafter is not None
         self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_wait else (None,)
@@ -164,19 +165,20 @@ class ModelRunner:
                     self._compile_sample(rows, form)
         for length in config.chunk_sizes:
             self._compile(("prefill", length), programs.prefill, *self._prefill_inputs(length), weights=True)
-            reads = dict(weights=True, state=False)
-            hidden, ids = self._hidden(length), np.zeros((1, length), np.int32)
-            self._compile(("scores", length), partial(programs.prompt_scores, **scored), hidden, ids, **reads)
-        self._compile("logits", programs.next_logits, self._hidden(1), weights=True, state=False)
+            inputs = self._hidden(length), np.zeros((1, length), np.int32)
+            scores = partial(programs.prompt_scores, **scored)
+            self._compile(("scores", length), scores, *inputs, weights=True, state="none")
+        self._compile("logits", programs.next_logits, self._hidden(1), weights=True, state="none")
         save = partial(programs.save, length=self.block_size)
         self._compile("empty", programs.empty_slot, slot)
         self._compile("save", save, slot, begin, donates=False)
-        self._compile("restore", programs.restore, slot, begin, jax.eval_shape(save, self._state, slot, begin))
+        snapshot = jax.eval_shape(save, self._state, slot, begin)
+        self._compile("restore", programs.restore, slot, begin, begin, snapshot)
         if self.windows:
             unpaged = partial(programs.save, length=self.block_size, pages=False)
             snapshot = jax.eval_shape(unpaged, self._state, slot, begin)
             self._compile("save unpaged", unpaged, slot, begin, donates=False)
-            self._compile("restore unpaged", programs.restore, slot, begin, snapshot)
+            self._compile("restore unpaged", programs.restore, slot, begin, begin, snapshot)
             tables = {
                 window: np.zeros((self.num_slots, pages), np.int32) for window, (_, pages) in self.windows.items()
             }
@@ -184,11 +186,12 @@ class ModelRunner:
         if self.model.config.media is not None:
             row = jax.eval_shape(lambda: inference_cache(self.model, 1, self.length, config.cache_format))
             self._compile("insert cache", programs.insert_cache, slot, row, np.zeros((1, self.length), np.int32))
-        self._compile("save state", programs.save_state, slot, donates=False)
         if config.expert_choices:
             self._compile("experts", lambda state, slot: state.experts[slot], slot, donates=False)
-        saved = jax.eval_shape(programs.save_state, self._state, slot)
-        self._compile("restore state", programs.restore_state, slot, begin, saved)
+        if self.has_state:
+            saved = jax.eval_shape(programs.save_state, self._state, slot)
+            self._compile("save state", programs.save_state, slot, donates=False)
+            self._compile("restore state", programs.restore_state, slot, saved)
 
     # --- forward passes ---
 
@@ -252,7 +255,8 @@ class ModelRunner:
         if form is not None and len(slots) == 1:
             form = form._replace(scores=True)
         name = "sample", len(slots), form if form in self._forms else None
-        self._state, sampled = self._run(name, slots, positions, logits, batch)
+        tokens, sampled = self._run(name, slots, positions, logits, batch)
+        self._state = dataclasses.replace(self._state, tokens=tokens)
         return sampled
 
     # --- slots ---
@@ -270,8 +274,8 @@ class ModelRunner:
         return self._run("experts", np.int32(slot))
 
     def save_state(self, slot: int) -> Any:
-        """Copy the recurrent and convolution states of a slot."""
-        return self._run("save state", np.int32(slot))
+        """Copy the recurrent and convolution states of a slot; None for models without such states."""
+        return self._run("save state", np.int32(slot)) if self.has_state else None
 
     def saved_bytes(self, tokens: int) -> int:
         """Return the memory that a saved slot with so many tokens takes."""
@@ -284,19 +288,15 @@ class ModelRunner:
         block = jax.eval_shape(partial(programs.save, length=self.block_size), self._state, slot, slot)
         return _nbytes(block), _nbytes(jax.eval_shape(programs.save_state, self._state, slot))
 
-    def restore(self, slot: int, begin: int, snapshot: CacheSnapshot, *, pages: bool = True) -> None:
-        """Write back what `save` returned."""
+    def restore(self, slot: int, begin: int, end: int, snapshot: CacheSnapshot, *, pages: bool = True) -> None:
+        """Write back what `save` returned into a slot, which then has `end` tokens."""
         name = "restore" if pages or not self.windows else "restore unpaged"
-        self._state = self._run(name, np.int32(slot), np.int32(begin), snapshot)
+        self._state = self._run(name, np.int32(slot), np.int32(begin), np.int32(end), snapshot)
 
-    def restore_state(self, slot: int, length: int, saved: Any) -> None:
-        """Write back what `save_state` returned, after so many tokens; None for models without such states."""
-        saved = self._no_state if saved is None else saved
-        self._state = self._run("restore state", np.int32(slot), np.int32(length), saved)
-
-    @property
-    def _no_state(self) -> Any:
-        return jax.tree.map(lambda _: None, self._state.layer_caches, is_leaf=is_layer_cache), None
+    def restore_state(self, slot: int, saved: Any) -> None:
+        """Write back what `save_state` returned."""
+        if self.has_state:
+            self._state = self._run("restore state", np.int32(slot), saved)
 
     def set_page_tables(self, tables: dict[int, np.ndarray], lengths: np.ndarray) -> None:
         """Set the page tables and lengths of all slots."""
@@ -349,7 +349,7 @@ class ModelRunner:
         slots = np.arange(rows, dtype=np.int32)
         inputs = slots, slots, logits, self.sampling_table(rows).of(slots, False)
         sample = partial(programs.sample, num_top=self.config.max_logprobs, form=form)
-        self._compile(("sample", rows, form), sample, *inputs, reports=self._replicated)
+        self._compile(("sample", rows, form), sample, *inputs, state="tokens", reports=self._replicated)
 
     def _compile(
         self,
@@ -357,7 +357,7 @@ class ModelRunner:
         function: Callable[..., Any],
         *inputs: Any,
         weights: bool = False,
-        state: bool = True,
+        state: StatePart = "all",
         donates: bool = True,
         reports: Any = None,
     ) -> None:
@@ -367,26 +367,26 @@ class ModelRunner:
         returns something else beside it, and so does what `reports`, with this sharding.
         """
 
-        def run(arrays: Any, engine_state: EngineState | None, *inputs: Any) -> Any:
+        def run(arrays: Any, engine_state: Any, *inputs: Any) -> Any:
             read: list[Any] = []
             if weights:
                 models = self.weights.combined(arrays[0])
                 read.append(Models(self.adapters.with_pairs(models.model, arrays[1]), models.drafter))
-            return function(*read, *([engine_state] if state else []), *inputs)
+            return function(*read, *([] if state == "none" else [engine_state]), *inputs)
 
-        shardings: Any = None
-        if state and donates:  # the state stays where it is
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state)
-            shardings = (shardings, reports) if weights or reports is not None else shardings
-        jitted = jax.jit(run, donate_argnums=(1,) if state and donates else (), out_shardings=shardings)
         self._reads[name] = weights, state
+        shardings, donates = None, donates and state != "none"
+        if donates:  # the state stays where it is
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._arrays_of(name)[1])
+            shardings = (shardings, reports) if weights or reports is not None else shardings
+        jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
         compiled = (lambda: jitted) if self._is_packed else jitted.lower(*self._arrays_of(name), *inputs).compile
         self._programs[name] = self._compilers.submit(compiled)
 
-    def _arrays_of(self, name: Any) -> tuple[Any, EngineState | None]:
-        weights, state = self._reads[name]
+    def _arrays_of(self, name: Any) -> tuple[Any, EngineState | Array | None]:
+        weights, part = self._reads[name]
         arrays = (self.weights.arrays, self.adapters.arrays) if weights else None
-        return arrays, self._state if state else None
+        return arrays, {"all": self._state, "tokens": self._state.tokens, "none": None}[part]
 
     def _run(self, name: Any, *inputs: Any) -> Any:
         return self._programs[name](*self._arrays_of(name), *inputs)

@@ -128,8 +128,10 @@ def save_state(state: EngineState, slot: Int[Array, ""]) -> Any:
     return states, None if offset is None else offset[slot]
 
 
-def restore(state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], snapshot: CacheSnapshot) -> EngineState:
-    """Write the entries of a snapshot into a slot, from position `begin` on."""
+def restore(
+    state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], end: Int[Array, ""], snapshot: CacheSnapshot
+) -> EngineState:
+    """Write the entries of a snapshot into a slot, from position `begin` on; it then has `end` tokens."""
 
     def write_tokens(layer_cache: Any, entries: Any) -> Any:
         return layer_cache if entries is None else layer_cache.commit_rows(slot[None], *entries)
@@ -141,11 +143,12 @@ def restore(state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], sna
     experts = state.experts
     if experts is not None and snapshot.experts is not None:
         experts = experts.at[slot, positions].set(snapshot.experts[0], mode="drop")
-    return dataclasses.replace(state, tokens=ids, experts=experts)
+    cache = dataclasses.replace(state.cache, length=state.cache.length.at[slot].set(end))
+    return dataclasses.replace(state, cache=cache, tokens=ids, experts=experts)
 
 
-def restore_state(state: EngineState, slot: Int[Array, ""], length: Int[Array, ""], saved: Any) -> EngineState:
-    """Write the states that `save_state` copied into a slot, and set its length."""
+def restore_state(state: EngineState, slot: Int[Array, ""], saved: Any) -> EngineState:
+    """Write the states that `save_state` copied into a slot."""
     rows, offset = saved
 
     def write_row(layer_cache: Any, row: Any) -> Any:
@@ -155,8 +158,7 @@ def restore_state(state: EngineState, slot: Int[Array, ""], length: Int[Array, "
     offsets = state.cache.rope_offset
     if offset is not None and offsets is not None:
         offsets = offsets.at[slot].set(offset)
-    length = state.cache.length.at[slot].set(length)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, length=length, rope_offset=offsets))
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, rope_offset=offsets))
 
 
 def set_page_tables(state: EngineState, tables: dict[int, Array], lengths: Int[Array, "slots"]) -> EngineState:
@@ -171,7 +173,7 @@ def insert_cache(state: EngineState, slot: Int[Array, ""], cache: Cache, tokens:
 
 
 def sample(
-    state: EngineState,
+    ids: Int[Array, "slots length"],
     slots: Int[Array, "rows"],
     positions: Int[Array, "rows"],
     logits: Float32[Array, "rows vocab"],
@@ -179,18 +181,18 @@ def sample(
     *,
     num_top: int,
     form: SamplingForm | None,
-) -> tuple[EngineState, SampledTokens]:
+) -> tuple[Int[Array, "slots length"], SampledTokens]:
     """Sample the token after each of these positions from the logits there, and write it into the tokens of its slot.
 
     Rows at position -1 are idle.
     """
     length = positions + 1
-    history = TokenHistory(state.tokens[slots], jnp.asarray(batch.prompt_length), length)
+    history = TokenHistory(ids[slots], jnp.asarray(batch.prompt_length), length)
     new, scores = sample_rows(logits, batch, history, 1, num_top, form)
     active = positions >= 0
-    ends = jnp.where(active, length, state.tokens.shape[1])
-    state = dataclasses.replace(state, tokens=state.tokens.at[slots, ends].set(new, mode="drop"))
-    return state, SampledTokens(tokens=new[:, None], num_accepted=active.astype(jnp.int32), scores=scores)
+    ends = jnp.where(active, length, ids.shape[1])
+    ids = ids.at[slots, ends].set(new, mode="drop")
+    return ids, SampledTokens(tokens=new[:, None], num_accepted=active.astype(jnp.int32), scores=scores)
 
 
 def without_aliases(state: EngineState) -> EngineState:

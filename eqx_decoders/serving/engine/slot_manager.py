@@ -123,8 +123,8 @@ class SlotManager:
         sequence.saved, sequence.saved_bytes = None, 0
         self._reserve_visible(sequence)
         for index, snapshot in enumerate(blocks):
-            self.runner.restore(sequence.slot, index * self.block_size, snapshot)
-        self.runner.restore_state(sequence.slot, sequence.num_computed, state)
+            self.runner.restore(sequence.slot, index * self.block_size, sequence.num_computed, snapshot)
+        self.runner.restore_state(sequence.slot, state)
 
     def insert_cache(self, sequence: SequenceState, cache: Cache, prompt: np.ndarray) -> None:
         """Write a prompt's cache, prefilled outside the engine state, into the slot of a sequence."""
@@ -166,8 +166,8 @@ class SlotManager:
         if manager is not None:
             manager.adopt(sequence.slot, _pages(blocks), sequence.num_computed)
         for index, block in enumerate(blocks):
-            self.runner.restore(sequence.slot, index * size, block.snapshot, pages=False)
-        self.runner.restore_state(sequence.slot, sequence.num_computed, blocks[-1].state)
+            self.runner.restore(sequence.slot, index * size, sequence.num_computed, block.snapshot, pages=False)
+        self.runner.restore_state(sequence.slot, blocks[-1].state)
 
     def _last_block_start(self, sequence: SequenceState) -> int:
         """Return the start of the block of the prompt's last token, which is always computed."""
@@ -185,8 +185,8 @@ class SlotManager:
             return False
         sequence.num_computed = end
         self.set_page_tables()
-        self.runner.restore(sequence.slot, begin, snapshot)
-        self.runner.restore_state(sequence.slot, end, state)
+        self.runner.restore(sequence.slot, begin, end, snapshot)
+        self.runner.restore_state(sequence.slot, state)
         return True
 
     def cache_block(self, sequence: SequenceState) -> None:
