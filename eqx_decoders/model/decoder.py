@@ -272,7 +272,7 @@ class Decoder(eqx.Module):
     def _after(self, x: Array, positions: Int[Array, "batch length"], cache: Cache | None) -> Array:
         """Return positions that depend on `x`: so all of a cache is read before it is written, which is in place.
 
-        XLA's backends for CPUs and GPUs would copy it. On CPUs a barrier does not prevent that: it is dropped (jax 0.10).
+        XLA's backends for CPUs and GPUs would copy it. On CPUs a barrier does not help: jax 0.10 drops it before.
         """
         layout = self.execution.layout
         if cache is None or x.size == 0 or not layout.backend.reads_before_writes:

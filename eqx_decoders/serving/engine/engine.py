@@ -401,9 +401,9 @@ class Engine:
         shape = len(slots), sizes.columns[-1 if any(answers.values()) else 0]
         tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
         for sequence, drafts in answers.items():
-            inputs, row = [sequence.last_token, *drafts], rows[sequence]
-            tokens[row, : len(inputs)] = inputs
-            positions[row, : len(inputs)] = np.arange(sequence.num_computed, sequence.num_computed + len(inputs))
+            row = rows[sequence]
+            for column, token in enumerate([sequence.last_token, *drafts]):
+                tokens[row, column], positions[row, column] = token, sequence.num_computed + column
         wants_scores = any(sequence.request.logprobs is not None for sequence in answers)
         batch = self._slot_manager.sampling.of(slots, wants_scores)
         form = self._slot_manager.sampling.form([*by_slot], wants_scores)

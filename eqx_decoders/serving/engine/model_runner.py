@@ -110,13 +110,15 @@ class ModelRunner:
             experts = jnp.zeros((slots, length, *choices_of(model.config)), jnp.int16)
         tokens, experts = jax.device_put((tokens, experts), layout.replicated())
         state = EngineState(cache=cache, tokens=tokens, drafts=drafts, experts=experts)
-        self._state = programs.without_aliases(state)
+        self._leaves, self._tree = jax.tree.flatten(programs.without_aliases(state))
+        place = next(index for index, leaf in enumerate(jax.tree.leaves(state)) if leaf is tokens)
+        self._parts = {"all": slice(None), "tokens": slice(place, place + 1), "none": slice(0)}
         self.model = self.weights.model
         sizes = config.max_adapters, config.max_adapter_rank, config.adapter_targets
         self.adapters = EngineAdapters(self.model, *sizes)
         self._replicated = layout.replicated()
         self._programs: dict[Any, Any] = {}
-        self._reads: dict[Any, tuple[bool, StatePart]] = {}  # whether a program reads the weights, and of the state
+        self._reads: dict[Any, _Reads] = {}
         self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # of those to sample from, by the number of rows
         self._drafts = models.drafter is not None
         self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_wait else (None,)
@@ -126,6 +128,10 @@ class ModelRunner:
         self.weights.load(placed(model))
 
     @property
+    def _state(self) -> EngineState:
+        return jax.tree.unflatten(self._tree, self._leaves)
+
+    @cached_property
     def windows(self) -> dict[int, tuple[int, int]]:
         """Pages by attention window, as `windows_of` returns them; empty without a paged cache."""
         return windows_of(self._state.cache)
@@ -209,9 +215,8 @@ class ModelRunner:
         """
         rows = np.asarray(slots, np.int32)
         if self._drafts:
-            self._state, sampled = self._run(("decode", *tokens.shape), rows, tokens, positions, batch)
-            return sampled
-        self._state, logits = self._run(("forward", len(rows)), rows, tokens, positions, batch.adapter)
+            return self._run(("decode", *tokens.shape), rows, tokens, positions, batch)
+        logits = self._run(("forward", len(rows)), rows, tokens, positions, batch.adapter)
         return self._sample(rows, positions[:, 0], logits, batch, form)
 
     def prefill(
@@ -239,7 +244,7 @@ class ModelRunner:
         index = np.arange(length, dtype=np.int32)[None]
         positions = np.where(index < len(tokens), begin + index, -1).astype(np.int32)
         inputs = np.int32(slot), ids, positions, next_ids, np.asarray(next_token), batch
-        self._state, (hidden, last) = self._run(("prefill", length), *inputs)
+        hidden, last = self._run(("prefill", length), *inputs)
         logits = self._run("logits", last) if next_token else None
         return ChunkResult(logits, self._run(("scores", length), hidden, next_ids) if scores else None)
 
@@ -255,15 +260,13 @@ class ModelRunner:
         if form is not None and len(slots) == 1:
             form = form._replace(scores=True)
         name = "sample", len(slots), form if form in self._forms else None
-        tokens, sampled = self._run(name, slots, positions, logits, batch)
-        self._state = dataclasses.replace(self._state, tokens=tokens)
-        return sampled
+        return self._run(name, slots, positions, logits, batch)
 
     # --- slots ---
 
     def empty(self, slot: int) -> None:
         """Clear a slot."""
-        self._state = self._run("empty", np.int32(slot))
+        self._run("empty", np.int32(slot))
 
     def save(self, slot: int, begin: int, *, pages: bool = True) -> CacheSnapshot:
         """Copy the cache entries of a block of tokens of a slot; without `pages`, skip paged layers."""
@@ -291,17 +294,17 @@ class ModelRunner:
     def restore(self, slot: int, begin: int, end: int, snapshot: CacheSnapshot, *, pages: bool = True) -> None:
         """Write back what `save` returned into a slot, which then has `end` tokens."""
         name = "restore" if pages or not self.windows else "restore unpaged"
-        self._state = self._run(name, np.int32(slot), np.int32(begin), np.int32(end), snapshot)
+        self._run(name, np.int32(slot), np.int32(begin), np.int32(end), snapshot)
 
     def restore_state(self, slot: int, saved: Any) -> None:
         """Write back what `save_state` returned."""
         if self.has_state:
-            self._state = self._run("restore state", np.int32(slot), saved)
+            self._run("restore state", np.int32(slot), saved)
 
     def set_page_tables(self, tables: dict[int, np.ndarray], lengths: np.ndarray) -> None:
         """Set the page tables and lengths of all slots."""
         inputs = jax.tree.map(np.array, (tables, lengths))  # copies, as in `SamplingBatch.of`
-        self._state = self._run("page tables", *inputs)
+        self._run("page tables", *inputs)
 
     def insert_cache(self, slot: int, cache: Cache, tokens: np.ndarray) -> None:
         """Write a cache of one row, prefilled outside the engine state, into a slot, with its tokens."""
@@ -309,7 +312,7 @@ class ModelRunner:
         ids[0, : len(tokens)] = tokens
         if not self._is_packed:  # a compiled program takes arguments only where it has placed them
             cache = jax.device_put(cache, self._programs["insert cache"].input_shardings[0][3])
-        self._state = self._run("insert cache", np.int32(slot), cache, ids)
+        self._run("insert cache", np.int32(slot), cache, ids)
 
     # --- calls of programs ---
 
@@ -367,29 +370,47 @@ class ModelRunner:
         returns something else beside it, and so does what `reports`, with this sharding.
         """
 
-        def run(arrays: Any, engine_state: Any, *inputs: Any) -> Any:
+        def run(arrays: Any, leaves: list[Array], *inputs: Any) -> Any:
             read: list[Any] = []
             if weights:
                 models = self.weights.combined(arrays[0])
                 read.append(Models(self.adapters.with_pairs(models.model, arrays[1]), models.drafter))
-            return function(*read, *([] if state == "none" else [engine_state]), *inputs)
+            if state != "none":
+                read.append(leaves[0] if state == "tokens" else jax.tree.unflatten(self._tree, leaves))
+            result = function(*read, *inputs)
+            if not donates:
+                return result
+            new, report = result if reports_more else (result, None)
+            return jax.tree.leaves(new), report
 
-        self._reads[name] = weights, state
-        shardings, donates = None, donates and state != "none"
+        donates, reports_more = donates and state != "none", weights or reports is not None
+        self._reads[name] = _Reads(weights, self._parts[state], donates)
+        shardings: Any = None
         if donates:  # the state stays where it is
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self._arrays_of(name)[1])
-            shardings = (shardings, reports) if weights or reports is not None else shardings
+            shardings = [leaf.sharding for leaf in self._arrays_of(name)[1]], reports
         jitted = jax.jit(run, donate_argnums=(1,) if donates else (), out_shardings=shardings)
         compiled = (lambda: jitted) if self._is_packed else jitted.lower(*self._arrays_of(name), *inputs).compile
         self._programs[name] = self._compilers.submit(compiled)
 
-    def _arrays_of(self, name: Any) -> tuple[Any, EngineState | Array | None]:
-        weights, part = self._reads[name]
-        arrays = (self.weights.arrays, self.adapters.arrays) if weights else None
-        return arrays, {"all": self._state, "tokens": self._state.tokens, "none": None}[part]
+    def _arrays_of(self, name: Any) -> tuple[Any, list[Array]]:
+        reads = self._reads[name]
+        arrays = (self.weights.arrays, self.adapters.arrays) if reads.weights else None
+        return arrays, self._leaves[reads.part]
 
     def _run(self, name: Any, *inputs: Any) -> Any:
-        return self._programs[name](*self._arrays_of(name), *inputs)
+        """Run a program, put what it changes in place of the state, and return what it returns besides."""
+        result, reads = self._programs[name](*self._arrays_of(name), *inputs), self._reads[name]
+        if reads.donates:
+            self._leaves[reads.part], result = result
+        return result
+
+
+class _Reads(NamedTuple):
+    """What a program reads besides its inputs: weights, and a part of the state, which it changes if it `donates`."""
+
+    weights: bool
+    part: slice
+    donates: bool
 
 
 def batch_sizes(slots: int) -> tuple[int, ...]:

@@ -395,12 +395,13 @@ def sample_rows(
     return tokens, score_tokens(scored, tokens, num_top, jnp.asarray(batch.wants_scores))
 
 
-def token_scores(scores: Scores, rows: range, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Convert scores to those of single tokens on the host, by their rows."""
+def token_scores(scores: Any, rows: range, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
+    """Convert scores to those of single tokens, by their rows; `scores` are `Scores` with lists in place of arrays."""
     span = slice(rows.start, rows.stop)
     if num_top == 0:
-        chosen = scores.chosen[span].tolist()
-        return [TokenScore(int(token), score) for token, score in zip(tokens, chosen, strict=True)]
-    chosen, ids, best = scores.chosen[span], scores.top_ids[span, :num_top], scores.top[span, :num_top]
-    lists = zip(tokens, chosen.tolist(), ids.tolist(), best.tolist(), strict=True)
-    return [TokenScore(int(token), score, tuple(zip(*top, strict=True))) for token, score, *top in lists]
+        return [TokenScore(token, score) for token, score in zip(tokens, scores.chosen[span], strict=True)]
+    lists = zip(tokens, scores.chosen[span], scores.top_ids[span], scores.top[span], strict=True)
+    return [
+        TokenScore(token, score, tuple(zip(ids[:num_top], best[:num_top], strict=True)))
+        for token, score, ids, best in lists
+    ]

@@ -67,8 +67,12 @@ class StepResults:
             array.copy_to_host_async()
 
     def on_host(self) -> "StepResults":
-        """Return the results on the host, when they are there; without scores of tokens that no request reports."""
-        chunks, first, sampled, experts = jax.device_get(self._arrays())
+        """Return the results on the host, when they are there; without scores of tokens that no request reports.
+
+        Arrays are lists, which are faster to read by single numbers, but for `experts`.
+        """
+        *arrays, experts = jax.device_get(self._arrays())
+        chunks, first, sampled = jax.tree.map(np.ndarray.tolist, arrays)
         return StepResults(
             [old._replace(scores=scores) for old, scores in zip(self.chunks, chunks, strict=True)],
             [(sequence, new) for (sequence, _), new in zip(self.first, first, strict=True)],
@@ -164,7 +168,7 @@ class ResultReader:
         if chunk.end == len(request.prompt):
             sequence.shared.scores = tuple(sequence.prompt_scores)
 
-    def _read_first(self, sequence: SequenceState, sampled: SampledTokens, results: StepResults, version: int) -> None:
+    def _read_first(self, sequence: SequenceState, sampled: Any, results: StepResults, version: int) -> None:
         """Append the first token of an answer; its output has the values that are reported once."""
         request = sequence.request
         if not sequence.delivered:
@@ -174,19 +178,18 @@ class ResultReader:
             scores = sequence.shared.scores or ()
         once = dict(cached_tokens=sequence.num_cached, queue_seconds=sequence.queue_seconds, prompt_scores=scores)
         output = dict(version=version, **once)
-        self._append(sequence, sampled.tokens[0, :1].tolist(), sampled.scores, 0, results, **output)
+        self._append(sequence, sampled.tokens[0][:1], sampled.scores, 0, results, **output)
 
-    def _read_decoded(
-        self, rows: dict[SequenceState, int], sampled: SampledTokens, results: StepResults, version: int
-    ) -> None:
+    def _read_decoded(self, rows: dict[SequenceState, int], sampled: Any, results: StepResults, version: int) -> None:
         """Append the tokens of a decoding step, by the row of each sequence."""
-        columns, counts, lists = sampled.tokens.shape[1], sampled.num_accepted.tolist(), sampled.tokens.tolist()
+        tokens, counts, scores = sampled.tokens, sampled.num_accepted, sampled.scores
+        columns = len(tokens[0])
         rows = {sequence: row for sequence, row in rows.items() if sequence.request_id in self.open}
         self.count(accepted_draft_tokens=sum(counts[row] - 1 for row in rows.values()))
         for sequence, row in rows.items():
             count = counts[row]
             sequence.num_computed += count - 1
-            self._append(sequence, lists[row][:count], sampled.scores, row * columns, results, version=version)
+            self._append(sequence, tokens[row][:count], scores, row * columns, results, version=version)
             self._charge(sequence.request.client, count)
 
     def _append(
@@ -213,14 +216,14 @@ class ResultReader:
         if request.logprobs is not None:
             rows = range(first_row, first_row + len(tokens))
             output["scores"] = tuple(token_scores(scores, rows, tokens, request.logprobs))
-        self.count(generated_tokens=len(tokens))
+        self.totals["generated_tokens"] += len(tokens)
         if reason is not None and self._experts is not None:
             experts = results.experts.get(sequence)
             experts = np.asarray(self._experts(sequence.slot) if experts is None else experts)
             output["experts"] = experts[: len(request.prompt) + len(sequence.answer)].copy()
             output["experts"][-1] = -1  # the last token is not read
-        ends = dict(tokens=tuple(tokens), finish_reason=reason, error=error)
-        whole = RequestOutput(request_id=sequence.request_id, **ends, **output)
+        output |= dict(tokens=tuple(tokens), finish_reason=reason, error=error)
+        whole = RequestOutput(request_id=sequence.request_id, **output)
         if reason is None:
             self.outputs.append(whole)
             return
