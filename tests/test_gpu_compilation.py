@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import eqx_decoders as ed
+from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
 from eqx_decoders.model.caches import abstract_cache
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm
@@ -226,13 +227,18 @@ def test_a_step_of_the_engine_compiles(devices, name, page_size, kernels):
 
 
 def test_nothing_in_a_step_of_the_engine_waits_for_the_host(devices):
-    """The host reads the condition of a branch, or of a loop of unknown length, before it launches anything more."""
+    """The host reads the condition of a branch, or of a loop of unknown length, before it launches anything more.
+
+    And nothing of a cache is copied, not the small positions either: keys and values are where kernels are tuned.
+    """
     layout = ed.Layout.create(devices=devices[:1])
     config = ed.get_config("qwen3-0.6b")
     rows, length, vocab = 8, 256, 4096
-    model = ed.abstract(dataclasses.replace(config, blocks=config.blocks[:2]), layout=layout, precision=BF16)
+    model = unstack_in_place(
+        ed.abstract(dataclasses.replace(config, blocks=config.blocks[:2]), layout=layout, precision=BF16)
+    )
     arrays, static = eqx.partition(Models(model, None), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    cache = abstract_cache(model.config, rows, length, dtype=jnp.bfloat16, layout=layout)
+    cache = cut_cache(model, abstract_cache(model.config, rows, length, dtype=jnp.bfloat16, layout=layout))
 
     def like(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.replicated())
@@ -242,12 +248,15 @@ def test_nothing_in_a_step_of_the_engine_waits_for_the_host(devices):
         return programs.forward(eqx.combine(arrays, static), state, *inputs)
 
     inputs = like(rows), like(rows, 1), like(rows, 1), like(rows)
-    lowered = [jax.jit(forward).lower(arrays, cache, like(rows, length), *inputs)]
+    lowered = [jax.jit(forward, donate_argnums=(1, 2)).lower(arrays, cache, like(rows, length), *inputs)]
     batch, logits = SamplingBatch.greedy(rows, -(-vocab // 32), 0), like(rows, vocab, dtype=jnp.float32)
     for form in SAMPLING_FORMS:
         sample = functools.partial(programs.sample, num_top=0, form=form)
-        lowered.append(jax.jit(sample).lower(like(rows, length), like(rows), like(rows), logits, batch))
+        lowered.append(
+            jax.jit(sample, donate_argnums=0).lower(like(rows, length), like(rows), like(rows), logits, batch)
+        )
     for each in lowered:
         text = each.compile(compiler_options=GPU_OPTIONS).as_text()
         loops = [line for line in text.splitlines() if " while(" in line]
         assert " conditional(" not in text and all("known_trip_count" in line for line in loops)
+        assert f"s32[{rows},{length}]{{1,0}} copy(" not in text
