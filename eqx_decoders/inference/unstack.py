@@ -130,8 +130,9 @@ def _split(repeats: int, sharding: Any) -> Any:
 
 def _cut(segment: Segment) -> list[Segment]:
     """Return one segment for each repeat, with views of their arrays."""
-    stacked, static = eqx.partition(segment.unit, eqx.is_array)
-    leaves, form = jax.tree.flatten(stacked)
+    everything, form = jax.tree.flatten(segment.unit)
+    places = [place for place, leaf in enumerate(everything) if eqx.is_array(leaf)]
+    leaves = [everything[place] for place in places]
     # views of an array's data: the array itself would hold on to its NumPy view
     shown = [np.asarray(leaf.addressable_data(0)) for leaf in leaves]
     views = [[whole[index : index + 1] for whole in shown] for index in range(segment.repeats)]
@@ -141,7 +142,12 @@ def _cut(segment: Segment) -> list[Segment]:
         layers = [[jax.device_put(*one) for one in zip(each, shardings, strict=True)] for each in views]
     else:  # one call takes a third less time than one for each
         layers = jax.device_put(views, [shardings] * segment.repeats)
-    return [Segment(unit=eqx.combine(jax.tree.unflatten(form, each), static), repeats=1) for each in layers]
+
+    def unit(layer: list[Any]) -> Any:
+        of_layer = dict(zip(places, layer, strict=True))
+        return jax.tree.unflatten(form, [of_layer.get(place, leaf) for place, leaf in enumerate(everything)])
+
+    return [Segment(unit=unit(each), repeats=1) for each in layers]
 
 
 def inference_cache(

@@ -38,6 +38,7 @@ class EngineWeights:
         self.model = jax.tree.map(shape_of, models.model)
         named = named_leaves(self.model)
         self._shapes = {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
+        self._form: Any = None  # of the last model that was loaded
 
     @property
     def arrays(self) -> list[Array]:
@@ -67,14 +68,21 @@ class EngineWeights:
 
         Raises ConfigError for a model with other weights.
         """
-        known, given = self._shapes, named_leaves(eqx.filter(model, eqx.is_array))
-        rule = "the weights are those of another model"
+        leaves, form = jax.tree.flatten(model)
+        given, known = [leaf for leaf in leaves if eqx.is_array(leaf)], [*self._shapes.values()]
+        if self._form is None or form != self._form or [leaf.shape for leaf in given] != [leaf.shape for leaf in known]:
+            self._check_like(named_leaves(eqx.filter(model, eqx.is_array)))
+        self._form = form  # the next one is probably the same, and paths take time
+        self.release()
+        self._arrays = [_like(new, leaf) for new, leaf in zip(given, known, strict=True)] + self._arrays
+
+    def _check_like(self, given: dict[str, Array]) -> None:
+        """Check that these are the weights of a model like the first, by their names and shapes."""
+        known, rule = self._shapes, "the weights are those of another model"
         other = sorted(known.keys() ^ given.keys())
         check(not other, f"Engine.load: {', '.join(other[:3])}: {rule}. Make another engine for it.")
         changed = [name for name, leaf in known.items() if leaf.shape != given[name].shape]
         check(not changed, f"Engine.load: {', '.join(changed[:3])} of another shape: {rule}.")
-        self.release()
-        self._arrays = [_like(given[name], leaf) for name, leaf in known.items()] + self._arrays
 
 
 def shape_of(leaf: Any) -> Any:
