@@ -55,7 +55,7 @@ def unstack_layers(model: Decoder) -> Decoder:
     return model.replace(scan=False) if backend.unrolled_layers and not has_experts else model
 
 
-def unstack_in_place(model: Decoder, kept: Sequence[Any] = ()) -> Decoder:
+def unstack_in_place(model: Decoder, shared: Sequence[Any] = ()) -> Decoder:
     """Return the same model with a `Segment` for each repeat of a unit; on GPUs its stacked arrays are deleted.
 
     They are cut one after the other, so that never more than one of them is there twice. Of a model of shapes these are
@@ -63,13 +63,13 @@ def unstack_in_place(model: Decoder, kept: Sequence[Any] = ()) -> Decoder:
 
     **Arguments:**
 
-    - `kept`: arrays that are not deleted, since another model has them, too.
+    - `shared`: arrays that are not deleted, since another model has them, too.
     """
     if not (model.execution.layout.backend.unrolled_layers and _is_worth_it(model)):
         return model
     if isinstance(_arrays(model)[0], jax.ShapeDtypeStruct):
         return _with_segments(model, _cut_shapes)
-    cut = partial(_cut_and_delete, kept={id(leaf) for leaf in kept})
+    cut = partial(_cut_and_delete, shared={id(leaf) for leaf in shared})
     return _with_segments(model, cut) if _are_known(model) else model
 
 
@@ -105,17 +105,17 @@ def _piece(stacked: Any, index: int) -> Any:
     return stacked[index : index + 1]
 
 
-def _cut_and_delete(segment: Segment, kept: set[int]) -> list[Segment]:
-    """Return one segment for each repeat, with copies of their arrays, and delete the stacked ones that are not kept.
+def _cut_and_delete(segment: Segment, shared: set[int]) -> list[Segment]:
+    """Return one segment for each repeat, with copies of their arrays, and delete the stacked ones that are not shared.
 
-    `kept` has the `id` of each.
+    `shared` has the `id` of each.
     """
     stacked, static = eqx.partition(segment.unit, eqx.is_array)
     leaves, form = jax.tree.flatten(stacked)
     layers: list[list[Any]] = [[] for _ in range(segment.repeats)]
     for leaf in leaves:
         pieces = jax.block_until_ready(_split(segment.repeats, leaf.sharding)(leaf))
-        if id(leaf) not in kept:
+        if id(leaf) not in shared:
             leaf.delete()
         for layer, piece in zip(layers, pieces, strict=True):
             layer.append(piece)

@@ -48,6 +48,7 @@ from eqx_decoders.model.forward_inputs import (
     as_arrays,
     as_int32_inputs,
     layer_positions,
+    positions_after,
     prepare_inputs,
 )
 from eqx_decoders.model.mtp import MTP, MTPOutput, add_streams, flat_streams, run_depths, shift_left
@@ -248,7 +249,7 @@ class Decoder(eqx.Module):
         hidden = (
             flat_streams(x) if self.config.hands_on_streams else add_streams(self.config.residual, self, x, batch.ctx)
         )
-        positions = self._after(x, batch.ctx.positions, cache)
+        positions = batch.ctx.positions if cache is None else positions_after(x, batch.ctx)
         proposal = Proposal(entries=entries, positions=positions, rope_offset=batch.rope_offset)
         return hidden, proposal, join_layer_stats(stats)
 
@@ -268,18 +269,6 @@ class Decoder(eqx.Module):
         if self.per_layer_embedding is not None:
             by_layer = by_layer | {INPUT: self.per_layer_embedding(tokens, embeds, ctx)}
         return x, by_layer
-
-    def _after(self, x: Array, positions: Int[Array, "batch length"], cache: Cache | None) -> Array:
-        """Return positions that depend on `x`: so all of a cache is read before it is written, which is in place.
-
-        XLA's backends for CPUs and GPUs would copy it. On CPUs a barrier does not help: jax 0.10 drops it before.
-        """
-        layout = self.execution.layout
-        if cache is None or x.size == 0 or not layout.backend.reads_before_writes:
-            return positions
-        if not layout.single:  # one number would be sent to all devices
-            return jax.lax.optimization_barrier((x, positions))[1]
-        return jnp.where(x.reshape(-1)[0] > jnp.inf, -1, positions)  # never
 
     def embed(
         self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None

@@ -23,6 +23,7 @@ Arguments of MaxText's `Transformer`, for those who know it:
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -124,3 +125,16 @@ def _with_offsets(
     last = jnp.max(jnp.where(real[:, :, None], rotary, -jnp.inf), axis=(1, 2))
     new = last - jnp.max(positions, axis=1).astype(jnp.float32)
     return dataclasses.replace(inputs, rotary_positions=rotary), jnp.where(real.any(axis=1), new, offset)
+
+
+def positions_after(x: Array, ctx: Context) -> Int[Array, "batch length"]:
+    """Return positions that depend on `x`: so all of a cache is read before it is written, which is in place.
+
+    XLA's backends for CPUs and GPUs would copy it.
+    """
+    layout = ctx.execution.layout
+    if x.size == 0 or not layout.backend.reads_before_writes:
+        return ctx.positions
+    if layout.single:  # jax 0.10 drops barriers on CPUs
+        return jnp.where(x.reshape(-1)[0] > jnp.inf, -1, ctx.positions)  # never
+    return jax.lax.optimization_barrier((x, ctx.positions))[1]

@@ -89,7 +89,7 @@ class SamplerEngine:
             self._cast = multiplied_weights(trained)
         model = with_multiplied(trained, self._cast) if self._cast else trained
         if self._layout is None:
-            return unstack_in_place(model, kept=jax.tree.leaves(trained)) if self._cast else model
+            return unstack_in_place(model, shared=jax.tree.leaves(trained)) if self._cast else model
         execution = drawing(model.execution, self._layout)
         arrays, static = eqx.partition(dataclasses.replace(model, execution=execution), eqx.is_array)
         if self._shardings is None:
