@@ -1,6 +1,7 @@
 """Process that calls a function of a user's Python file: run as a script by `function_workers`.
 
-The one argument is a JSON object: `function`, `path` (of Python), and `methods` that a class needs. The first line of
+The one argument is a JSON object: `function`, `path` (of Python), the names of its `arguments`, if
+they are always the same, and `methods` that a class needs. The first line of
 the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, a list of arguments, or an object with
 `object` (a number), `new`, `method` and `arguments`; its answer is a line, `{"value": …}` or `{"error": …}`, which has
 `lost` if the object was that of a process that ended.
@@ -9,6 +10,7 @@ What the function prints goes to standard error.
 
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -25,6 +27,7 @@ def main() -> None:
         try:
             function = find(task["function"])
             check_methods(function, task["function"], task["methods"])
+            check_arguments(function, task["arguments"])
         except Exception as error:
             send(answers, {"error": described(error)})
             return
@@ -67,6 +70,21 @@ def check_methods(function, name, methods):
     missing = missing or sorted(getattr(function, "__abstractmethods__", ()) if methods else ())
     if missing:
         raise TypeError(f"the class has no method {' and no '.join(missing)}")
+
+
+def check_arguments(function, names):
+    """Raise TypeError unless the function takes these arguments; its own names may tell that it means lists (TRL's)."""
+    if not names:
+        return
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*names)
+        takes = not {"prompts", "completion", "completions"} & set(signature.parameters)
+    except TypeError:
+        takes = False
+    if not takes:
+        name = getattr(function, "__name__", "it")
+        raise TypeError(f"{name}{signature} is called once for each answer, as {name}({', '.join(names)})")
 
 
 def answer(function, objects, task):

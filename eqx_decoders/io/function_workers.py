@@ -59,8 +59,9 @@ class FunctionWorkers:
     - `seconds`: deadline of one call.
     - `flag`: what the user gave the function by, for errors.
     - `methods`: what the function must have, a class then.
+    - `arguments`: names of what it is called with, if that is always the same.
 
-    Raises ConfigError with the reason where the function cannot be imported.
+    Raises ConfigError with the reason where the function cannot be imported, or does not take these.
     """
 
     def __init__(
@@ -71,12 +72,15 @@ class FunctionWorkers:
         seconds: float = 10.0,
         flag: str = "function",
         methods: Sequence[str] = (),
+        arguments: Sequence[str] = (),
     ):
         check_integer("workers", workers)
         check(math.isfinite(seconds) and seconds > 0, f"seconds={seconds} must be a positive number.")
-        named = bool(function.rpartition(":")[0]) and bool(function.rpartition(":")[2])
-        check(named, f"{flag}={function!r} must be file.py:function, such as rewards.py:exact.")
-        self._command = dict(function=function, path=[os.getcwd(), *sys.path], methods=list(methods))
+        whole = bool(function.rpartition(":")[0]) and bool(function.rpartition(":")[2])
+        check(whole, f"{flag}={function!r} must be file.py:function, such as rewards.py:exact.")
+        self._command = dict(
+            function=function, path=[os.getcwd(), *sys.path], methods=[*methods], arguments=[*arguments]
+        )
         self._flag, self._seconds = f"{flag}={function!r}", seconds
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(workers + 1)]
         first = _Process(self._command)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +25,10 @@ class Rewards:
 
     def __init__(self, config: RLConfig):
         self._config, self._weights = config, config.weights()
-        workers, seconds = config.reward_workers, config.reward_seconds
+        settings: dict[str, Any] = dict(workers=config.reward_workers, seconds=config.reward_seconds)
         self._workers = None
         if config.reward is not None:
-            self._workers = FunctionWorkers(config.reward, workers=workers, seconds=seconds, flag="rl.reward")
+            self._workers = FunctionWorkers(config.reward, flag="rl.reward", arguments=("prompt", "answer"), **settings)
 
     def start(self, prompt: Prompt, text: str) -> "Future[CallResult]":
         """Begin to judge an answer."""

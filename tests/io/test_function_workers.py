@@ -75,6 +75,20 @@ def test_objects_stay_in_their_process(file):
         assert workers.submit(3).result().value == 3
 
 
+def test_functions_that_take_other_arguments(tmp_path):
+    """Rewards of TRL have lists and columns: here a call is one answer."""
+    lines = ["def lists(completions, **columns): ...", "def one(completion, answer): ...", "def three(a, b, c): ..."]
+    lines += ["def right(prompt, answer, exact=True): return 1", "def mine(task, text): return 2"]
+    (tmp_path / "of_trl.py").write_text("\n".join(lines))
+    for name, words in (("lists", r"\(completions, \*\*columns\)"), ("one", ""), ("three", r"\(a, b, c\)")):
+        rule = rf"{name}{words or '.*'} is called once for each answer, as {name}\(prompt, answer\)"
+        with pytest.raises(ConfigError, match=rule):
+            FunctionWorkers(f"{tmp_path}/of_trl.py:{name}", arguments=("prompt", "answer"))
+    for name, value in (("right", 1), ("mine", 2)):
+        with FunctionWorkers(f"{tmp_path}/of_trl.py:{name}", workers=1, arguments=("prompt", "answer")) as workers:
+            assert workers.map([({}, "x")])[0].value == value
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
