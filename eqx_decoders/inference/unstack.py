@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.blocks.stack import Segment
@@ -110,8 +111,7 @@ def _cut_and_delete(segment: Segment, shared: set[int]) -> list[Segment]:
 
     `shared` has the `id` of each.
     """
-    stacked, static = eqx.partition(segment.unit, eqx.is_array)
-    leaves, form = jax.tree.flatten(stacked)
+    leaves, with_arrays = _parts(segment)
     layers: list[list[Any]] = [[] for _ in range(segment.repeats)]
     for leaf in leaves:
         pieces = jax.block_until_ready(_split(segment.repeats, leaf.sharding)(leaf))
@@ -119,7 +119,7 @@ def _cut_and_delete(segment: Segment, shared: set[int]) -> list[Segment]:
             leaf.delete()
         for layer, piece in zip(layers, pieces, strict=True):
             layer.append(piece)
-    return [Segment(unit=eqx.combine(jax.tree.unflatten(form, each), static), repeats=1) for each in layers]
+    return [with_arrays(each) for each in layers]
 
 
 @lru_cache(64)
@@ -130,9 +130,7 @@ def _split(repeats: int, sharding: Any) -> Any:
 
 def _cut(segment: Segment) -> list[Segment]:
     """Return one segment for each repeat, with views of their arrays."""
-    everything, form = jax.tree.flatten(segment.unit)
-    places = [place for place, leaf in enumerate(everything) if eqx.is_array(leaf)]
-    leaves = [everything[place] for place in places]
+    leaves, with_arrays = _parts(segment)
     # views of an array's data: the array itself would hold on to its NumPy view
     shown = [np.asarray(leaf.addressable_data(0)) for leaf in leaves]
     views = [[whole[index : index + 1] for whole in shown] for index in range(segment.repeats)]
@@ -142,12 +140,20 @@ def _cut(segment: Segment) -> list[Segment]:
         layers = [[jax.device_put(*one) for one in zip(each, shardings, strict=True)] for each in views]
     else:  # one call takes a third less time than one for each
         layers = jax.device_put(views, [shardings] * segment.repeats)
+    return [with_arrays(each) for each in layers]
 
-    def unit(layer: list[Any]) -> Any:
-        of_layer = dict(zip(places, layer, strict=True))
-        return jax.tree.unflatten(form, [of_layer.get(place, leaf) for place, leaf in enumerate(everything)])
 
-    return [Segment(unit=unit(each), repeats=1) for each in layers]
+def _parts(segment: Segment) -> tuple[list[Array], Callable[[list[Array]], Segment]]:
+    """Return the stacked arrays of a segment, and what makes one of a single repeat of others in their places."""
+    leaves, form = jax.tree.flatten(segment.unit)
+    places = [place for place, leaf in enumerate(leaves) if eqx.is_array(leaf)]
+
+    def with_arrays(arrays: list[Array]) -> Segment:
+        new = dict(zip(places, arrays, strict=True))
+        unit = jax.tree.unflatten(form, [new.get(place, leaf) for place, leaf in enumerate(leaves)])
+        return Segment(unit=unit, repeats=1)
+
+    return [leaves[place] for place in places], with_arrays
 
 
 def inference_cache(

@@ -1,10 +1,9 @@
 """Process that calls a function of a user's Python file: run as a script by `function_workers`.
 
-The one argument is a JSON object: `function`, `path` (of Python), the names of its `arguments`, if
-they are always the same, and `methods` that a class needs. The first line of
-the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, a list of arguments, or an object with
-`object` (a number), `new`, `method` and `arguments`; its answer is a line, `{"value": …}` or `{"error": …}`, which has
-`lost` if the object was that of a process that ended.
+The one argument is a JSON object: `function`, `path` (of Python), the names of its `arguments`, if they are always the
+same, and `methods` that a class needs. The first line of the output is `{}`, or `{"error": sentence}`. A task is a line
+of standard input, a list of arguments, or an object with `object` (a number), `new`, `method` and `arguments`; its
+answer is a line, `{"value": …}` or `{"error": …}`, which has `lost` if the object was that of a process that ended.
 What the function prints goes to standard error.
 """
 
@@ -76,7 +75,10 @@ def check_arguments(function, names):
     """Raise TypeError unless the function takes these arguments; its own names may tell that it means lists (TRL's)."""
     if not names:
         return
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some that are written in C have none
+        return
     try:
         signature.bind(*names)
         takes = not {"prompts", "completion", "completions"} & set(signature.parameters)

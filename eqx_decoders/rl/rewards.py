@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -25,10 +24,15 @@ class Rewards:
 
     def __init__(self, config: RLConfig):
         self._config, self._weights = config, config.weights()
-        settings: dict[str, Any] = dict(workers=config.reward_workers, seconds=config.reward_seconds)
         self._workers = None
         if config.reward is not None:
-            self._workers = FunctionWorkers(config.reward, flag="rl.reward", arguments=("prompt", "answer"), **settings)
+            self._workers = FunctionWorkers(
+                config.reward,
+                workers=config.reward_workers,
+                seconds=config.reward_seconds,
+                flag="rl.reward",
+                arguments=("prompt", "answer"),
+            )
 
     def start(self, prompt: Prompt, text: str) -> "Future[CallResult]":
         """Begin to judge an answer."""

@@ -38,7 +38,7 @@ class EngineWeights:
         self.model = jax.tree.map(shape_of, models.model)
         named = named_leaves(self.model)
         self._shapes = {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.ShapeDtypeStruct)}
-        self._form: Any = None  # of the last model that was loaded
+        self._form = jax.tree.structure(models.model)  # of the last model
 
     @property
     def arrays(self) -> list[Array]:
@@ -70,7 +70,7 @@ class EngineWeights:
         """
         leaves, form = jax.tree.flatten(model)
         given, known = [leaf for leaf in leaves if eqx.is_array(leaf)], [*self._shapes.values()]
-        if self._form is None or form != self._form or [leaf.shape for leaf in given] != [leaf.shape for leaf in known]:
+        if form != self._form or [leaf.shape for leaf in given] != [leaf.shape for leaf in known]:
             self._check_like(named_leaves(eqx.filter(model, eqx.is_array)))
         self._form = form  # the next one is probably the same, and paths take time
         self.release()
