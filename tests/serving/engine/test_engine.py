@@ -345,6 +345,19 @@ def test_the_same_prompt_is_found_again(engine):
     assert cached == {second: 16} and first != other
 
 
+def test_what_was_restored_can_be_saved_again(engine):
+    """Before any further token: a request may be preempted as soon as its prefix is restored."""
+    engine.run([Request(prompt=(3, 1, 4, 1, 5, 9), max_new_tokens=1)])
+    runner = engine._runner
+    saved = runner.save(0, 0)
+    runner.empty(1)
+    runner.restore(1, 0, 6, saved)
+    again = runner.save(1, 0)
+    assert saved.tokens[0, :6].tolist() == [3, 1, 4, 1, 5, 9] and runner._state.cache.length[1] == 6
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(saved)))
+    runner.empty(1)
+
+
 def test_a_higher_priority_takes_a_place_and_gives_it_back(engine):
     requests = [Request(prompt=(3 + number, 4, 5), max_new_tokens=20) for number in range(4)]
     known = [alone(engine, request) for request in requests]
