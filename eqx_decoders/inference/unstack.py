@@ -33,6 +33,7 @@ from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.caches import init_cache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import axes, named_leaves, replaced
+from eqx_decoders.sharding.explicit import untyped, with_auto_axes
 
 
 WORTH = 2**25  # bytes of a model's layers: fewer fit into the processor's caches, and a scan compiles faster
@@ -198,3 +199,17 @@ def default_cache_format(execution: Execution) -> CacheFormat:
     dtype = np.dtype(execution.precision.compute)
     widened = execution.layout.backend.widens_half and dtype.itemsize == 2
     return CacheFormat(dtype=np.dtype(np.float32) if widened else dtype)
+
+
+def placed(model: Decoder) -> Decoder:
+    """Return a model as programs of an engine read it: layers apart, on a mesh of Auto axes."""
+    return unstack_layers(_with_auto_mesh(model))
+
+
+def _with_auto_mesh(model: Decoder) -> Decoder:
+    """Move the weights to a mesh of Auto axes: nothing in an engine reads the types of arrays."""
+    layout = model.execution.layout
+    if not layout.explicit:
+        return model
+    model = jax.tree.map(lambda leaf: untyped(leaf) if eqx.is_array(leaf) else leaf, model)
+    return model.replace(layout=dataclasses.replace(layout, mesh=with_auto_axes(layout.mesh)))

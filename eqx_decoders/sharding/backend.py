@@ -28,6 +28,8 @@ class Backend:
         a model may cut its arrays for good (`unstack_in_place`).
     - `few_rows`: a decoding step of as few rows as there are answers, each read only as far as it is filled.
     - `reads_before_writes`: a cache is read as a whole before it is written, since it would be copied otherwise.
+    - `slots_together`: slots of an engine that one call of a program empties, or fills with the same prompt: each call
+        costs the host time.
     - `branches_wait`: the host waits for the condition of a branch before it launches what comes after: programs that
         run at each token have none.
     - `parallel_programs`: programs that don't need each other's results may run at a time.
@@ -60,6 +62,7 @@ class Backend:
     unrolled_layers: bool = False
     few_rows: bool = False
     reads_before_writes: bool = False
+    slots_together: int = 8
     branches_wait: bool = False
     parallel_programs: bool = True
     shares_cores: bool = False
@@ -95,6 +98,7 @@ BACKENDS = {
         flat_products=True,
         separate_layers=True,
         few_rows=True,
+        slots_together=1,
         reads_before_writes=True,
         shares_cores=True,
         loss_tile_bytes=64 * 2**20,

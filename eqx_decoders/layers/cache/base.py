@@ -89,9 +89,13 @@ class LayerCache(eqx.Module):
         """Write entries of some rows, as `commit` does."""
         return self._with_rows(rows, self.rows(rows).commit(entries, positions))
 
-    def empty_row(self, index: Int[Array, ""]) -> "LayerCache":
-        """Empty one row."""
-        return self.with_row(index, self.row(index).reset(jnp.ones((1,), bool)))
+    def empty_rows(self, rows: Int[Array, "rows"]) -> "LayerCache":
+        """Empty some rows; numbers beyond the last one are none."""
+
+        def emptied(leaf: Array, axis: int) -> Array:
+            return leaf.at[(slice(None),) * axis + (rows,)].set(empty_value(leaf.dtype), mode="drop")
+
+        return _over_rows(emptied, self)
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]

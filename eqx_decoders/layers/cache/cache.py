@@ -98,11 +98,11 @@ class Cache(eqx.Module):
         )
 
     @keeping_types
-    def empty_row(self, row: Int[Array, ""]) -> "Cache":
-        """Empty this row; what costs time to overwrite is left and never read."""
-        emptied = jax.tree.map(lambda each: each.empty_row(row), self.segments, is_leaf=is_layer_cache)
-        offset = None if self.rope_offset is None else self.rope_offset.at[row].set(0.0)
-        return Cache(segments=emptied, length=self.length.at[row].set(0), rope_offset=offset)
+    def empty_rows(self, rows: Int[Array, "rows"]) -> "Cache":
+        """Empty some rows; what costs time to overwrite is left and never read. Numbers beyond the last are none."""
+        emptied = jax.tree.map(lambda each: each.empty_rows(rows), self.segments, is_leaf=is_layer_cache)
+        offset = None if self.rope_offset is None else self.rope_offset.at[rows].set(0.0, mode="drop")
+        return Cache(segments=emptied, length=self.length.at[rows].set(0, mode="drop"), rope_offset=offset)
 
     # of caches in pages
 

@@ -254,8 +254,8 @@ class KVCache(LayerCache):
     def commit_rows(self, rows: Int[Array, "rows"], entries: NewKV, positions: Int[Array, "rows length"]) -> "KVCache":
         return self._written(rows[:, None], entries, positions)
 
-    def empty_row(self, index: Int[Array, ""]) -> "KVCache":
-        return dataclasses.replace(self, positions=self.positions.at[index].set(-1))
+    def empty_rows(self, rows: Int[Array, "rows"]) -> "KVCache":
+        return dataclasses.replace(self, positions=self.positions.at[rows].set(-1, mode="drop"))
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]

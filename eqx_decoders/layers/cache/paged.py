@@ -267,8 +267,8 @@ class PagedKVCache(Pages, LayerCache):
         """Empty these rows, which keep their pages."""
         return dataclasses.replace(self, lengths=jnp.where(rows, 0, self.lengths))
 
-    def empty_row(self, index: Int[Array, ""]) -> "PagedKVCache":
-        return dataclasses.replace(self, lengths=self.lengths.at[index].set(0))
+    def empty_rows(self, rows: Int[Array, "rows"]) -> "PagedKVCache":
+        return dataclasses.replace(self, lengths=self.lengths.at[rows].set(0, mode="drop"))
 
     @property
     def page_pools(self) -> dict[int, tuple[int, int]]:

@@ -13,7 +13,6 @@ from eqx_decoders.errors import check, check_word
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.model_runner import padded_slots
 from eqx_decoders.serving.engine.multimodal_prefill import (
     MultimodalPrefill,
     client_message,
@@ -23,7 +22,7 @@ from eqx_decoders.serving.engine.multimodal_prefill import (
 from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput
 from eqx_decoders.serving.engine.scheduler import Scheduler
 from eqx_decoders.serving.engine.sequence import PromptResults, SequenceState, SharedPrompt
-from eqx_decoders.serving.engine.slot_manager import SlotManager
+from eqx_decoders.serving.engine.slot_manager import SlotManager, padded_slots
 from eqx_decoders.serving.engine.step_results import PromptChunk, ResultReader, StepResults
 
 
@@ -291,22 +290,30 @@ class Engine:
 
     def _start_prompts(self, results: StepResults) -> None:
         """Restore cached prefixes of new prompts, except those that wait for a prefix being prefilled."""
-        for sequence in [each for each in self._scheduler.prefilling if not each.started]:
+        waiting = [each for each in self._scheduler.prefilling if not each.started]
+        for sequence in waiting:
+            if sequence.started:  # with one before
+                continue
             leader, shared = self._slot_manager.find_leader(sequence), sequence.shared
             if leader is not None:
                 leader.awaited = True
                 continue
-            prompt_end = shared.prompt_end
-            self._slot_manager.start(sequence)
-            if not (sequence.background or sequence.needs_prompt_scores or sequence.delivered):
-                self._reader.count(prefix_queries=len(sequence.request.prompt), prefix_hits=sequence.num_cached)
-            if prompt_end is None or sequence.needs_prompt_scores:
+            prompt_end = None if sequence.needs_prompt_scores else shared.prompt_end
+            alike = [sequence]
+            if prompt_end is not None:
+                alike = [each for each in waiting if each.shared is shared]
+            self._slot_manager.start(alike)
+            for each in alike:
+                if not (each.background or each.needs_prompt_scores or each.delivered):
+                    self._reader.count(prefix_queries=len(each.request.prompt), prefix_hits=each.num_cached)
+            if prompt_end is None:
                 continue
             snapshot, state, logits = prompt_end
-            if self._slot_manager.restore_prompt_end(sequence, snapshot, state):
+            alike = self._slot_manager.restore_prompt_end(alike, snapshot, state)
+            if alike:
                 self._prompt_results.use(shared, self.config.preempted_bytes)
-                self._scheduler.prefilling.remove(sequence)
-                self._first_token(sequence, logits, results)
+                self._scheduler.prefilling = [each for each in self._scheduler.prefilling if each not in alike]
+                self._first_tokens(alike, logits, results)
 
     def _prefill(self, sequence: SequenceState, begin: int, count: int, results: StepResults) -> None:
         """Dispatch a prefill chunk and, after the last one of a prompt, the draw of the first token."""
@@ -336,7 +343,7 @@ class Engine:
         if sequence.shared.num_waiting > 0 and not sequence.has_drafts:  # drafts depend on the first token
             sequence.shared.prompt_end = *self._slot_manager.save_prompt_end(sequence), logits
             self._prompt_results.use(sequence.shared, self.config.preempted_bytes)
-        self._first_token(sequence, logits, results)
+        self._first_tokens([sequence], logits, results)
 
     def _prefill_multimodal(self, sequence: SequenceState, results: StepResults) -> None:
         """Prefill a prompt with images, videos or audio in one pass."""
@@ -356,16 +363,21 @@ class Engine:
         self._prompt_results.use(shared, self.config.preempted_bytes)
         self._slot_manager.insert_cache(sequence, cache, np.asarray(request.prompt, np.int32))
         self._scheduler.queue.charge(request.client, len(request.prompt))
-        self._first_token(sequence, logits, results)
+        self._first_tokens([sequence], logits, results)
 
-    def _first_token(self, sequence: SequenceState, logits: Array, results: StepResults) -> None:
-        """Dispatch the draw of the first token of an answer."""
-        if not self._prepare_row(sequence):
-            return
-        inputs = [sequence.slot], sequence.request.logprobs is not None
-        batch, form = self._slot_manager.sampling.of(*inputs), self._slot_manager.sampling.form(*inputs)
-        results.first.append((sequence, self._runner.first_token(sequence.slot, logits, batch, form)))
-        self._reader.sampled(sequence, results)
+    def _first_tokens(self, sequences: Sequence[SequenceState], logits: Array, results: StepResults) -> None:
+        """Dispatch the draws of the first tokens of answers to one prompt."""
+        by_slot = {each.slot: each for each in sequences if self._prepare_row(each)}
+        for slots in self._runner.together([*by_slot]):
+            group = [by_slot[slot] for slot in slots.tolist() if slot in by_slot]
+            rows, scores = [each.slot for each in group], any(each.request.logprobs is not None for each in group)
+            form = self._slot_manager.sampling.form(rows, scores)
+            rows += rows[:1] * (len(slots) - len(rows))
+            batch = self._slot_manager.sampling.of(rows, scores)
+            sampled = self._runner.first_tokens(slots, len(group[0].request.prompt), logits, batch, form)
+            results.first.append((group, sampled))
+            for sequence in group:
+                self._reader.sampled(sequence, results)
 
     # --- decoding ---
 

@@ -7,18 +7,17 @@ few lengths, and what empties, saves and restores a slot. Programs that change t
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
 from eqx_decoders.inference.drafters import Drafter, with_models
-from eqx_decoders.inference.unstack import inference_cache, unstack_layers
+from eqx_decoders.inference.unstack import inference_cache, placed
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
@@ -37,7 +36,6 @@ from eqx_decoders.serving.engine.sampler import (
     SamplingTable,
     Scores,
 )
-from eqx_decoders.sharding.explicit import untyped, with_auto_axes
 
 
 StatePart = Literal["all", "tokens", "none"]  # of an `EngineState`, that a program reads
@@ -117,9 +115,11 @@ class ModelRunner:
         sizes = config.max_adapters, config.max_adapter_rank, config.adapter_targets
         self.adapters = EngineAdapters(self.model, *sizes)
         self._replicated = layout.replicated()
+        self.slots_together = min(slots, layout.backend.slots_together)
+        self._to_empty: list[int] = []  # slots, before the next program that reads them
         self._programs: dict[Any, Any] = {}
         self._reads: dict[Any, _Reads] = {}
-        self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # of those to sample from, by the number of rows
+        self._logits_shardings: dict[int, jax.sharding.Sharding] = {}  # of those to sample from, by their number
         self._drafts = models.drafter is not None
         self._forms = (*SAMPLING_FORMS, None) if layout.backend.branches_wait else (None,)
 
@@ -143,7 +143,7 @@ class ModelRunner:
 
     @cached_property
     def _is_packed(self) -> bool:
-        """True with arrays of 4 bits: XLA's programs for CPUs take these by ordinary calls, compiled at the first."""
+        """True with arrays of 4 bits, which XLA's programs for CPUs take by ordinary calls, compiled at the first."""
         return any(str(leaf.dtype).endswith("int4") for leaf in jax.tree.leaves(self._state))
 
     # --- programs ---
@@ -157,6 +157,7 @@ class ModelRunner:
 
     def _compile_all(self) -> None:
         config, slot, begin = self.config, np.int32(0), np.int32(0)
+        together = [np.zeros(count, np.int32) for count in {1, self.slots_together}]
         scored = dict(num_top=config.max_logprobs)
         for rows in config.batch_sizes:
             if not self._drafts:
@@ -165,10 +166,13 @@ class ModelRunner:
             for columns in config.columns if self._drafts else ():
                 inputs = self._decode_inputs(rows, columns)
                 self._compile(("decode", rows, columns), partial(programs.decode, **scored), *inputs, weights=True)
-        for rows in {1, *(() if self._drafts else config.batch_sizes)}:
+        for slots in together:
+            self._compile(("empty", len(slots)), programs.empty_slots, slots)
+        firsts = {(len(slots), 1) for slots in together}  # first tokens after one prompt
+        for rows, logits in firsts.union(() if self._drafts else ((rows, rows) for rows in config.batch_sizes)):
             for form in self._forms:
-                if rows > 1 or form is None or form.scores:  # scores of one row take no time
-                    self._compile_sample(rows, form)
+                if logits > 1 or form is None or form.scores:  # scores of few rows take no time
+                    self._compile_sample(rows, logits, form)
         for length in config.chunk_sizes:
             self._compile(("prefill", length), programs.prefill, *self._prefill_inputs(length), weights=True)
             inputs = self._hidden(length), np.zeros((1, length), np.int32)
@@ -176,15 +180,12 @@ class ModelRunner:
             self._compile(("scores", length), scores, *inputs, weights=True, state="none")
         self._compile("logits", programs.next_logits, self._hidden(1), weights=True, state="none")
         save = partial(programs.save, length=self.block_size)
-        self._compile("empty", programs.empty_slot, slot)
-        self._compile("save", save, slot, begin, donates=False)
-        snapshot = jax.eval_shape(save, self._state, slot, begin)
-        self._compile("restore", programs.restore, slot, begin, begin, snapshot)
+        for pages in {True, not self.windows}:
+            snapshot = jax.eval_shape(partial(save, pages=pages), self._state, slot, begin)
+            self._compile(("save", pages), partial(save, pages=pages), slot, begin, donates=False)
+            for slots in together:
+                self._compile(("restore", pages, len(slots)), programs.restore, slots, begin, begin, snapshot)
         if self.windows:
-            unpaged = partial(programs.save, length=self.block_size, pages=False)
-            snapshot = jax.eval_shape(unpaged, self._state, slot, begin)
-            self._compile("save unpaged", unpaged, slot, begin, donates=False)
-            self._compile("restore unpaged", programs.restore, slot, begin, begin, snapshot)
             tables = {
                 window: np.zeros((self.num_slots, pages), np.int32) for window, (_, pages) in self.windows.items()
             }
@@ -248,29 +249,34 @@ class ModelRunner:
         logits = self._run("logits", last) if next_token else None
         return ChunkResult(logits, self._run(("scores", length), hidden, next_ids) if scores else None)
 
-    def first_token(self, slot: int, logits: Array, batch: SamplingBatch, form: SamplingForm | None) -> SampledTokens:
-        """Sample the first token of an answer from the logits after its prompt, which is in the slot."""
-        end = np.asarray(batch.prompt_length) - 1
+    def first_tokens(
+        self, slots: np.ndarray, prompt_length: int, logits: Array, batch: SamplingBatch, form: SamplingForm | None
+    ) -> SampledTokens:
+        """Sample the first tokens of answers from the logits after their prompt, which is in the slots.
+
+        Slots are a group of `together`.
+        """
         logits = jax.device_put(logits, self._logits_shardings[1])  # they may be those of another program
-        return self._sample(np.full(1, slot, np.int32), end, logits, batch, form)
+        ends = np.where(slots < self.num_slots, prompt_length - 1, -1).astype(np.int32)
+        return self._sample(slots, ends, logits, batch, form)
 
     def _sample(
         self, slots: np.ndarray, positions: np.ndarray, logits: Array, batch: SamplingBatch, form: SamplingForm | None
     ) -> SampledTokens:
-        if form is not None and len(slots) == 1:
+        if form is not None and len(logits) == 1:
             form = form._replace(scores=True)
-        name = "sample", len(slots), form if form in self._forms else None
+        name = "sample", len(slots), len(logits), form if form in self._forms else None
         return self._run(name, slots, positions, logits, batch)
 
     # --- slots ---
 
     def empty(self, slot: int) -> None:
-        """Clear a slot."""
-        self._run("empty", np.int32(slot))
+        """Clear a slot, together with others that are cleared before a program reads any."""
+        self._to_empty.append(slot)
 
     def save(self, slot: int, begin: int, *, pages: bool = True) -> CacheSnapshot:
         """Copy the cache entries of a block of tokens of a slot; without `pages`, skip paged layers."""
-        return self._run("save" if pages or not self.windows else "save unpaged", np.int32(slot), np.int32(begin))
+        return self._run(("save", pages or not self.windows), np.int32(slot), np.int32(begin))
 
     def experts(self, slot: int) -> Array:
         """Return the experts of the tokens of a slot, `[length, layers, choices]`."""
@@ -291,10 +297,18 @@ class ModelRunner:
         block = jax.eval_shape(partial(programs.save, length=self.block_size), self._state, slot, slot)
         return _nbytes(block), _nbytes(jax.eval_shape(programs.save_state, self._state, slot))
 
-    def restore(self, slot: int, begin: int, end: int, snapshot: CacheSnapshot, *, pages: bool = True) -> None:
-        """Write back what `save` returned into a slot, which then has `end` tokens."""
-        name = "restore" if pages or not self.windows else "restore unpaged"
-        self._run(name, np.int32(slot), np.int32(begin), np.int32(end), snapshot)
+    def restore(
+        self, slots: Sequence[int], begin: int, end: int, snapshot: CacheSnapshot, *, pages: bool = True
+    ) -> None:
+        """Write back what `save` returned into each of some slots, which then have `end` tokens."""
+        for group in self.together(slots):
+            name = "restore", pages or not self.windows, len(group)
+            self._run(name, group, np.int32(begin), np.int32(end), snapshot)
+
+    def together(self, slots: Sequence[int]) -> list[np.ndarray]:
+        """Split slots into groups for one call each: a single one, or `slots_together` with `num_slots` for none."""
+        size = self.slots_together if len(slots) > 1 else 1
+        return list(np.asarray([*slots, *[self.num_slots] * (-len(slots) % size)], np.int32).reshape(-1, size))
 
     def restore_state(self, slot: int, saved: Any) -> None:
         """Write back what `save_state` returned."""
@@ -342,17 +356,17 @@ class ModelRunner:
         shape = 1, length, self.model.config.hidden_features
         return jax.ShapeDtypeStruct(shape, self.model.execution.precision.compute, sharding=self._replicated)
 
-    def _compile_sample(self, rows: int, form: SamplingForm | None) -> None:
+    def _compile_sample(self, rows: int, num_logits: int, form: SamplingForm | None) -> None:
         """Compile `programs.sample`; it reads logits where the forward pass leaves them."""
-        sharding, forward = self._replicated, self._programs.get(("forward", rows))
+        sharding, forward = self._replicated, self._programs.get(("forward", num_logits))
         if forward is not None and len(sharding.device_set) > 1 and not self._is_packed:
             sharding = forward.result().output_shardings[1]
-        self._logits_shardings[rows] = sharding
-        logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=sharding)
+        self._logits_shardings[num_logits] = sharding
+        logits = jax.ShapeDtypeStruct((num_logits, self.model.config.vocab_size), jnp.float32, sharding=sharding)
         slots = np.arange(rows, dtype=np.int32)
         inputs = slots, slots, logits, self.sampling_table(rows).of(slots, False)
         sample = partial(programs.sample, num_top=self.config.max_logprobs, form=form)
-        self._compile(("sample", rows, form), sample, *inputs, state="tokens", reports=self._replicated)
+        self._compile(("sample", rows, num_logits, form), sample, *inputs, state="tokens", reports=self._replicated)
 
     def _compile(
         self,
@@ -399,7 +413,12 @@ class ModelRunner:
 
     def _run(self, name: Any, *inputs: Any) -> Any:
         """Run a program, put what it changes in place of the state, and return what it returns besides."""
-        result, reads = self._programs[name](*self._arrays_of(name), *inputs), self._reads[name]
+        reads = self._reads[name]
+        if self._to_empty and reads.part == self._parts["all"]:
+            slots, self._to_empty = self._to_empty, []
+            for group in self.together(slots):
+                self._run(("empty", len(group)), group)
+        result = self._programs[name](*self._arrays_of(name), *inputs)
         if reads.donates:
             self._leaves[reads.part], result = result
         return result
@@ -411,35 +430,6 @@ class _Reads(NamedTuple):
     weights: bool
     part: slice
     donates: bool
-
-
-def batch_sizes(slots: int) -> tuple[int, ...]:
-    """List the batch sizes to compile, 1, 2, 4 ... and all slots: a few answers don't cost the rows of many."""
-    sizes = [1]
-    while sizes[-1] < slots:
-        sizes.append(min(2 * sizes[-1], slots))
-    return tuple(sizes)
-
-
-def padded_slots(slots: Collection[int], sizes: Sequence[int]) -> list[int]:
-    """Return these slots in order, padded with idle ones to the smallest batch size that holds them."""
-    rows = next(size for size in sizes if size >= len(slots))
-    idle = (slot for slot in range(sizes[-1]) if slot not in slots)
-    return sorted([*slots, *(slot for slot, _ in zip(idle, range(rows - len(slots)), strict=False))])
-
-
-def placed(model: Decoder) -> Decoder:
-    """Return a model as its programs read it."""
-    return unstack_layers(_with_auto_mesh(model))
-
-
-def _with_auto_mesh(model: Decoder) -> Decoder:
-    """Move the weights to a mesh of Auto axes: nothing in the engine reads the types of arrays."""
-    layout = model.execution.layout
-    if not layout.explicit:
-        return model
-    model = jax.tree.map(lambda leaf: untyped(leaf) if eqx.is_array(leaf) else leaf, model)
-    return model.replace(layout=dataclasses.replace(layout, mesh=with_auto_axes(layout.mesh)))
 
 
 def _nbytes(shapes: Any) -> int:

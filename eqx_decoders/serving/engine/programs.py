@@ -91,10 +91,10 @@ class CacheSnapshot(eqx.Module):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
-def empty_slot(state: EngineState, slot: Int[Array, ""]) -> EngineState:
-    """Clear a slot."""
-    draft_caches = jax.tree.map(lambda each: each.empty_row(slot), state.layer_caches[1], is_leaf=is_layer_cache)
-    state = dataclasses.replace(state, cache=state.cache.empty_row(slot))
+def empty_slots(state: EngineState, slots: Int[Array, "rows"]) -> EngineState:
+    """Clear some slots; numbers beyond the last one are none."""
+    draft_caches = jax.tree.map(lambda each: each.empty_rows(slots), state.layer_caches[1], is_leaf=is_layer_cache)
+    state = dataclasses.replace(state, cache=state.cache.empty_rows(slots))
     return state.with_layer_caches((state.cache.segments, draft_caches))
 
 
@@ -129,21 +129,29 @@ def save_state(state: EngineState, slot: Int[Array, ""]) -> Any:
 
 
 def restore(
-    state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], end: Int[Array, ""], snapshot: CacheSnapshot
+    state: EngineState, slots: Int[Array, "rows"], begin: Int[Array, ""], end: Int[Array, ""], snapshot: CacheSnapshot
 ) -> EngineState:
-    """Write the entries of a snapshot into a slot, from position `begin` on; it then has `end` tokens."""
+    """Write the entries of a snapshot into each of some slots, from position `begin` on; it then has `end` tokens.
 
-    def write_tokens(layer_cache: Any, entries: Any) -> Any:
-        return layer_cache if entries is None else layer_cache.commit_rows(slot[None], *entries)
+    Numbers beyond the last slot are none.
+    """
+    rows = len(slots)
+
+    def write_tokens(layer_cache: Any, saved: Any) -> Any:
+        if saved is None:
+            return layer_cache
+        entries, positions = saved  # of one row: stacked over layers, and of all of them
+        entries = jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=1), entries)
+        return layer_cache.commit_rows(slots, entries, jnp.repeat(positions, rows, axis=0))
 
     caches = jax.tree.map(write_tokens, state.layer_caches, snapshot.entries, is_leaf=is_layer_cache)
     state = state.with_layer_caches(caches)
     positions = begin + jnp.arange(snapshot.tokens.shape[1])
-    ids = state.tokens.at[slot, positions].set(snapshot.tokens[0], mode="drop")
+    ids = state.tokens.at[slots[:, None], positions].set(snapshot.tokens, mode="drop")
     experts = state.experts
     if experts is not None and snapshot.experts is not None:
-        experts = experts.at[slot, positions].set(snapshot.experts[0], mode="drop")
-    cache = dataclasses.replace(state.cache, length=state.cache.length.at[slot].set(end))
+        experts = experts.at[slots[:, None], positions].set(snapshot.experts, mode="drop")
+    cache = dataclasses.replace(state.cache, length=state.cache.length.at[slots].set(end, mode="drop"))
     return dataclasses.replace(state, cache=cache, tokens=ids, experts=experts)
 
 
@@ -176,7 +184,7 @@ def sample(
     ids: Int[Array, "slots length"],
     slots: Int[Array, "rows"],
     positions: Int[Array, "rows"],
-    logits: Float32[Array, "rows vocab"],
+    logits: Float32[Array, "#rows vocab"],
     batch: SamplingBatch,
     *,
     num_top: int,
@@ -184,9 +192,9 @@ def sample(
 ) -> tuple[Int[Array, "slots length"], SampledTokens]:
     """Sample the token after each of these positions from the logits there, and write it into the tokens of its slot.
 
-    Rows at position -1 are idle.
+    Rows at position -1 are idle. Logits of one row are those of all.
     """
-    length = positions + 1
+    length, logits = positions + 1, jnp.broadcast_to(logits, (len(positions), logits.shape[1]))
     history = TokenHistory(ids[slots], jnp.asarray(batch.prompt_length), length)
     new, scores = sample_rows(logits, batch, history, 1, num_top, form)
     active = positions >= 0

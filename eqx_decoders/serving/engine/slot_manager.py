@@ -1,6 +1,6 @@
 """`SlotManager`: assigns slots to sequences, and fills them from the prefix cache or from saved contents."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.model_runner import ModelRunner, RunnerConfig, batch_sizes
+from eqx_decoders.serving.engine.model_runner import ModelRunner, RunnerConfig
 from eqx_decoders.serving.engine.page_pool import BlockManager, OutOfPages, Pages
 from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache, count_shared_blocks
 from eqx_decoders.serving.engine.programs import CacheSnapshot
@@ -123,7 +123,7 @@ class SlotManager:
         sequence.saved, sequence.saved_bytes = None, 0
         self._reserve_visible(sequence)
         for index, snapshot in enumerate(blocks):
-            self.runner.restore(sequence.slot, index * self.block_size, sequence.num_computed, snapshot)
+            self.runner.restore([sequence.slot], index * self.block_size, sequence.num_computed, snapshot)
         self.runner.restore_state(sequence.slot, state)
 
     def insert_cache(self, sequence: SequenceState, cache: Cache, prompt: np.ndarray) -> None:
@@ -151,23 +151,26 @@ class SlotManager:
                 return other
         return None
 
-    def start(self, sequence: SequenceState) -> None:
-        """Restore the cached prefix of a prompt, as far as no results of it are needed."""
-        sequence.started = True
-        sequence.stop_waiting()
-        hashes, size, manager = sequence.block_hashes, self.block_size, self.block_manager
+    def start(self, sequences: Sequence[SequenceState]) -> None:
+        """Restore the cached prefix of a prompt for some sequences that have it, as far as no results are needed."""
+        for each in sequences:
+            each.started = True
+            each.stop_waiting()
+        sequence, size, manager = sequences[0], self.block_size, self.block_manager
+        hashes = sequence.block_hashes
         blocks = self.prefix_cache.find(hashes, sequence.reusable_tokens + 1)
         while blocks and manager is not None and not manager.has_visible_pages(_pages(blocks), len(blocks) * size):
             blocks = [] if self.runner.has_state else blocks[:-1]
-        sequence.branch_points.add(self.prefix_cache.count_cached(hashes))
-        sequence.num_computed = sequence.num_cached = len(blocks) * size
-        if not blocks:
-            return
-        if manager is not None:
-            manager.adopt(sequence.slot, _pages(blocks), sequence.num_computed)
+        count, end = self.prefix_cache.count_cached(hashes), len(blocks) * size
+        for each in sequences:
+            each.branch_points.add(count)
+            each.num_computed = each.num_cached = end
+            if blocks and manager is not None:
+                manager.adopt(each.slot, _pages(blocks), end)
         for index, block in enumerate(blocks):
-            self.runner.restore(sequence.slot, index * size, sequence.num_computed, block.snapshot, pages=False)
-        self.runner.restore_state(sequence.slot, blocks[-1].state)
+            self.runner.restore(_slots(sequences), index * size, end, block.snapshot, pages=False)
+        for each in sequences if blocks else ():
+            self.runner.restore_state(each.slot, blocks[-1].state)
 
     def _last_block_start(self, sequence: SequenceState) -> int:
         """Return the start of the block of the prompt's last token, which is always computed."""
@@ -178,16 +181,23 @@ class SlotManager:
         snapshot = self.runner.save(sequence.slot, self._last_block_start(sequence))
         return snapshot, self.runner.save_state(sequence.slot)
 
-    def restore_prompt_end(self, sequence: SequenceState, snapshot: CacheSnapshot, state: Any) -> bool:
-        """Write back what `save_prompt_end` returned; False where tokens before it, or pages for it, are missing."""
-        begin, end = sequence.num_computed, len(sequence.request.prompt)
-        if begin != self._last_block_start(sequence) or not self.reserve(sequence, begin, end):
-            return False
-        sequence.num_computed = end
-        self.set_page_tables()
-        self.runner.restore(sequence.slot, begin, end, snapshot)
-        self.runner.restore_state(sequence.slot, state)
-        return True
+    def restore_prompt_end(
+        self, sequences: Sequence[SequenceState], snapshot: CacheSnapshot, state: Any
+    ) -> list[SequenceState]:
+        """Write back what `save_prompt_end` returned, for some sequences with that prompt.
+
+        Returns those that have it now: of others tokens before it, or pages for it, are missing.
+        """
+        begin, end = self._last_block_start(sequences[0]), len(sequences[0].request.prompt)
+        sequences = [each for each in sequences if each.num_computed == begin and self.reserve(each, begin, end)]
+        for each in sequences:
+            each.num_computed = end
+        if sequences:
+            self.set_page_tables()
+            self.runner.restore(_slots(sequences), begin, end, snapshot)
+        for each in sequences:
+            self.runner.restore_state(each.slot, state)
+        return sequences
 
     def cache_block(self, sequence: SequenceState) -> None:
         """Add the last computed block of a prompt to the prefix cache, if it is complete."""
@@ -253,5 +263,24 @@ class SlotManager:
             self.set_page_tables()
 
 
+def batch_sizes(slots: int) -> tuple[int, ...]:
+    """List the batch sizes to compile, 1, 2, 4 ... and all slots: a few answers don't cost the rows of many."""
+    sizes = [1]
+    while sizes[-1] < slots:
+        sizes.append(min(2 * sizes[-1], slots))
+    return tuple(sizes)
+
+
+def padded_slots(slots: Collection[int], sizes: Sequence[int]) -> list[int]:
+    """Return these slots in order, padded with idle ones to the smallest batch size that holds them."""
+    rows = next(size for size in sizes if size >= len(slots))
+    idle = (slot for slot in range(sizes[-1]) if slot not in slots)
+    return sorted([*slots, *(slot for slot, _ in zip(idle, range(rows - len(slots)), strict=False))])
+
+
 def _pages(blocks: list[CachedBlock]) -> list[Pages]:
     return [block.pages or {} for block in blocks]
+
+
+def _slots(sequences: Iterable[SequenceState]) -> list[int]:
+    return [sequence.slot for sequence in sequences]

@@ -31,13 +31,13 @@ class StepResults:
     **Arguments:**
 
     - `chunks`: scores of parts of prompts.
-    - `first`: first tokens of answers.
+    - `first`: first tokens of answers, a row for each answer to one prompt.
     - `rows`, `sampled`: the row of each answer in the decoding step, and what this has sampled.
     - `experts`: experts of the answers that have no token after this step.
     """
 
     chunks: list[PromptChunk] = dataclasses.field(default_factory=list)
-    first: list[tuple[SequenceState, SampledTokens]] = dataclasses.field(default_factory=list)
+    first: list[tuple[list[SequenceState], SampledTokens]] = dataclasses.field(default_factory=list)
     rows: dict[SequenceState, int] = dataclasses.field(default_factory=dict)
     sampled: SampledTokens | None = None
     experts: dict[SequenceState, AnyArray] = dataclasses.field(default_factory=dict)
@@ -45,7 +45,11 @@ class StepResults:
     @property
     def sequences(self) -> set[SequenceState]:
         """The sequences that these are results of."""
-        return {*self.rows, *(each.sequence for each in self.chunks), *(sequence for sequence, _ in self.first)}
+        return {
+            *self.rows,
+            *(each.sequence for each in self.chunks),
+            *(sequence for sequences, _ in self.first for sequence in sequences),
+        }
 
     @property
     def awaited(self) -> bool:
@@ -75,7 +79,7 @@ class StepResults:
         chunks, first, sampled = jax.tree.map(np.ndarray.tolist, arrays)
         return StepResults(
             [old._replace(scores=scores) for old, scores in zip(self.chunks, chunks, strict=True)],
-            [(sequence, new) for (sequence, _), new in zip(self.first, first, strict=True)],
+            [(sequences, new) for (sequences, _), new in zip(self.first, first, strict=True)],
             self.rows,
             sampled,
             dict(zip(self.experts, experts, strict=True)),
@@ -83,7 +87,7 @@ class StepResults:
 
     def _arrays(self) -> tuple[Any, ...]:
         """Return what is read: scores of chunks, first tokens, tokens of the decoding step, and experts."""
-        first = [_read_parts(sampled, [sequence]) for sequence, sampled in self.first]
+        first = [_read_parts(sampled, sequences) for sequences, sampled in self.first]
         sampled = None if self.sampled is None else _read_parts(self.sampled, self.rows)
         return [each.scores for each in self.chunks], first, sampled, list(self.experts.values())
 
@@ -152,9 +156,10 @@ class ResultReader:
         for chunk in results.chunks:
             if chunk.sequence.request_id in self.open:
                 self._read_chunk(chunk)
-        for sequence, sampled in results.first:
-            if sequence.request_id in self.open:
-                self._read_first(sequence, sampled, results, version)
+        for sequences, sampled in results.first:
+            for row, sequence in enumerate(sequences):
+                if sequence.request_id in self.open:
+                    self._read_first(sequence, row, sampled, results, version)
         if results.sampled is not None:
             self._read_decoded(results.rows, results.sampled, results, version)
 
@@ -168,7 +173,7 @@ class ResultReader:
         if chunk.end == len(request.prompt):
             sequence.shared.scores = tuple(sequence.prompt_scores)
 
-    def _read_first(self, sequence: SequenceState, sampled: Any, results: StepResults, version: int) -> None:
+    def _read_first(self, sequence: SequenceState, row: int, sampled: Any, results: StepResults, version: int) -> None:
         """Append the first token of an answer; its output has the values that are reported once."""
         request = sequence.request
         if not sequence.delivered:
@@ -178,7 +183,7 @@ class ResultReader:
             scores = sequence.shared.scores or ()
         once = dict(cached_tokens=sequence.num_cached, queue_seconds=sequence.queue_seconds, prompt_scores=scores)
         output = dict(version=version, **once)
-        self._append(sequence, sampled.tokens[0][:1], sampled.scores, 0, results, **output)
+        self._append(sequence, sampled.tokens[row][:1], sampled.scores, row, results, **output)
 
     def _read_decoded(self, rows: dict[SequenceState, int], sampled: Any, results: StepResults, version: int) -> None:
         """Append the tokens of a decoding step, by the row of each sequence."""

@@ -112,7 +112,7 @@ def test_rows_come_from_caches_of_any_kind_and_go_there():
     other = build_pages(SHAPE, 2, 2, 12, "float32", PageConfig(page_size=3)).with_row(0, paged.row(2))
     np.testing.assert_array_equal(other.entries().key[:, 0, :7], source.entries().plain().key[:, 0, :7])
     gone = paged.reset(jnp.asarray([False, False, True]))
-    assert (gone.positions == -1).all() and (paged.empty_row(jnp.int32(2)).positions == -1).all()
+    assert (gone.positions == -1).all() and (paged.empty_rows(jnp.array([2, 3])).positions == -1).all()
 
 
 @pytest.mark.slow

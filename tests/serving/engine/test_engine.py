@@ -351,7 +351,7 @@ def test_what_was_restored_can_be_saved_again(engine):
     runner = engine._runner
     saved = runner.save(0, 0)
     runner.empty(1)
-    runner.restore(1, 0, 6, saved)
+    runner.restore([1], 0, 6, saved)
     again = runner.save(1, 0)
     assert saved.tokens[0, :6].tolist() == [3, 1, 4, 1, 5, 9] and runner._state.cache.length[1] == 6
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(saved)))

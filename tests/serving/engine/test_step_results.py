@@ -43,7 +43,7 @@ def engine():
 def watched(engine, monkeypatch):
     """The order in which an engine draws first tokens, decodes, and reads."""
     events, runner, read = [], engine._runner, engine._reader.read
-    for name in ("first_token", "decode"):
+    for name in ("first_tokens", "decode"):
         call = getattr(runner, name)
         monkeypatch.setattr(runner, name, lambda *a, name=name, call=call: (events.append(name), call(*a))[1])
     monkeypatch.setattr(engine._reader, "read", lambda *a: (events.append("read"), read(*a))[1])
@@ -53,10 +53,10 @@ def watched(engine, monkeypatch):
 def test_the_next_step_is_dispatched_before_results_are_read(engine, monkeypatch):
     events, request = watched(engine, monkeypatch), Request(prompt=(3, 4, 5), max_new_tokens=4)
     ((*answer,),) = engine.run([request])
-    assert events == ["first_token", *["decode", "read"] * 3, "read"]
+    assert events == ["first_tokens", *["decode", "read"] * 3, "read"]
     events.clear()
     assert engine.run([dataclasses.replace(request, stop_ids=(answer[1],))]) == [tuple(answer[:2])]
-    assert events == ["first_token", *["decode", "read"] * 2]  # the second one in vain
+    assert events == ["first_tokens", *["decode", "read"] * 2]  # the second one in vain
     assert not engine.has_work and engine.step() == [] and len(events) == 5  # nobody waits for that one
     events.clear()
     numbers = [engine.submit(each) for each in (request, Request(prompt=(6, 7), max_new_tokens=2))]
@@ -74,7 +74,7 @@ def test_the_next_step_is_dispatched_before_results_are_read(engine, monkeypatch
 def test_masks_that_depend_on_the_last_token_wait_for_it(engine, monkeypatch):
     events = watched(engine, monkeypatch)
     (answer,) = engine.run([Request(prompt=(3, 4, 5), max_new_tokens=4, constraint=NoTokenTwice())])
-    assert len({*answer}) == 4 and events == ["first_token", *["read", "decode"] * 3, "read"]
+    assert len({*answer}) == 4 and events == ["first_tokens", *["read", "decode"] * 3, "read"]
 
 
 def test_who_is_cancelled_gets_no_more_tokens(engine):

@@ -1,0 +1,72 @@
+"""Answers to one prompt that begin together, as where each call of a program costs the host time."""
+
+import dataclasses
+
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.cache.paged import PageConfig
+from eqx_decoders.serving.engine.request import Request
+from eqx_decoders.serving.engine.sampler import SamplingParams
+from tests.serving.engines import alone, engine_for
+
+
+PROMPT = tuple(range(20, 41))  # two blocks of the prefix cache, and five tokens
+
+
+def requests():
+    """Six answers to a prompt, one of them of one token and some drawn, and one to a prompt that begins like it."""
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.9, seed=4),
+        SamplingParams(temperature=0.7, top_k=5, seed=5),
+    ]
+    kinds = [*kinds, SamplingParams(repetition_penalty=1.3), SamplingParams(), SamplingParams(temperature=1.0, seed=7)]
+    counts = 6, 9, 1, 5, 7, 8
+    alike = [
+        Request(prompt=PROMPT, max_new_tokens=count, sampling=kind, logprobs=2 if count > 7 else None)
+        for count, kind in zip(counts, kinds, strict=True)
+    ]
+    return [*alike, Request(prompt=(*PROMPT[:18], 50, 51), max_new_tokens=4)]
+
+
+def answers(engine, wanted):
+    """Tokens and scores of each request."""
+    got = {engine.submit(request): ([], []) for request in wanted}
+    while engine.has_work:
+        for update in engine.step():
+            got[update.request_id][0].extend(update.tokens)
+            got[update.request_id][1].extend(update.scores)
+    return list(got.values())
+
+
+@pytest.mark.parametrize(
+    ("fixture", "options"),
+    [
+        ("llama_rope", {}),
+        pytest.param("llama_rope", dict(pages=PageConfig(page_size=4)), marks=pytest.mark.slow),
+        pytest.param("gemma3_pattern", dict(pages=PageConfig(page_size=4)), marks=pytest.mark.slow),
+        pytest.param("falcon_mamba", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", dict(expert_choices=True), marks=pytest.mark.slow),
+    ],
+)
+def test_answers_to_a_prompt_that_begin_together_are_those_of_each_alone(fixture, options, monkeypatch):
+    backend = dataclasses.replace(ed.Layout().backend, slots_together=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(ed.Layout, "backend", backend)
+        engine = engine_for(fixture, max_batch_size=8, token_budget=40, **options)
+        engine.warm_up()
+    wanted, calls, run = requests(), [], engine._runner._run
+    known = [alone(engine, request) for request in wanted]
+    engine.clear_prefix_cache()
+    monkeypatch.setattr(engine._runner, "_run", lambda name, *a: (calls.append(name), run(name, *a))[1])
+    for _ in range(2):  # the second time with blocks of the prefix cache, in slots that had other tokens
+        got = answers(engine, wanted)
+        assert [tuple(tokens) for tokens, _ in got] == known
+        for (tokens, scores), request in zip(got, wanted, strict=True):
+            assert [score.token for score in scores] == (tokens if request.logprobs else [])
+        assert calls.count(("empty", 4)) == 2
+        firsts = [name[1] for name in calls if name[0] == "sample" and name[2] == 1]
+        assert sorted(firsts) == [1, 1, 4, 4]  # the first answer, that to the other prompt, and five in two groups
+        assert len([name for name in calls if name[0] == "restore" and name[2] == 4]) >= 2
+        calls.clear()
