@@ -15,6 +15,7 @@ from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.numerics.initializers import fan_in, normal, shapes_alone
 from eqx_decoders.sharding.axes import named_leaves
 from tests.compare import assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
@@ -283,6 +284,18 @@ def test_init_is_build_placed_and_cast():
     np.testing.assert_allclose(one.embedding.table, table, rtol=1e-6)  # fused, the last bit may differ
     np.testing.assert_allclose(two.embedding.table.astype(jnp.float32), table, rtol=1e-2)
     assert one.execution == ed.Execution()
+
+
+def test_weights_are_zeros_only_where_shapes_are_read():
+    key = jax.random.key(0)
+    with pytest.raises(ed.ConfigError), shapes_alone():
+        assert not np.any(normal(key, (3, 2), jnp.bfloat16, 1.0)) and not np.any(fan_in(key, (3,), jnp.float32, 4))
+        fan_in(key, (3,), jnp.float32, 0)
+    for drawn in (normal(key, (3, 2), jnp.bfloat16, 1.0), fan_in(key, (3,), jnp.float32, 4)):
+        assert np.all(drawn)
+    with shapes_alone():
+        like = normal(key, (3, 2), jnp.bfloat16, 1.0), fan_in(key, (3,), jnp.float32, 4, "normal")
+    assert [(each.shape, each.dtype) for each in like] == [((3, 2), jnp.bfloat16), ((3,), jnp.float32)]
 
 
 def test_every_weight_is_read():
