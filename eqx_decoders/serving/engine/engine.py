@@ -299,10 +299,10 @@ class Engine:
                 leader.awaited = True
                 continue
             prompt_end = None if sequence.needs_prompt_scores else shared.prompt_end
-            alike = [sequence]
+            alike: Sequence[SequenceState] = [sequence]
             if prompt_end is not None:
                 alike = [each for each in waiting if each.shared is shared]
-            self._slot_manager.start(alike)
+            alike = self._slot_manager.start(alike)
             for each in alike:
                 if not (each.background or each.needs_prompt_scores or each.delivered):
                     self._reader.count(prefix_queries=len(each.request.prompt), prefix_hits=each.num_cached)

@@ -157,7 +157,7 @@ class ModelRunner:
 
     def _compile_all(self) -> None:
         config, slot, begin = self.config, np.int32(0), np.int32(0)
-        together = [np.zeros(count, np.int32) for count in {1, self.slots_together}]
+        some = np.zeros(self.slots_together, np.int32)
         scored = dict(num_top=config.max_logprobs)
         for rows in config.batch_sizes:
             if not self._drafts:
@@ -166,9 +166,8 @@ class ModelRunner:
             for columns in config.columns if self._drafts else ():
                 inputs = self._decode_inputs(rows, columns)
                 self._compile(("decode", rows, columns), partial(programs.decode, **scored), *inputs, weights=True)
-        for slots in together:
-            self._compile(("empty", len(slots)), programs.empty_slots, slots)
-        firsts = {(len(slots), 1) for slots in together}  # first tokens after one prompt
+        self._compile("empty", programs.empty_slots, some)
+        firsts = {(len(some), 1)}  # first tokens after one prompt
         for rows, logits in firsts.union(() if self._drafts else ((rows, rows) for rows in config.batch_sizes)):
             for form in self._forms:
                 if logits > 1 or form is None or form.scores:  # scores of few rows take no time
@@ -183,7 +182,8 @@ class ModelRunner:
         for pages in {True, not self.windows}:
             snapshot = jax.eval_shape(partial(save, pages=pages), self._state, slot, begin)
             self._compile(("save", pages), partial(save, pages=pages), slot, begin, donates=False)
-            for slots in together:
+            snapshot = self._placed_as(("save", pages), snapshot)
+            for slots in {1: some[:1], len(some): some}.values():
                 self._compile(("restore", pages, len(slots)), programs.restore, slots, begin, begin, snapshot)
         if self.windows:
             tables = {
@@ -301,13 +301,13 @@ class ModelRunner:
         self, slots: Sequence[int], begin: int, end: int, snapshot: CacheSnapshot, *, pages: bool = True
     ) -> None:
         """Write back what `save` returned into each of some slots, which then have `end` tokens."""
-        for group in self.together(slots):
+        for group in self.together(slots) if len(slots) > 1 else [np.asarray(slots, np.int32)]:
             name = "restore", pages or not self.windows, len(group)
             self._run(name, group, np.int32(begin), np.int32(end), snapshot)
 
     def together(self, slots: Sequence[int]) -> list[np.ndarray]:
-        """Split slots into groups for one call each: a single one, or `slots_together` with `num_slots` for none."""
-        size = self.slots_together if len(slots) > 1 else 1
+        """Split slots into groups of `slots_together`, for one call each; `num_slots` stands for none."""
+        size = self.slots_together
         return list(np.asarray([*slots, *[self.num_slots] * (-len(slots) % size)], np.int32).reshape(-1, size))
 
     def restore_state(self, slot: int, saved: Any) -> None:
@@ -406,6 +406,16 @@ class ModelRunner:
         compiled = (lambda: jitted) if self._is_packed else jitted.lower(*self._arrays_of(name), *inputs).compile
         self._programs[name] = self._compilers.submit(compiled)
 
+    def _placed_as(self, name: Any, shapes: Any) -> Any:
+        """Add to shapes where a program, which returns them, leaves such arrays on a mesh."""
+        if len(self._replicated.device_set) == 1 or self._is_packed:
+            return shapes
+
+        def placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(placed_shape, shapes, self._programs[name].result().output_shardings)
+
     def _arrays_of(self, name: Any) -> tuple[Any, list[Array]]:
         reads = self._reads[name]
         arrays = (self.weights.arrays, self.adapters.arrays) if reads.weights else None
@@ -417,7 +427,7 @@ class ModelRunner:
         if self._to_empty and reads.part == self._parts["all"]:
             slots, self._to_empty = self._to_empty, []
             for group in self.together(slots):
-                self._run(("empty", len(group)), group)
+                self._run("empty", group)
         result = self._programs[name](*self._arrays_of(name), *inputs)
         if reads.donates:
             self._leaves[reads.part], result = result

@@ -151,18 +151,23 @@ class SlotManager:
                 return other
         return None
 
-    def start(self, sequences: Sequence[SequenceState]) -> None:
-        """Restore the cached prefix of a prompt for some sequences that have it, as far as no results are needed."""
-        for each in sequences:
-            each.started = True
-            each.stop_waiting()
+    def start(self, sequences: Sequence[SequenceState]) -> Sequence[SequenceState]:
+        """Restore the cached prefix of a prompt for sequences that have it, as far as no results of it are needed.
+
+        Returns those that have started: only the first one, for which the others should wait, where blocks of the
+        prompt are missing.
+        """
         sequence, size, manager = sequences[0], self.block_size, self.block_manager
         hashes = sequence.block_hashes
         blocks = self.prefix_cache.find(hashes, sequence.reusable_tokens + 1)
         while blocks and manager is not None and not manager.has_visible_pages(_pages(blocks), len(blocks) * size):
             blocks = [] if self.runner.has_state else blocks[:-1]
         count, end = self.prefix_cache.count_cached(hashes), len(blocks) * size
+        if end < self._last_block_start(sequence):
+            sequences = sequences[:1]
         for each in sequences:
+            each.started = True
+            each.stop_waiting()
             each.branch_points.add(count)
             each.num_computed = each.num_cached = end
             if blocks and manager is not None:
@@ -171,6 +176,7 @@ class SlotManager:
             self.runner.restore(_slots(sequences), index * size, end, block.snapshot, pages=False)
         for each in sequences if blocks else ():
             self.runner.restore_state(each.slot, blocks[-1].state)
+        return sequences
 
     def _last_block_start(self, sequence: SequenceState) -> int:
         """Return the start of the block of the prompt's last token, which is always computed."""

@@ -6,9 +6,11 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.cache.paged import PageConfig
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import Request
 from eqx_decoders.serving.engine.sampler import SamplingParams
-from tests.serving.engines import alone, engine_for
+from tests.serving.engines import FIXTURES, SMALL
 
 
 PROMPT = tuple(range(20, 41))  # two blocks of the prefix cache, and five tokens
@@ -41,32 +43,52 @@ def answers(engine, wanted):
 
 
 @pytest.mark.parametrize(
-    ("fixture", "options"),
+    ("fixture", "options", "mesh"),
     [
-        ("llama_rope", {}),
-        pytest.param("llama_rope", dict(pages=PageConfig(page_size=4)), marks=pytest.mark.slow),
-        pytest.param("gemma3_pattern", dict(pages=PageConfig(page_size=4)), marks=pytest.mark.slow),
-        pytest.param("falcon_mamba", {}, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", dict(expert_choices=True), marks=pytest.mark.slow),
+        ("llama_rope", {}, {}),
+        pytest.param("llama_rope", dict(pages=PageConfig(page_size=4)), {}, marks=pytest.mark.slow),
+        pytest.param("llama_rope", dict(cache_dtype="int8"), dict(tensor=2, data=2, fsdp=2), marks=pytest.mark.slow),
+        pytest.param("gemma3_pattern", dict(pages=PageConfig(page_size=4)), {}, marks=pytest.mark.slow),
+        pytest.param("falcon_mamba", {}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", dict(expert_choices=True), {}, marks=pytest.mark.slow),
     ],
 )
-def test_answers_to_a_prompt_that_begin_together_are_those_of_each_alone(fixture, options, monkeypatch):
-    backend = dataclasses.replace(ed.Layout().backend, slots_together=4)
+def test_answers_to_a_prompt_that_begin_together_are_those_of_each_alone(fixture, options, mesh, monkeypatch):
+    layout = ed.Layout.create(**mesh) if mesh else ed.Layout()
     with monkeypatch.context() as patch:
-        patch.setattr(ed.Layout, "backend", backend)
-        engine = engine_for(fixture, max_batch_size=8, token_budget=40, **options)
+        patch.setattr(ed.Layout, "backend", dataclasses.replace(layout.backend, slots_together=4))
+        model = ed.load_hf(FIXTURES / fixture, dtype="float32").place(layout)
+        engine = Engine(model, EngineConfig(**SMALL | dict(max_batch_size=8, token_budget=40), **options))
         engine.warm_up()
-    wanted, calls, run = requests(), [], engine._runner._run
-    known = [alone(engine, request) for request in wanted]
+    wanted, known = requests(), []
+    for request in wanted:
+        engine.clear_prefix_cache()
+        known += answers(engine, [request])
     engine.clear_prefix_cache()
+    calls, run = [], engine._runner._run
     monkeypatch.setattr(engine._runner, "_run", lambda name, *a: (calls.append(name), run(name, *a))[1])
     for _ in range(2):  # the second time with blocks of the prefix cache, in slots that had other tokens
-        got = answers(engine, wanted)
-        assert [tuple(tokens) for tokens, _ in got] == known
-        for (tokens, scores), request in zip(got, wanted, strict=True):
-            assert [score.token for score in scores] == (tokens if request.logprobs else [])
-        assert calls.count(("empty", 4)) == 2
-        firsts = [name[1] for name in calls if name[0] == "sample" and name[2] == 1]
-        assert sorted(firsts) == [1, 1, 4, 4]  # the first answer, that to the other prompt, and five in two groups
+        assert answers(engine, wanted) == known
+        first = next(index for index, name in enumerate(calls) if name[0] == "sample")
+        assert calls[:first].count("empty") == 2  # of seven slots
+        # the first answer, that to the other prompt, and five in two groups
+        assert [name[1] for name in calls if name[0] == "sample" and name[2] == 1] == [4] * 4
         assert len([name for name in calls if name[0] == "restore" and name[2] == 4]) >= 2
         calls.clear()
+    for (tokens, scores), request in zip(known, wanted, strict=True):
+        assert len(scores) == (0 if request.logprobs is None else len(tokens))
+
+    engine.clear_prefix_cache()
+    monkeypatch.setattr(engine, "_goes_ahead", lambda: False)
+    alike, outputs = [engine.submit(wanted[0]) for _ in range(4)], []
+    shared = engine._reader.open[alike[-1]].shared
+    while shared.prompt_end is None:
+        outputs += engine.step()
+    engine.clear_prefix_cache()  # of three chunks, which the others need, the last one is there
+    calls.clear()
+    while engine.has_work:
+        outputs += engine.step()
+    for number in alike:
+        assert [token for each in outputs if each.request_id == number for token in each.tokens] == known[0][0]
+    # one computes them again, and two wait; and the last block of a finished text
+    assert len([name for name in calls if name[0] == "prefill"]) == 3 + 1
