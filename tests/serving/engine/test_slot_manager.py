@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from eqx_decoders.serving.engine.model_runner import batch_sizes, padded_slots
+from eqx_decoders.serving.engine.slot_manager import batch_sizes, padded_slots
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7, 8, 9, 24])
