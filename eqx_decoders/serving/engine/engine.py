@@ -299,21 +299,19 @@ class Engine:
                 leader.awaited = True
                 continue
             prompt_end = None if sequence.needs_prompt_scores else shared.prompt_end
-            alike: Sequence[SequenceState] = [sequence]
-            if prompt_end is not None:
-                alike = [each for each in waiting if each.shared is shared]
-            alike = self._slot_manager.start(alike)
-            for each in alike:
+            alike = [sequence] if prompt_end is None else [each for each in waiting if each.shared is shared]
+            started = self._slot_manager.start(alike)
+            for each in started:
                 if not (each.background or each.needs_prompt_scores or each.delivered):
                     self._reader.count(prefix_queries=len(each.request.prompt), prefix_hits=each.num_cached)
             if prompt_end is None:
                 continue
             snapshot, state, logits = prompt_end
-            alike = self._slot_manager.restore_prompt_end(alike, snapshot, state)
-            if alike:
+            complete = self._slot_manager.restore_prompt_end(started, snapshot, state)
+            if complete:
                 self._prompt_results.use(shared, self.config.preempted_bytes)
-                self._scheduler.prefilling = [each for each in self._scheduler.prefilling if each not in alike]
-                self._first_tokens(alike, logits, results)
+                self._scheduler.prefilling = [each for each in self._scheduler.prefilling if each not in complete]
+                self._first_tokens(complete, logits, results)
 
     def _prefill(self, sequence: SequenceState, begin: int, count: int, results: StepResults) -> None:
         """Dispatch a prefill chunk and, after the last one of a prompt, the draw of the first token."""

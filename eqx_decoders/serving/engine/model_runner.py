@@ -167,8 +167,8 @@ class ModelRunner:
                 inputs = self._decode_inputs(rows, columns)
                 self._compile(("decode", rows, columns), partial(programs.decode, **scored), *inputs, weights=True)
         self._compile("empty", programs.empty_slots, some)
-        firsts = {(len(some), 1)}  # first tokens after one prompt
-        for rows, logits in firsts.union(() if self._drafts else ((rows, rows) for rows in config.batch_sizes)):
+        decoded = () if self._drafts else zip(config.batch_sizes, config.batch_sizes, strict=True)
+        for rows, logits in {(len(some), 1), *decoded}:  # first tokens after one prompt, and tokens of a step
             for form in self._forms:
                 if logits > 1 or form is None or form.scores:  # scores of few rows take no time
                     self._compile_sample(rows, logits, form)
@@ -180,8 +180,8 @@ class ModelRunner:
         self._compile("logits", programs.next_logits, self._hidden(1), weights=True, state="none")
         save = partial(programs.save, length=self.block_size)
         for pages in {True, not self.windows}:
-            snapshot = jax.eval_shape(partial(save, pages=pages), self._state, slot, begin)
             self._compile(("save", pages), partial(save, pages=pages), slot, begin, donates=False)
+            snapshot = jax.eval_shape(partial(save, pages=pages), self._state, slot, begin)
             snapshot = self._placed_as(("save", pages), snapshot)
             for slots in {1: some[:1], len(some): some}.values():
                 self._compile(("restore", pages, len(slots)), programs.restore, slots, begin, begin, snapshot)
@@ -196,8 +196,8 @@ class ModelRunner:
         if config.expert_choices:
             self._compile("experts", lambda state, slot: state.experts[slot], slot, donates=False)
         if self.has_state:
-            saved = jax.eval_shape(programs.save_state, self._state, slot)
             self._compile("save state", programs.save_state, slot, donates=False)
+            saved = self._placed_as("save state", jax.eval_shape(programs.save_state, self._state, slot))
             self._compile("restore state", programs.restore_state, slot, saved)
 
     # --- forward passes ---
@@ -358,9 +358,8 @@ class ModelRunner:
 
     def _compile_sample(self, rows: int, num_logits: int, form: SamplingForm | None) -> None:
         """Compile `programs.sample`; it reads logits where the forward pass leaves them."""
-        sharding, forward = self._replicated, self._programs.get(("forward", num_logits))
-        if forward is not None and len(sharding.device_set) > 1 and not self._is_packed:
-            sharding = forward.result().output_shardings[1]
+        outputs = self._output_shardings(("forward", num_logits))
+        sharding = self._replicated if outputs is None else outputs[1]
         self._logits_shardings[num_logits] = sharding
         logits = jax.ShapeDtypeStruct((num_logits, self.model.config.vocab_size), jnp.float32, sharding=sharding)
         slots = np.arange(rows, dtype=np.int32)
@@ -406,15 +405,18 @@ class ModelRunner:
         compiled = (lambda: jitted) if self._is_packed else jitted.lower(*self._arrays_of(name), *inputs).compile
         self._programs[name] = self._compilers.submit(compiled)
 
+    def _output_shardings(self, name: Any) -> Any:
+        """Return where a program leaves its results on a mesh; None on one device, and without such a program."""
+        if len(self._replicated.device_set) == 1 or self._is_packed or name not in self._programs:
+            return None
+        return self._programs[name].result().output_shardings
+
     def _placed_as(self, name: Any, shapes: Any) -> Any:
-        """Add to shapes where a program, which returns them, leaves such arrays on a mesh."""
-        if len(self._replicated.device_set) == 1 or self._is_packed:
+        """Add to the shapes of a program's results where it leaves them."""
+        outputs = self._output_shardings(name)
+        if outputs is None:
             return shapes
-
-        def placed_shape(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        return jax.tree.map(placed_shape, shapes, self._programs[name].result().output_shardings)
+        return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, outputs)
 
     def _arrays_of(self, name: Any) -> tuple[Any, list[Array]]:
         reads = self._reads[name]

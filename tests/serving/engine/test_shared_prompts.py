@@ -50,6 +50,7 @@ def answers(engine, wanted):
         pytest.param("llama_rope", dict(cache_dtype="int8"), dict(tensor=2, data=2, fsdp=2), marks=pytest.mark.slow),
         pytest.param("gemma3_pattern", dict(pages=PageConfig(page_size=4)), {}, marks=pytest.mark.slow),
         pytest.param("falcon_mamba", {}, {}, marks=pytest.mark.slow),
+        pytest.param("falcon_mamba", {}, dict(data=4, tensor=2), marks=pytest.mark.slow),
         pytest.param("qwen3_next", dict(expert_choices=True), {}, marks=pytest.mark.slow),
     ],
 )
