@@ -71,6 +71,15 @@ def test_import_needs_what_is_used():
     assert not set(unwanted.split()) & model and {"jax", "equinox", "eqx_decoders.model.decoder"} <= model
 
 
+@pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenization_worker", "io.function_worker"])
+def test_processes_that_read_files_import_no_model(module):
+    """A fresh interpreter: a server or a run starts one for each core, and JAX would take most of their time."""
+    code = f"import sys, eqx_decoders.{module}; print(*sys.modules)"
+    modules = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    unwanted = {"jax", "equinox", *(f"eqx_decoders.{name}" for name in ("layers", "model", "families"))}
+    assert not unwanted & modules and f"eqx_decoders.{module}" in modules
+
+
 def test_every_module_can_be_imported_on_windows():
     """A fresh interpreter without the modules that only Unix has. `chat_template_worker` is a script."""
     code = """

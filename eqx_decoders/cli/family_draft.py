@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eqx_decoders.core.config_reader import abbreviate
 from eqx_decoders.errors import CheckedFields, ConfigError, ConversionError, EqxDecodersError, check
 from eqx_decoders.families import is_known, library_families
-from eqx_decoders.families.config_reader import abbreviate
 from eqx_decoders.families.draft.draft_report import report
 from eqx_decoders.families.draft.questions import notes_of
 from eqx_decoders.families.draft.ranking import rank

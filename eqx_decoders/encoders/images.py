@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from eqx_decoders.encoders.geometry import cubic_weights
 from eqx_decoders.encoders.stem import ImageStem, LearnedAxes, LearnedGrid, PatchStemConfig, WholeImageStem
 from eqx_decoders.errors import DataError, check
 
@@ -294,12 +295,6 @@ def _cubics(side: int, index: np.ndarray, count: int) -> Taps:
     low = np.floor(center).astype(np.int64)
     taps = low[:, None] + np.arange(-1, 3)
     return np.clip(taps, 0, side - 1), cubic_weights(np.abs(center[:, None] - taps))
-
-
-def cubic_weights(x: np.ndarray) -> np.ndarray:
-    """Return the weights of neighbors at distances below 2: cubic convolution with a = -0.75."""
-    near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
-    return np.where(x <= 1, near, far)
 
 
 def _at_fraction(side: int, index: np.ndarray, count: int) -> np.ndarray:

@@ -7,11 +7,11 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
 from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.errors import CheckedFields, NonNegativeInt, PositiveFloat, PositiveInt, check
 from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
 from eqx_decoders.layers.attention.relative_attention import RelativeAttentionConfig

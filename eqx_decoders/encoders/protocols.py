@@ -4,9 +4,9 @@ from typing import Protocol, runtime_checkable
 
 from eqx_decoders.encoders.audio.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.encoders.rope_positions import GridPositions
 from eqx_decoders.encoders.stem import PatchStemConfig, WholeImageStem
-from eqx_decoders.encoders.tiles import TilesConfig
 
 
 @runtime_checkable

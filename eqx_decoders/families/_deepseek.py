@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from eqx_decoders.blocks.block import MixerConfig
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import (
@@ -17,7 +18,6 @@ from eqx_decoders.families.common import (
     map_blocks,
     with_masks,
 )  # fmt: skip
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import (
     AUTO_MAP,

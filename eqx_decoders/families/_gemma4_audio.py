@@ -9,10 +9,10 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.audio.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.families.multimodal import linear
 from eqx_decoders.families.settings_table import (
     Check,

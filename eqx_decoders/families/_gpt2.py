@@ -1,7 +1,7 @@
 """Settings and tensors that GPT-2, GPT-BigCode and GPT-J share."""
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import ends
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import Defaults, Renamed, Rule, Setting, Values
 from eqx_decoders.families.weight_rows import Weight, norm_weights
 

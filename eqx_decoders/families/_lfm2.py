@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, hybrid_layers, renamed
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Renamed, Rule, Values
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, norm_weights, self_attention

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families.common import ends
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import (
     Flag,
     Group,

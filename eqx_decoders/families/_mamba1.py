@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.settings_table import Flag, Group, Integer, Rule, Values, first_layer
 from eqx_decoders.families.weight_rows import Weight
 from eqx_decoders.layers.recurrent.mamba1 import Mamba1Config

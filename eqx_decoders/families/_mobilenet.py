@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.mobilenet.blocks import (
     EdgeResidualConfig,
@@ -13,7 +14,6 @@ from eqx_decoders.encoders.mobilenet.blocks import (
 )
 from eqx_decoders.encoders.mobilenet.convolution import Edges
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
-from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.families.settings_table import Values
 from eqx_decoders.families.weight_rows import Weight
 

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, find_window, read_masks, write_masks
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Defaults, Renamed, Rule, Setting, Unused, Values, only
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow

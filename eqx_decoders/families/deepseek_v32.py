@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import (
     INDEXER,
@@ -14,7 +15,6 @@ from eqx_decoders.families._deepseek import (
     v3_671b,
     with_indexer,
 )  # fmt: skip
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Only, Rule, Values
 from eqx_decoders.layers.attention.indexer import IndexerConfig

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_named_ropes, write_named_ropes
 from eqx_decoders.families.settings_table import (

@@ -5,10 +5,10 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, renamed
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Check, Integer, Only, Rule, Values

@@ -6,8 +6,8 @@ Falcon-RW: one after the other, with ALiBi and biases.
 import functools
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, ends, fused_attention, gpt_sizes, plain_mlp
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Integer, Renamed, Rule, Values, only, value_at

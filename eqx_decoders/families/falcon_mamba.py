@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families._mamba import BACKBONE, MambaSizes, backbone, mamba_decoder, mamba_sizes
 from eqx_decoders.families._mamba1 import IGNORED, mamba1_settings, mamba1_weights
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Only, Rule, Values, first_layer
 from eqx_decoders.layers.norm import RMSNormConfig

@@ -6,10 +6,10 @@ The tokens of an image attend to all of it, in layers with a window and without.
 import dataclasses
 import math
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families._siglip import siglip, siglip_weights
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import LANGUAGE_MODEL, ExtendedModel, MultimodalFamily, token, with_spans
 from eqx_decoders.families.settings_table import (
     Check,

@@ -10,6 +10,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.altup import AltUp
 from eqx_decoders.blocks.residual.laurel import Laurel
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families._gemma import (
     IGNORED_ACTIVATION_KEY,
     PER_LAYER_WEIGHTS,
@@ -19,7 +20,6 @@ from eqx_decoders.families._gemma import (
     unused_kv_tensors,
 )
 from eqx_decoders.families.common import LAYER, DecoderSizes, cycle_masks, llama_weights
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Check, Flag, Group, Integer, Number, Only, Rule, Values

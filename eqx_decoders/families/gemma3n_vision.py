@@ -7,6 +7,7 @@ one to 188 tokens, half a minute.
 import dataclasses
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.encoders.audio.frame_stem import CumulativeNormConfig, FrameStemConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
@@ -14,7 +15,6 @@ from eqx_decoders.encoders.projector import EncoderTokensConfig, ProjectionConfi
 from eqx_decoders.families._gemma import unused_kv_tensors
 from eqx_decoders.families._gemma4_audio import CLIP, CONFORMER, ConformerSizes, conformer_block
 from eqx_decoders.families._mobilenet import architectures, network_weights, read_network, write_network
-from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, linear, token
 from eqx_decoders.families.settings_table import (
     Check,

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedAxes
 from eqx_decoders.families import _gemma4_audio
 from eqx_decoders.families._gemma import unused_kv_tensors
 from eqx_decoders.families._gemma4_audio import gemma4_audio, maybe_clipped
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import ExtendedModel, MultimodalFamily, attention, linear, token, with_spans
 from eqx_decoders.families.settings_table import (
     ABSENT,

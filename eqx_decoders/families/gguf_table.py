@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.config_reader import Fields, abbreviate
 
 
 Settings = dict[str, Any]

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._deepseek import (
     INDEXER,
@@ -22,7 +23,6 @@ from eqx_decoders.families._deepseek import (
 )  # fmt: skip
 from eqx_decoders.families._mtp import DEPTHS
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import AUTO_MAP, Only, Rule, Values
 from eqx_decoders.layers.attention.indexer import IndexerConfig

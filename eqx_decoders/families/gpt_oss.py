@@ -2,9 +2,9 @@
 
 import functools
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import DecoderSizes, cycle_masks, decoder_sizes, llama_weights
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import Number, Only, Rule, Values

@@ -16,8 +16,8 @@ import numpy as np
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
+from eqx_decoders.core.config_reader import IGNORED_KEYS, Fields, abbreviate, by_key
 from eqx_decoders.errors import ConfigError, ConversionError, check
-from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields, abbreviate, by_key
 from eqx_decoders.families.scorers import SCORER, SCORER_CLASS, number_of_scores, scorer_name
 from eqx_decoders.families.settings_table import Rule, Setting, public, read_all, write_all
 from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping, are_transposed

@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families._lfm2 import SETTINGS, WEIGHTS, lfm2
 from eqx_decoders.families.common import DecoderSizes
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Renamed, Rule, Values
 

@@ -5,9 +5,9 @@ from collections.abc import Collection
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes, llama_weights, read_masks, write_masks
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotated_layers
 from eqx_decoders.families.settings_table import Flag, Integer, Only, Rule, Values

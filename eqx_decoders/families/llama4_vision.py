@@ -1,10 +1,10 @@
 """Llama 4 with images, Scout and Maverick (Meta 2025): tiles of an image, with a class token behind their patches."""
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families.common import plain_mlp
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import (
     ExtendedModel,
     MultimodalFamily,

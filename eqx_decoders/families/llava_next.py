@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from eqx_decoders.encoders.tiles import SIZES, TilesConfig
+from eqx_decoders.encoders.geometry import SIZES, TilesConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families._llava import llava, llava_encoder, llava_family, with_clip
 from eqx_decoders.families.multimodal import ExtendedModel, with_rope

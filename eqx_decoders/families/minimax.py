@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.residual.residual import Weighted
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
     HYBRID_TYPES,
@@ -18,7 +19,6 @@ from eqx_decoders.families.common import (
     hybrid_layers,
     llama_weights,
 )
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Group, Number, Only, Rule, Values

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
     LAYER,
@@ -13,7 +14,6 @@ from eqx_decoders.families.common import (
     fused_mlp,
     llama_weights,
 )
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings, rotary_dim
 from eqx_decoders.families.settings_table import ABSENT, Group, Integer, Number, Only, Rule, Values, write_all

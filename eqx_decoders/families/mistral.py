@@ -1,7 +1,7 @@
 """Mistral 7B (Jiang et al. 2023): Llama's block, with a sliding window in every layer in version 0.1."""
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import NO_BIAS, DecoderSizes, decoder_sizes, find_window, llama_weights, read_masks
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Rule, Values

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import (
     LAYER,
     DecoderSizes,
@@ -14,7 +15,6 @@ from eqx_decoders.families.common import (
     renamed,
     write_masks,
 )
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import RopesByLayer
 from eqx_decoders.families.settings_table import Flag, Only, Renamed, Rule, Values, activation

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from eqx_decoders.blocks.block import MixerConfig
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import check
 from eqx_decoders.families.common import DecoderSizes, NormPlaces
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, value_at
 from eqx_decoders.families.weight_rows import Weight, gated_mlp, sharing
 from eqx_decoders.layers.mlp import MLPConfig

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.families.common import map_blocks
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Integer, Rule, Setting, Values, write_all
 from eqx_decoders.families.weight_rows import Weight, self_attention

@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 
+from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.encoders.media_config import EncoderConfig, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
-from eqx_decoders.encoders.tiles import TilesConfig
 from eqx_decoders.families import _phi4_audio
 from eqx_decoders.families._phi4_audio import phi4_audio
 from eqx_decoders.families._siglip import siglip, siglip_weights

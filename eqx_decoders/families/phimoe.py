@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, llama_weights, same_window
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.families.settings_table import AUTO_MAP, Flag, Number, Only, Rule, Values, value_at

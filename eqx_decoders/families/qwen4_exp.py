@@ -13,6 +13,7 @@ import numpy as np
 
 from eqx_decoders.blocks.block import BlockConfig, ExtraLayerConfig
 from eqx_decoders.blocks.residual.gated_streams import GatedStreams
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import moe
 from eqx_decoders.families._mtp import depth_settings, unread_depths
 from eqx_decoders.families._qwen_hybrid import (
@@ -29,7 +30,6 @@ from eqx_decoders.families._qwen_hybrid import (
     with_depth_rows,
 )
 from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, decoder_sizes
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Group, Integer, Only, Rule, Values, Word, read_all, value_at, write_all

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import check
 from eqx_decoders.families.common import LAYER, DecoderSizes, decoder_sizes, ends
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Group, Integer, Number, Only, Renamed, Rule, Values

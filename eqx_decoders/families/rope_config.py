@@ -5,9 +5,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import LAYER_TYPES, attentions
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import (
     ABSENT,
     Check,

@@ -5,8 +5,8 @@ They have the decoder and its settings from their family, and `score.weight` in 
 
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.config_reader import Fields
 
 
 SCORER = "ForSequenceClassification"

@@ -22,8 +22,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar
 
+from eqx_decoders.core.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields, by_key
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.families.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields, by_key
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig

@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.stem import PatchStemConfig
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.settings_table import (
     Check,
     Group,

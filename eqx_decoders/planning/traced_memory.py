@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_decoders.data.batch import Batch
+from eqx_decoders.encoders.geometry import TilesConfig, grid_of, token_order
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.encoders.mobilenet.mobilenet import MobileNetConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.encoders.tiles import TilesConfig, grid_of, token_order
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.encoders.tiles import DIVIDER, LINE_END, TilesConfig, token_order
+from eqx_decoders.encoders.geometry import DIVIDER, LINE_END, TilesConfig, token_order
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.phi3 import _LONG
 from eqx_decoders.io.huggingface.directory import Directory

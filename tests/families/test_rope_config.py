@@ -6,8 +6,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families import rope_config
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.rope import DynamicRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from tests.families.samples import decode, mixers, sample

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.settings_table import (
     ABSENT,
     Check,

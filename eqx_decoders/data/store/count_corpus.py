@@ -10,10 +10,10 @@ import numpy as np
 from eqx_decoders.data.chats import render_documents
 from eqx_decoders.data.sources.readers import read_source
 from eqx_decoders.data.store.corpus_stats import SPLITS, CorpusStats
+from eqx_decoders.data.store.shard_tasks import Recipe, ShardTask
 from eqx_decoders.data.store.shard_writer import separators, trained_text
 from eqx_decoders.data.store.shards import Shard
 from eqx_decoders.data.store.token_store import TokenStore
-from eqx_decoders.data.store.tokenization import Recipe, ShardTask
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
 

@@ -16,6 +16,7 @@ from eqx_decoders.data.sources.readers import Part, parts_of
 from eqx_decoders.data.sources.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
 from eqx_decoders.data.store.corpus import read_documents
 from eqx_decoders.data.store.count_corpus import count_corpus
+from eqx_decoders.data.store.shard_tasks import Recipe, ShardTask, make_task, shard_path
 from eqx_decoders.data.store.shard_writer import write_shard
 from eqx_decoders.data.store.shards import ShardInfo, checksum, read_info
 from eqx_decoders.data.store.token_manifest import (
@@ -25,7 +26,7 @@ from eqx_decoders.data.store.token_manifest import (
     read_manifest,
 )
 from eqx_decoders.data.store.token_store import OWN, TRAIN, TokenStore
-from eqx_decoders.data.store.tokenization import Recipe, ShardTask, make_shards, make_task, shard_path
+from eqx_decoders.data.store.tokenization import make_shards
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically, writing_to
 from eqx_decoders.io.file_lock import FileLock

@@ -15,9 +15,9 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from eqx_decoders.data.media_documents import reader_from_json
+from eqx_decoders.data.media_reader import MediaReader
 from eqx_decoders.data.store.shard_lock import copy_path
-from eqx_decoders.data.store.tokenization import Recipe, make_shard, task_from_json
+from eqx_decoders.data.store.shard_tasks import Recipe, make_shard, task_from_json
 from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import load_tokenizer
@@ -56,8 +56,16 @@ def main() -> None:
 def _read_recipe(setup: dict[str, Any]) -> Recipe:
     """Read the recipe that the starting process has written."""
     template = None if setup["template"] is None else ChatTemplate(**setup["template"])
-    media = None if setup["media"] is None else reader_from_json(setup["media"])
-    return Recipe(load_tokenizer(setup["tokenizer"]), setup["text_field"], template, media)
+    return Recipe(load_tokenizer(setup["tokenizer"]), setup["text_field"], template, _read_media(setup["media"]))
+
+
+def _read_media(content: dict[str, Any] | None) -> MediaReader | None:
+    if content is None:
+        return None
+    # imported here: text alone needs neither JAX nor encoders, whose import takes longer than a small shard
+    from eqx_decoders.data.media_documents import reader_from_json
+
+    return reader_from_json(content)
 
 
 def _listen(lines: "queue.Queue[dict[str, Any]]", partials: list[Path]) -> None:

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from eqx_decoders.families.config_reader import abbreviate
+from eqx_decoders.core.config_reader import abbreviate
 from eqx_decoders.families.draft.comparison import Comparison
 from eqx_decoders.families.draft.notes import Notes, printable
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.families.config_reader import abbreviate
+from eqx_decoders.core.config_reader import abbreviate
 from eqx_decoders.families.draft.comparison import Comparison, is_off
 from eqx_decoders.families.draft.notes import Note, Notes, literal
 from eqx_decoders.families.draft.tensor_groups import TensorGroup, meanings

@@ -22,7 +22,7 @@ _PLACES = {  # of the names that a draft may need besides those of the nearest f
     "BlockConfig": "eqx_decoders.blocks.block",
     "DecoderConfig": "eqx_decoders.model.decoder_config",
     "Family": "eqx_decoders.families.hf_table",
-    "Fields": "eqx_decoders.families.config_reader",
+    "Fields": "eqx_decoders.core.config_reader",
     "LayerNormConfig": "eqx_decoders.layers.norm",
     "Mask": "eqx_decoders.layers.mask",
     "Only": "eqx_decoders.families.settings_table",

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.gguf_architectures import find_architecture
 from eqx_decoders.families.gguf_table import FACTORS, Architecture, Found
 from eqx_decoders.io.gguf import gguf_tensors as views

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check, check_word
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.gguf_architectures import ARCHITECTURES, find_architecture
 from eqx_decoders.families.gguf_table import Architecture, Found, Metadata
 from eqx_decoders.families.hf_table import Family, differences, for_inference

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, check, need_extra
@@ -24,7 +24,8 @@ MOST_LISTED = 500  # wrong tensors in an error message
 INTEGERS = ("I64", "I32")
 NONE = "(?!)"  # a pattern that nothing matches
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-EIGHT_BITS = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}  # the package has no NumPy types for them
+# safetensors has no NumPy types for them
+EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 # Formats of weights that run code when they are read.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")

@@ -18,8 +18,8 @@ import numpy as np
 from einops import rearrange
 from jax.typing import DTypeLike
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json

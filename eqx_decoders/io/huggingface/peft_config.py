@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields
 
 
 # Keys that don't change what a loaded adapter computes, each with the reason.

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Float
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import AtLeast, CheckedFields, DataError, PositiveInt, check, need_extra
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.processors.base import Settings
 from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.images import name_of

@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError, DataError, check
-from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import FILTERS
 from eqx_decoders.io.processors.video import Clip

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from jaxtyping import Bool, Float
 
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import (
     CheckedFields,
     DataError,
@@ -19,7 +20,6 @@ from eqx_decoders.errors import (
     check,
     check_number,
 )
-from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
 from eqx_decoders.io.processors.base import Settings
 from eqx_decoders.io.processors.limits import MediaLimits

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.encoders.tiles import SIZES, TilesConfig, best_size, token_order
+from eqx_decoders.core.config_reader import Fields, abbreviate
+from eqx_decoders.encoders.geometry import SIZES, TilesConfig, best_size, token_order
 from eqx_decoders.errors import CheckedFields, PositiveInt
-from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
     Settings,

@@ -4,12 +4,12 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import CheckedFields, ConversionError, check
-from eqx_decoders.families.config_reader import Fields, abbreviate
 
 
 Triple = tuple[float, float, float]
@@ -56,7 +56,7 @@ class Normalization(CheckedFields):
 
     def _in_bfloat16(self, raw: np.ndarray) -> np.ndarray:
         def rounded(x: Any) -> np.ndarray:
-            return np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float32)
+            return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
         values = rounded(raw) if self.factor is None else rounded(rounded(raw) * np.float32(self.factor))
         if self.mean is None or self.std is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from jaxtyping import Bool, Float, UInt8
 
-from eqx_decoders.encoders.tiles import TilesConfig, token_order
+from eqx_decoders.encoders.geometry import TilesConfig, token_order
 from eqx_decoders.errors import AtLeast, CheckedFields, DataError, NonNegativeFloat, PositiveFloat, PositiveInt, check
 from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
 from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, concatenate_arrays

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConversionError, DataError, check
-from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import QwenAudio
 from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings, VideoRules, merge_arrays

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import AtLeast, CheckedFields, DataError, PositiveInt, check
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
     Settings,

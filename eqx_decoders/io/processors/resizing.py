@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from eqx_decoders.encoders.images import cubic_weights
+from eqx_decoders.encoders.geometry import cubic_weights
 from eqx_decoders.io.processors.limits import MediaLimits
 
 

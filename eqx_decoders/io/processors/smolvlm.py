@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, check_integer
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.processors.base import (
     ProcessedFile,
     Settings,

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float
 
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.io.processors.base import read_square
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, need_extra
 from eqx_decoders.io.atomic_files import write_atomically, write_json
@@ -27,7 +27,14 @@ from eqx_decoders.io.text.chat_template_worker import SpecialNames
 from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, find_tokenizer_file, read_tokenizer_file
 
 
-Ids = Sequence[int] | np.ndarray | Array
+@runtime_checkable
+class _Array(Protocol):
+    """An array of NumPy or JAX, which is not imported: processes that only read texts start faster without it."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+Ids = Sequence[int] | _Array
 Span = Sequence[int]  # of characters, [start, stop)
 
 END_OF_TEXT = "<|endoftext|>"

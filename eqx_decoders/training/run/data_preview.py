@@ -12,8 +12,8 @@ import numpy as np
 from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
 from eqx_decoders.data.sources.documents import FILES, parse_reference
 from eqx_decoders.data.store.open_store import is_made
+from eqx_decoders.data.store.shard_tasks import Recipe
 from eqx_decoders.data.store.token_store import TRAIN, TokenStore
-from eqx_decoders.data.store.tokenization import Recipe
 from eqx_decoders.encoders.media_config import placeholders
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.huggingface.hub import resolve

@@ -15,7 +15,7 @@ import pytest
 from eqx_decoders.data.config import DataConfig
 from eqx_decoders.data.dataset import open_tokens
 from eqx_decoders.data.sources import sources
-from eqx_decoders.data.store import count_corpus as counts_module, open_store as store_module, tokenization
+from eqx_decoders.data.store import count_corpus as counts_module, open_store as store_module, shard_tasks, tokenization
 from eqx_decoders.data.store.corpus import held_out_rule, read_documents
 from eqx_decoders.data.store.count_corpus import Gzip
 from eqx_decoders.data.store.open_store import open_store
@@ -382,8 +382,8 @@ def test_an_interrupted_store_is_made_again(corpus, made, monkeypatch, moment):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", stop)
         if moment == "writing":
-            writer, real = tokenization.write_shard, iter(range(100))
-            patch.setattr(tokenization, "write_shard", lambda *rest: stop_at(next(real) == 4, writer, *rest))
+            writer, real = shard_tasks.write_shard, iter(range(100))
+            patch.setattr(shard_tasks, "write_shard", lambda *rest: stop_at(next(real) == 4, writer, *rest))
 
         def stop_at(now, function, *rest):
             if now:
@@ -500,7 +500,7 @@ def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tokenization, "write_shard", full)
+    monkeypatch.setattr(shard_tasks, "write_shard", full)
     with pytest.raises(DataError, match=r"/cache/tokens/\w+ cannot be written: No space left on device\. Make room"):
         build(corpus)
     assert not list((tmp_path / "cache").glob("tokens/*/*"))

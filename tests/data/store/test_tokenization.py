@@ -13,10 +13,10 @@ import pytest
 
 from eqx_decoders.data.sources import readers
 from eqx_decoders.data.sources.sources import Source
-from eqx_decoders.data.store import tokenization
+from eqx_decoders.data.store import shard_tasks, tokenization
 from eqx_decoders.data.store.open_store import open_store
 from eqx_decoders.data.store.shard_lock import ShardLock
-from eqx_decoders.data.store.tokenization import ShardTask, task_from_json, task_to_json
+from eqx_decoders.data.store.shard_tasks import ShardTask, task_from_json, task_to_json
 from eqx_decoders.errors import DataError, EqxDecodersError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -155,7 +155,7 @@ def test_a_tokenizer_that_cannot_be_told_to_a_process_works_here(tmp_path, monke
 
 def test_what_a_process_is_told_is_what_was_meant():
     for file in (Path("/a/b.txt"), Path("/a/b"), "memory://a.jsonl", "hf://datasets/o/n@c/d:train"):
-        place = file if isinstance(file, Path) else tokenization.parse_location(file)
+        place = file if isinstance(file, Path) else shard_tasks.parse_location(file)
         for part in (None, (3, 5)):
             job = ShardTask(Source("name", place, part is None), part, "hash", 7, part and (9, 8))
             again = task_from_json(json.loads(json.dumps(task_to_json(job))))
@@ -230,26 +230,26 @@ def test_two_runs_at_the_same_time_share_the_work(corpus):
 
 
 def test_a_file_that_changes_while_it_is_read_makes_no_shard(corpus, monkeypatch):
-    real = tokenization.write_shard
+    real = shard_tasks.write_shard
 
     def late(*rest):
         found = real(*rest)
         (corpus / "corpus" / "03.txt").write_text("changed")
         return found
 
-    monkeypatch.setattr(tokenization, "write_shard", late)
+    monkeypatch.setattr(shard_tasks, "write_shard", late)
     options = dict(path=str(corpus / "corpus" / "03.txt"), cache_dir=corpus / "cache")
     with pytest.raises(DataError, match=r"03\.txt was changed while it was read: start again"):
         open_store(corpus / "run", ByteTokenizer(), **options)
     assert not shards(corpus)
-    monkeypatch.setattr(tokenization, "write_shard", real)
+    monkeypatch.setattr(shard_tasks, "write_shard", real)
     store = open_store(corpus / "run", ByteTokenizer(), **options)
     assert ByteTokenizer().decode(store[0]) == "changed"
 
 
 @pytest.mark.parametrize("made", [False, True])
 def test_a_file_that_another_host_deleted_while_it_was_written_is_written_once_more(corpus, monkeypatch, made):
-    real, calls = tokenization.write_shard, []
+    real, calls = shard_tasks.write_shard, []
 
     def stale(partial, *rest):
         calls.append(partial)
@@ -259,7 +259,7 @@ def test_a_file_that_another_host_deleted_while_it_was_written_is_written_once_m
                 partial.rename(partial.with_name(partial.name.split(".")[0] + ".tokens"))
             raise OSError(errno.ESTALE, "Stale file handle", str(partial))
 
-    monkeypatch.setattr(tokenization, "write_shard", stale)
+    monkeypatch.setattr(shard_tasks, "write_shard", stale)
     options = dict(path=str(corpus / "corpus" / "03.txt"), cache_dir=corpus / "cache")
     assert len(open_store(corpus / "run", ByteTokenizer(), **options)) == 1
     assert len(calls) == (1 if made else 3) and len(shards(corpus)) == 1
@@ -297,7 +297,7 @@ def test_a_second_interruption_ends_the_processes_too(corpus, monkeypatch):
 @pytest.mark.parametrize("made", [False, True])
 def test_a_shard_whose_beginning_was_taken_away_is_made_once_more_or_is_there(corpus, monkeypatch, made):
     """By other hosts, on a file system whose locks are those of each host alone."""
-    real, calls = tokenization.write_shard, []
+    real, calls = shard_tasks.write_shard, []
 
     def taken(partial, *rest):
         real(partial, *rest)
@@ -308,7 +308,7 @@ def test_a_shard_whose_beginning_was_taken_away_is_made_once_more_or_is_there(co
             else:
                 partial.unlink()
 
-    monkeypatch.setattr(tokenization, "write_shard", taken)
+    monkeypatch.setattr(shard_tasks, "write_shard", taken)
     path = str(corpus / "corpus" / "03.txt")
     store = open_store(corpus / "run", ByteTokenizer(), path=path, cache_dir=corpus / "cache")
     assert len(store) == 1 and len(calls) == (1 if made else 3) and len(shards(corpus)) == 1

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.gguf_table import PATTERN, Found, read_masks
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.gguf.gguf_header import read_gguf

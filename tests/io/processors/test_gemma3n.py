@@ -6,8 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, DataError
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.gemma_audio import USM, Gemma3nAudio, LogMagnitudes

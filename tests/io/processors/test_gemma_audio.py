@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, DataError
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.inference.text_model import Files, load_text_model
 from eqx_decoders.io.processors.gemma_audio import Gemma4Audio, LogMagnitudes
 from eqx_decoders.io.processors.limits import MediaLimits

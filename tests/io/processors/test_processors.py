@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from eqx_decoders.encoders.tiles import TilesConfig
+from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import LogMel, QwenAudio

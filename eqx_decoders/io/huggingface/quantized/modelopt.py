@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.huggingface.directory import StoredTensor
 from eqx_decoders.io.huggingface.quantized.companions import (
     FLOATS,

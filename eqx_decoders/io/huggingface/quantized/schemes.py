@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor
 from eqx_decoders.io.huggingface.quantized.bitsandbytes import read_bitsandbytes
 from eqx_decoders.io.huggingface.quantized.companions import (
