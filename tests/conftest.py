@@ -59,7 +59,7 @@ from _pytest import runner  # noqa: E402
 
 from tests.bytecode import write_share  # noqa: E402
 from tests.compare import refuse_vacuous_comparisons  # noqa: E402
-from tests.programs import drop_compiled_programs  # noqa: E402
+from tests.programs import drop_compiled_programs, place_constants  # noqa: E402
 
 
 refuse_vacuous_comparisons()
@@ -124,6 +124,7 @@ if not AS_USERS_RUN:
         return contexts.one
 
     lowering.make_ir_context = context_of_thread
+    place_constants()
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)

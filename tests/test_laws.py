@@ -138,7 +138,7 @@ def test_left_padding_changes_nothing():
     assert_close(model(padded, positions=positions).logits[:, 4:], want)
 
 
-@pytest.mark.parametrize(("kernel", "scan"), [("dot", False), ("chunked", True)])
+@pytest.mark.parametrize(("kernel", "scan"), [pytest.param("dot", False, marks=pytest.mark.slow), ("chunked", True)])
 def test_packing_isolates_documents_bit_by_bit(kernel, scan):
     model = filled(rich_decoder(), attention=kernel, scan=scan)
     tokens = some_tokens(2, 11)

@@ -97,6 +97,7 @@ def test_an_import_leaves_files_of_others_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
+@pytest.mark.slow
 def test_on_a_mesh_all_is_as_on_one_device(tmp_path, without_transformers):
     mesh = ("--mesh.fsdp", "4", "--mesh.data", "2")
     for command in (("import", CHAT, tmp_path / "run"), ("export", tmp_path / "run", tmp_path / "out")):

@@ -108,7 +108,8 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("name", ["smolvlm", pytest.param("gemma4_audio", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smolvlm", "gemma4_audio"])
 def test_answers_to_a_video_of_few_frames(name, tmp_path):
     """With words and times before them; and training reads the same file alike."""
     whole, settings, times = SPARSE[name]

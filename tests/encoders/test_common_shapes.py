@@ -82,6 +82,7 @@ def test_parts_make_the_whole(model, parts):
     check_parts(model, parts, batch, media_of)
 
 
+@pytest.mark.slow
 def test_parts_of_whole_audio_make_the_whole(frame_audio):
     """Of one to three audio in a row, and of none."""
     lengths = [(9,), (4, 6), (), (1, 13, 3)]

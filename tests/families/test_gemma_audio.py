@@ -222,6 +222,7 @@ def test_other_encoders_have_no_settings():
 LENGTHS = [1, 4, 5, 15, 16, 17, 33, 47, 64]
 
 
+@pytest.mark.slow
 def test_an_audio_alone_is_what_it_is_among_others(encode):
     """One frame, lengths around the edges of chunks; padded, and packed into rows with others."""
     alone = encode([47])[0], encode([16])[0], encode([1])[0]
@@ -241,11 +242,8 @@ def test_what_stands_in_padding_is_not_seen(model, media):
     jax.tree.map(np.testing.assert_array_equal, again, media)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [dict(scan=False), *(pytest.param(dict(remat=remat), marks=pytest.mark.slow) for remat in ("full", "none"))],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(scan=False), dict(remat="full"), dict(remat="none")], ids=str)
 def test_every_way_to_run_gives_the_same(model, encode, options):
     """Layers in a scan or one by one, computed again or kept."""
     for one, other in zip(encode([33, 5], by=model.replace(**options)), encode([33, 5]), strict=True):

@@ -54,7 +54,7 @@ PUBLISHED = [name for name in ed.list_models() if not name.startswith(UNPUBLISHE
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if number % 18 else ()) for number, name in enumerate(PUBLISHED)]
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 36 else ()) for number, name in enumerate(PUBLISHED)]
 )
 def test_every_published_model_has_a_config_json(name):
     config = ed.get_config(name)

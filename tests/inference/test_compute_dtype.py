@@ -43,6 +43,7 @@ def test_no_number_changes():
     assert multiplied_weights(filled(config)) == frozenset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_what_accelerators_round_before_the_cast_is_copied(platform, monkeypatch):
     config = rich_decoder(2)

@@ -65,7 +65,8 @@ def test_what_is_small_split_or_traced_stays(model, monkeypatch):
     assert unstack_layers(model) is model
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.slow), dict(tensor=2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{}, dict(tensor=2)], ids=str)
 def test_layers_of_gpus_are_not_scanned_and_unstacked_once(model, cut_all, monkeypatch, sizes):
     """Stacked arrays are sliced without a scan, or cut and deleted; the same tokens come out, on a mesh, too."""
     layout = ed.Layout.create(**sizes, devices=jax.devices()[: 2 if sizes else 1])

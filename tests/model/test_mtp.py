@@ -109,7 +109,7 @@ LIKE_QWEN: Any = dict(block=GATED, final_norm=None, joint_norm=True, model_norm=
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.slow), NORMED, dict(block=STREAMS)],
+    [*(pytest.param(some, marks=pytest.mark.slow) for some in ({}, NORMED)), dict(block=STREAMS)],
     ids=["as they are", "normed", "all streams"],
 )
 def test_depths_are_the_formula_and_know_their_own_document_only(changes):

@@ -70,6 +70,7 @@ def test_the_optimum_is_reached(model, where):
     np.testing.assert_allclose(policy(state.model), best, rtol=0.02, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_with_a_critic(model):
     """The divergence is in the reward, and the critic learns what the best policy gains: `kl * log E exp(reward / kl)`,
     the expectation under the reference."""

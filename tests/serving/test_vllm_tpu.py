@@ -278,8 +278,8 @@ def check_same(fixture, found, sequences, atol=2e-4):
         np.testing.assert_allclose(logits, alone[row, : len(text)], atol=atol)
 
 
-QUICK = ["llama_rope", "gemma2_odd"]
-SLOW = ["gpt_oss_yarn", "gemma4_small", "qwen3_moe_mixed", "mistral_window"]
+QUICK = ["llama_rope"]
+SLOW = ["gemma2_odd", "gpt_oss_yarn", "gemma4_small", "qwen3_moe_mixed", "mistral_window"]
 
 
 @pytest.mark.parametrize("fixture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -288,6 +288,7 @@ def test_pieces_of_several_sequences_have_the_logits_of_each_alone(package, fixt
     check_same(fixture, play(fixture, sequences, CUTS), sequences)
 
 
+@pytest.mark.slow
 def test_latents_go_to_the_attention_for_latents(package):
     sequences = texts("deepseek2_groups")
     check_same("deepseek2_groups", play("deepseek2_groups", sequences, CUTS, use_mla=True), sequences)

@@ -71,7 +71,9 @@ def test_the_share_of_bubbles():
 
 
 @pytest.mark.parametrize(
-    "stages, count, repeats, delay, contiguous", [(*order, True) for order in ORDERS] + [(2, 4, 2, False, False)]
+    "stages, count, repeats, delay, contiguous",
+    [pytest.param(*order, True, marks=pytest.mark.slow if number % 2 else ()) for number, order in enumerate(ORDERS)]
+    + [(2, 4, 2, False, False)],
 )
 def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguous):
     """Each stage writes a digit of its layer's number: in the end rows say in which order they passed which layers."""
@@ -102,7 +104,7 @@ def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguo
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize(
     "stages, count, repeats, delay",
-    [pytest.param(*shape, marks=pytest.mark.slow if number % 2 else ()) for number, shape in enumerate(SHAPES)],
+    [pytest.param(*shape, marks=() if number == 4 else pytest.mark.slow) for number, shape in enumerate(SHAPES)],
 )
 def test_gradients_equal_those_of_a_scan(stages, count, repeats, delay, gather):
     """Of layers that have no gradient for zeros: none are read in bubbles."""

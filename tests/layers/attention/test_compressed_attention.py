@@ -176,6 +176,7 @@ def test_operations_are_counted():
     assert dataclasses.replace(config, indexer=None).token_products(20) == 4 * (4 + 10) * 16
 
 
+@pytest.mark.slow
 def test_rows_of_another_length_replace_rows():
     """What is beyond a shorter one is empty; of a longer one the windows that fit are there."""
 

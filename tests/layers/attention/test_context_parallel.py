@@ -65,7 +65,7 @@ def selection(heads, length, kv_length):
 @pytest.mark.parametrize(
     ("sizes", "kernel", "options"),
     [
-        (ALL, "chunked", dict(mask=Causal())),
+        pytest.param(ALL, "chunked", dict(mask=Causal()), marks=pytest.mark.slow),
         (LONG, "dot", dict(mask=SlidingWindow(7), soft_cap=2.0, alibi=ALIBI)),
         pytest.param(CONTEXT, "chunked", dict(mask=Bidirectional()), marks=pytest.mark.slow),
         pytest.param(SEQUENCE, "chunked", dict(mask=Chunked(9)), marks=pytest.mark.slow),
@@ -78,7 +78,7 @@ def test_packed_rows_with_spans(sizes, kernel, options):
     check(sizes, make(64, value_dim=5), packed_places(64, spans=options["mask"] != Causal()), kernel=kernel, **options)
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(200)], ids=str)
+@pytest.mark.parametrize("mask", [pytest.param(Causal(), marks=pytest.mark.slow), SlidingWindow(200)], ids=str)
 @pytest.mark.parametrize("order", ["plain", pytest.param("zigzag", marks=pytest.mark.slow)])
 def test_loops_over_blocks(mask, order):
     """Blocks of queries of one device against blocks of all keys, by positions."""
@@ -93,7 +93,7 @@ def test_loops_over_blocks(mask, order):
 @pytest.mark.parametrize(
     ("sizes", "heads", "kv_heads"),
     [
-        (ALL, 4, 1),
+        pytest.param(ALL, 4, 1, marks=pytest.mark.slow),
         (HEADS, 12, 3),
         pytest.param(HEADS, 8, 2, marks=pytest.mark.slow),
         pytest.param(HEADS, 12, 6, marks=pytest.mark.slow),
@@ -109,7 +109,7 @@ def test_fewer_heads_of_keys_than_devices(sizes, heads, kv_heads):
 
 
 @pytest.mark.parametrize("sizes", [ALL, pytest.param(CONTEXT, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_selected_keys(sizes, heads):
     places = packed_places(32) | {"selected": selection(heads, 32, 32)}
     check(sizes, make(32, value_dim=3), places, mask=Causal())
@@ -130,7 +130,7 @@ def test_what_the_mesh_does_not_divide_stays_whole(sizes, batch, length):
     ("length", "kv_heads", "options"),
     [
         (1, 2, dict(mask=SlidingWindow(9))),
-        (8, 1, dict(mask=Causal(), soft_cap=2.0, alibi=ALIBI)),
+        pytest.param(8, 1, dict(mask=Causal(), soft_cap=2.0, alibi=ALIBI), marks=pytest.mark.slow),
         pytest.param(8, 2, dict(mask=Causal(), split=False), marks=pytest.mark.slow),
         pytest.param(
             8, 4, dict(mask=Chunked(7), order="zigzag", form="all_to_all", alibi=ALIBI), marks=pytest.mark.slow

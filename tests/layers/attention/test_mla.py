@@ -201,7 +201,9 @@ def past_of(entries, count: int, extra: int) -> CachedKV:
     return CachedKV(key=key.transpose(0, 2, 1, 3), value=None, positions=positions)
 
 
-@pytest.mark.parametrize("pairs", [False, True], ids=["weights", "weights-in-parts"])
+@pytest.mark.parametrize(
+    "pairs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["weights", "weights-in-parts"]
+)
 def test_absorbed_is_expanded(pairs):
     """In values and gradients: the last three of seven tokens see four of the past."""
     layer = drawn(mask=SlidingWindow(5), bias=True, kv_rank=6 if pairs else 126)

@@ -68,9 +68,9 @@ def check_ring(
 @pytest.mark.parametrize(
     ("sizes", "mask", "options"),
     [
-        (FOUR, Causal(), dict(kernel="chunked")),
+        pytest.param(FOUR, Causal(), dict(kernel="chunked"), marks=slow),
         (FOUR, SlidingWindow(7), dict(kernel="dot", form="ring_all_to_all", alibi=ALIBI)),
-        (FOUR, SlidingWindow(7), dict(kernel="dot", gap=True)),
+        pytest.param(FOUR, SlidingWindow(7), dict(kernel="dot", gap=True), marks=slow),
         pytest.param(TWO, SlidingWindow(7), dict(kernel="dot", form="ring_all_to_all", heads=(8, 4)), marks=slow),
         pytest.param(FOUR, Causal(), dict(kernel="chunked", form="ring_all_to_all", order="zigzag"), marks=slow),
         pytest.param(FOUR, Causal(), dict(kernel="chunked", order="zigzag", heads=(4, 1), alibi=ALIBI), marks=slow),

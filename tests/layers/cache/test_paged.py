@@ -43,15 +43,16 @@ def poisoned(cache):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, values, head_dim",
     [
-        pytest.param("int8", True, 8, marks=SLOW),
+        ("int8", True, 8),
         ("float32", True, 8),
-        pytest.param("float32", False, 8, marks=SLOW),
-        pytest.param("int8", False, 8, marks=SLOW),
-        pytest.param("float32", True, 80, marks=SLOW),
-        pytest.param("int8", True, 80, marks=SLOW),
+        ("float32", False, 8),
+        ("int8", False, 8),
+        ("float32", True, 80),
+        ("int8", True, 80),
     ],
 )
 def test_pages_hold_what_slots_hold(dtype, values, head_dim):

@@ -75,9 +75,8 @@ def test_pieces_are_one_call(kind, bound):
     check_pieces(model, ed.init_cache(model.config, 2, 16, dtype=BLOCKS), (5, 5, 1, 1, 1, 1), bound)
 
 
-@pytest.mark.parametrize(
-    "kind", ["keys", *(pytest.param(kind, marks=SLOW) for kind in ("indexed", "latents", "blocks"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["keys", "indexed", "latents", "blocks"])
 def test_pages_hold_blocks(kind):
     check_paged(kind, BLOCKS, bound=0.3)
 

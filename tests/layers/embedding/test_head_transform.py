@@ -39,6 +39,7 @@ def test_a_narrow_table_is_projected_in_and_out():
     assert_close(model.logits(jnp.asarray(hidden)), y @ wide(model.embedding.table).T, units=512)
 
 
+@pytest.mark.slow
 def test_new_ones_have_about_unit_gain():
     model = ed.init(rich_decoder(1, **NARROW), key=jax.random.key(0))
     assert np.std(model.embedding.projection.kernel) == pytest.approx(8**-0.5, rel=0.2)

@@ -181,7 +181,10 @@ def test_gradients_added_up_in_rings_are_those_of_one_device(rings):
     ]  # gate, up, down
 
 
-@pytest.mark.parametrize("mesh, some", [(dict(fsdp=4, expert=2), {}), (dict(fsdp=8), dict(exchange_bytes=192))])
+@pytest.mark.parametrize(
+    "mesh, some",
+    [pytest.param(dict(fsdp=4, expert=2), {}, marks=pytest.mark.slow), (dict(fsdp=8), dict(exchange_bytes=192))],
+)
 def test_devices_that_multiply_unequally_often_have_no_ring(rings, mesh, some):
     """Split experts take as many pieces as they have rows; rounds would each send a gradient. Nothing is compiled."""
     layout, diff = ed.Layout.create(**mesh), (layer(RICH), tokens(8, 6)[0])
@@ -213,7 +216,7 @@ def test_half_precision_on_a_mesh_is_that_of_one_device(exchange):
     assert_close(run(placed(layer(SCALED), x, layout), positions)[1], want, units=4, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("config", [RICH, SCALED], ids=["rich", "scaled"])
+@pytest.mark.parametrize("config", [RICH, pytest.param(SCALED, marks=pytest.mark.slow)], ids=["rich", "scaled"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_half_precision_comes_out_as_it_went_in(config, exchange):
     """Tokens in bf16 and weights in f32: so are the output and the gradients. Nothing is compiled."""
@@ -285,6 +288,7 @@ def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offse
     return jnp.where(jnp.all(told == send_sizes), output, jnp.full_like(output, 7))
 
 
+@pytest.mark.slow
 def test_rows_travel_as_they_are_on_tpu(monkeypatch):
     """The program for TPU, with its products and its choice of an exchange, on CPU."""
     monkeypatch.setattr(ed.Layout, "platform", "tpu")

@@ -121,7 +121,7 @@ def run(layer, x, positions, form):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("gpt_oss", "nemotron", "longcat, with a bias") else pytest.mark.slow)
+        pytest.param(name, marks=() if name in ("gpt_oss", "longcat, with a bias") else pytest.mark.slow)
         for name in CASES
     ],
 )

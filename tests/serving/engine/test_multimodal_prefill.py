@@ -267,6 +267,7 @@ def test_images_for_other_tokens_are_refused(engine):
     assert not engine.has_work
 
 
+@pytest.mark.slow
 def test_a_cache_of_four_bits_takes_what_was_seen(engine):
     four = Engine(engine.model, EngineConfig(**SMALL | {"cache_dtype": "int4"}))
     assert len(tokens(answers(four, shown(four, 4))[0])) == 3

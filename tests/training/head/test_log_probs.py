@@ -49,7 +49,12 @@ ALL = {"soft_cap": 3.0, "temperature": 0.7}
 
 @pytest.mark.parametrize(
     ("tied", "biased", "several", "options"),
-    [(False, True, False, ALL), (True, False, True, ALL), (True, True, False, {}), (False, False, True, {})],
+    [
+        (False, True, False, ALL),
+        pytest.param(True, False, True, ALL, marks=pytest.mark.slow),
+        pytest.param(True, True, False, {}, marks=pytest.mark.slow),
+        (False, False, True, {}),
+    ],
 )
 def test_fused_is_plain(tied, biased, several, options):
     hidden, head, targets, _ = make(tied, biased=biased)

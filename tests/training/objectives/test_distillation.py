@@ -163,6 +163,7 @@ def projected_steps(models, batch, steps=1, **step):
     return jax.device_get(state), before, np.array(found)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_width(widths):
     """A projection is trained with the student: it has moments and means, and the model is as it was made."""
     student, teacher = widths
@@ -264,6 +265,7 @@ def test_on_a_mesh(models, axes):
     assert_close((found.loss, found.grad_norm), (want.loss, want.grad_norm))
 
 
+@pytest.mark.slow
 def test_all_tokens_but_one_are_the_whole_teacher(models):
     """With one cell for the rest the likeliest tokens are a bound, equal where a single token is left."""
     _, teacher = models

@@ -104,11 +104,12 @@ GSPO = PolicyObjective(policy=PolicyLoss(kind="gspo"))
 def expected(objective, model):
     """The loss by its formula, of the plain log-probs of each document alone."""
     documents, prompts, numbers = drawn()
+    longest = max(map(len, documents))
+    logits = model(jnp.asarray([np.pad(ids, (0, longest - len(ids))) for ids in documents], jnp.int32)).logits
 
     def log_probs(index):
         ids = jnp.asarray(documents[index])
-        logits = model(ids[None]).logits[0, :-1] / getattr(objective, "temperature", 1.0)
-        log_p = jax.nn.log_softmax(logits)
+        log_p = jax.nn.log_softmax(logits[index, : len(ids) - 1] / getattr(objective, "temperature", 1.0))
         picked = jnp.take_along_axis(log_p, ids[1:, None], axis=-1)[:, 0]
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
         return picked[prompts[index] - 1 :], entropy[prompts[index] - 1 :]

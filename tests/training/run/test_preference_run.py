@@ -92,6 +92,7 @@ def test_the_first_loss_is_that_of_a_coin(adapted):
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[-1]["reward_margin"] > 0
 
 
+@pytest.mark.slow
 def test_a_broken_run_is_the_whole_one(adapted):
     train(adapted, "broken", lora_rank=4, steps=2, optimizer__schedule="constant")
     train(adapted, "broken", lora_rank=4, steps=4, optimizer__schedule="constant")

@@ -111,6 +111,7 @@ def test_running_means_are_of_the_weights_after_it():
     assert_close({name: new.ema[name] for name in clipped}, want, units=64)
 
 
+@pytest.mark.slow
 def test_largest_scores_may_be_negative():
     """Of documents of one token; over microbatches, too."""
     tokens = jnp.asarray([[3], [5]])

@@ -322,7 +322,15 @@ def first_run(whole):
 
 
 @pytest.mark.parametrize(
-    "mask", [Causal(), SlidingWindow(40), Chunked(32), Bidirectional(), Bidirectional(48)], ids=str
+    "mask",
+    [
+        Causal(),
+        pytest.param(SlidingWindow(40), marks=slow),
+        Chunked(32),
+        pytest.param(Bidirectional(), marks=slow),
+        Bidirectional(48),
+    ],
+    ids=str,
 )
 def test_tiles_are_those_that_are_seen(mask):
     """Against a count in NumPy: none is missed, and those that all see are known, also past the numbers of `_code`."""
@@ -356,7 +364,7 @@ def layers(remat, kernel):
     return loss
 
 
-@KERNEL
+@pytest.mark.parametrize("kernel", ["interval", pytest.param("triton", marks=slow)])
 def test_context_saves_the_forward_kernel(kernel):
     qkv, places = make(24), packed_places(24)
     policies = {

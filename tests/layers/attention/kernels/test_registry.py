@@ -109,7 +109,14 @@ def both(qkv, places, **options):
     return chunked, all_of(qkv, weights, places, kernel="dot", **{**options, "aligned": False})
 
 
-@pytest.mark.parametrize(("mask", "soft_cap"), list(zip(MASKS, CAPS, strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("mask", "soft_cap"),
+    [
+        pytest.param(mask, cap, marks=[] if number in (1, 3, 5) else pytest.mark.slow)
+        for number, (mask, cap) in enumerate(zip(MASKS, CAPS, strict=True))
+    ],
+    ids=str,
+)
 def test_packed_chunked_is_dot(mask, soft_cap):
     """Three blocks with a remainder, in the form for short sequences; narrow values."""
     positions, segments = packed(301)
@@ -129,7 +136,7 @@ def test_loops_over_blocks_are_dot():
         same(*both(qkv, places, mask=mask, soft_cap=None, alibi=Alibi(max_exponent=4.0), aligned=True))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 def test_half_precision_stays_near(kernel, dtype):
     positions, segments = packed(270)
