@@ -30,29 +30,39 @@ def drop_compiled_programs() -> None:
 
 
 def place_constants() -> None:
-    """Place what tests make of NumPy's arrays and of one number, outside of programs, instead of compiling it.
+    """Let JAX place what it makes outside of programs of NumPy's arrays, or of one number, instead of compiling it.
 
-    `jnp.asarray(x)`, `jnp.asarray(x, dtype)` and `jnp.zeros(shape)` are a program for each shape, which takes 30 ms.
+    `jnp.asarray(x)`, `jnp.asarray(x, dtype)` and `jnp.zeros(shape)` are a program for each shape, which takes 30 ms:
+    a fifth of all programs of the tests. `compilations` counts them nevertheless, since users compile them. Left to
+    JAX: numbers of Python, whose dtype is weak, arrays with a sharding, and all where a mesh is set.
     """
+    put, known = jax.device_put, set()
 
-    def wrap(primitive: Any, place: Callable) -> None:
+    def wrap(primitive: Any, make: Callable) -> None:
         compiled = primitive.impl
 
         def call(x, **options):
-            placed = place(x, **options)
-            return compiled(x, **options) if placed is None else jax.device_put(placed)
+            made = make(x, **options) if jax.sharding.get_abstract_mesh().empty else None
+            if made is None:
+                return compiled(x, **options)
+            if (kind := (primitive.name, made.shape, made.dtype)) not in known:
+                known.add(kind)
+                _compiled.append(f"jit({primitive.name})")
+            return put(made)
 
         primitive.def_impl(call)
 
     def as_it_is(x):
-        return x.copy() if isinstance(x, np.ndarray) else None  # which a placed array may share
+        return x.copy() if isinstance(x, np.ndarray) else None  # JAX may share the memory of what it is given
 
     def converted(x, *, new_dtype, weak_type, sharding):
         if not isinstance(x, np.ndarray) or weak_type or sharding is not None:
             return None
-        known = jax.dtypes.canonicalize_dtype(x.dtype)
-        truncates = jnp.issubdtype(known, jnp.inexact) and not jnp.issubdtype(new_dtype, jnp.inexact)
-        return None if truncates else x.astype(known).astype(new_dtype)
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(new_dtype, jnp.inexact):
+            return None  # NumPy makes other whole numbers of NaN, and of what is too large
+        with np.errstate(over="ignore"):
+            return x.astype(dtype).astype(new_dtype)
 
     def repeated(x, *, shape, broadcast_dimensions, sharding):
         is_number = isinstance(x, jax.Array) and x.ndim == 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
@@ -75,9 +85,6 @@ def tpu_devices(topology: str, slices: int = 1) -> list:
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
     """The programs that are compiled in this block (or read from the cache on disk), by name."""
-    if not _compiled:
-        _compiled.append("listening")
-        jax.monitoring.register_event_duration_secs_listener(_listen)
     begin, found = len(_compiled), []
     try:
         yield found
@@ -107,3 +114,6 @@ def no_renames() -> Iterator[None]:
 def _listen(name: str, _: float, **details: object) -> None:
     if name == COMPILED:
         _compiled.append(str(details.get("fun_name", "?")))
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)

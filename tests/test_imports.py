@@ -71,9 +71,9 @@ def test_import_needs_what_is_used():
     assert not set(unwanted.split()) & model and {"jax", "equinox", "eqx_decoders.model.decoder"} <= model
 
 
-@pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenization_worker", "io.function_worker"])
+@pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenization_worker"])
 def test_processes_that_read_files_import_no_model(module):
-    """A fresh interpreter: a server or a run starts one for each core, and JAX would take most of their time."""
+    """A fresh interpreter: a server starts one for each core, a run of texts too, and JAX would take most of it."""
     code = f"import sys, eqx_decoders.{module}; print(*sys.modules)"
     modules = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     unwanted = {"jax", "equinox", *(f"eqx_decoders.{name}" for name in ("layers", "model", "families"))}

@@ -74,7 +74,7 @@ def grid_of(tiles: TilesConfig, height: int, width: int) -> tuple[int, int]:
 def token_order(
     tiles: TilesConfig, height: int, width: int, side: int, real: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Return `TiledImage.order` of an image, each of whose tiles has `side x side` tokens.
+    """Return `tiles.TiledImage.order` of an image, each of whose tiles has `side x side` tokens.
 
     real: the rows and columns of tokens that are no padding, where `tiles.sizes` is empty; None for all.
     """

@@ -242,8 +242,11 @@ def test_what_stands_in_padding_is_not_seen(model, media):
     jax.tree.map(np.testing.assert_array_equal, again, media)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(scan=False), dict(remat="full"), dict(remat="none")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [dict(scan=False), *(pytest.param(dict(remat=remat), marks=pytest.mark.slow) for remat in ("full", "none"))],
+    ids=str,
+)
 def test_every_way_to_run_gives_the_same(model, encode, options):
     """Layers in a scan or one by one, computed again or kept."""
     for one, other in zip(encode([33, 5], by=model.replace(**options)), encode([33, 5]), strict=True):

@@ -77,7 +77,6 @@ def test_one_token_of_prompt_and_one_new(model):
     assert got.shape == (1, 1) and int(got[0, 0]) == naive(model, [4], 1)[0]
 
 
-@pytest.mark.slow
 def test_the_same_key_gives_the_same_tokens(model):
     run = lambda model, seed: np.asarray(  # noqa: E731
         ed.generate(model, some_tokens(2, 3), max_new_tokens=12, sampler=ed.Sample(), key=jax.random.key(seed))
@@ -125,7 +124,6 @@ def test_buckets_waste_at_most_half_of_the_short_and_a_quarter_of_the_long():
         assert length <= size <= max(8, length * (2 if length <= 256 else 1.25))
 
 
-@pytest.mark.slow
 def test_lists_of_different_lengths_are_continued_as_if_alone(model):
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17]]  # in two buckets
     both = np.asarray(ed.generate(model, rows, max_new_tokens=6))

@@ -1,6 +1,6 @@
 """Tasks of tokenization: which part of a source becomes a shard, by which recipe, and how it is made.
 
-Worker processes import this (`tokenization_worker`): neither JAX nor a model's layers.
+Worker processes import this (`tokenization_worker`), and for texts neither JAX nor a model's layers.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, find_tokenizer
 
 @runtime_checkable
 class _Array(Protocol):
-    """An array of NumPy or JAX, which is not imported: processes that only read texts start faster without it."""
+    """An array of NumPy, or of JAX without its import: processes that only read texts start faster."""
 
     def __array__(self) -> np.ndarray: ...
 

@@ -140,8 +140,7 @@ def test_fast_is_plain():
     assert np.abs(dense - want[0]).max() > 1e-2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["largest", "means"])
+@pytest.mark.parametrize("kind", [pytest.param("largest", marks=pytest.mark.slow), "means"])
 def test_tokens_and_chunks_decode_as_the_whole(kind):
     means = PooledIndexerConfig(size=3, top_k=1, num_heads=8, head_dim=8)
     config = decoder() if kind == "largest" else decoder(selection=means)

@@ -119,7 +119,6 @@ def test_documents_of_a_row_choose_as_if_alone():
     assert_close(model(tokens, segment_ids=segments).logits, jnp.concatenate(alone, axis=1), units=256)
 
 
-@pytest.mark.slow
 def test_tokens_and_chunks_decode_as_the_whole():
     """Blocks of which some tokens are in the cache and some in the call; rows that stand elsewhere."""
     tokens, lengths = some_tokens(4, 17), jnp.asarray([9, 1, 5, 8])

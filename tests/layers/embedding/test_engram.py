@@ -220,7 +220,6 @@ def test_padding_changes_nothing(layer, places):
         assert_close(last_inputs(tail, entries[name].inputs, jnp.asarray(positions)), want)
 
 
-@pytest.mark.slow
 def test_tokens_over_a_memory_on_a_mesh():
     """The memory splits the features of what a product adds up over split weights."""
     config = dataclasses.replace(SMALL, embed_dim=16, head_dim=8)

@@ -61,7 +61,6 @@ def own(model):
     return np.moveaxis(np.asarray(choices), 0, 2).astype(np.int16)
 
 
-@pytest.mark.slow
 def test_the_own_choice_changes_nothing(model, own):
     """Values and gradients, to the last bit; where it is not known, the router chooses."""
     wanted = loss(model, batch_of(own))
