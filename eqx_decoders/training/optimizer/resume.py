@@ -76,7 +76,7 @@ def _at_step(state: TrainState, optimizer: PyTree) -> PyTree:
 
     A count beside moments counts their steps; one alone is that of a schedule.
     """
-    taken = np.asarray(int(state.step) - int(state.skipped), np.int32)
+    taken = int(state.step) - int(state.skipped)
 
     def is_schedule(part: Any) -> bool:
         return getattr(part, "_fields", None) == ("count",)
@@ -84,7 +84,8 @@ def _at_step(state: TrainState, optimizer: PyTree) -> PyTree:
     def moved(part: Any) -> Any:
         if not is_schedule(part):
             return part
-        # an array of its own for each: a donated step must not be handed one buffer twice
-        return part._replace(count=jax.make_array_from_callback((), state.step.sharding, lambda _: taken))
+        # a number of its own for each, whose memory JAX may share: a donated step must not be handed one buffer twice
+        count = jax.make_array_from_callback((), state.step.sharding, lambda _: np.asarray(taken, np.int32))
+        return part._replace(count=count)
 
     return jax.tree.map(moved, optimizer, is_leaf=is_schedule)
