@@ -73,7 +73,7 @@ def test_import_needs_what_is_used():
 
 @pytest.mark.parametrize("module", ["io.processors.processor", "data.store.tokenization_worker"])
 def test_processes_that_read_files_import_no_model(module):
-    """A fresh interpreter: a server starts one for each core, a run of texts too, and JAX would take most of it."""
+    """A fresh interpreter: a server has one for each core, and JAX would take most of the time of a start."""
     code = f"import sys, eqx_decoders.{module}; print(*sys.modules)"
     modules = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     unwanted = {"jax", "equinox", *(f"eqx_decoders.{name}" for name in ("layers", "model", "families"))}

@@ -643,6 +643,15 @@ def test_every_option_is_read(kind, field):
         assert differ(plain, other)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
+def test_a_key_is_not_read_without_a_rate(kind):
+    base, place, _ = OPTIONS[kind]
+    for needs in [{}, *(needs for (one, _), needs in NEEDS.items() if one is kind)]:
+        config = place(dataclasses.replace(base, **needs))
+        np.testing.assert_array_equal(logits(config), logits(config, keyed=True))
+
+
 def test_wirings_differ():
     found = [logits(block(residual=residual)) for residual in ("sequential", "parallel", "plain", "chained")]
     assert all(differ(one, other) for i, one in enumerate(found) for other in found[:i])

@@ -1,4 +1,4 @@
-"""Reader of `config.json` with checks: a key that is neither read nor known to have no effect is refused."""
+"""Reader of `config.json` and other JSON objects with checks: a key that is neither read nor known is refused."""
 
 import difflib
 import json
@@ -12,74 +12,6 @@ T = TypeVar("T")
 REQUIRED: Any = object()
 _LARGEST = 2**31 - 1
 MOST_LAYERS = 1024
-
-
-def by_key(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return a reason for each key, from reasons for several keys with spaces between them."""
-    return {key: reason for keys, reason in reasons.items() for key in keys.split()}
-
-
-# Keys that don't change what a loaded model computes, each with the reason. They are carried over into an export.
-IGNORED_KEYS: dict[str, str] = by_key(
-    {
-        "transformers_version _name_or_path name_or_path _model_name_or_path model_name_or_path _commit_hash "
-        "_original_object_hash _from_pipeline _from_auto _from_model_config unsloth_version unsloth_fixed "
-        "is_llama_config transformers.js_config": "who wrote it, and of what",
-        "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id "
-        "forced_eos_token_id unk_token_id tokenizer_class prefix model_max_length": "for tokenizers and generation",
-        "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature "
-        "top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
-        "bad_words_ids num_return_sequences output_scores return_dict_in_generate remove_invalid_values "
-        "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-        "cache_implementation use_cache": "generation settings of transformers",
-        "attention_dropout resid_pdrop embd_pdrop attn_pdrop "
-        "hidden_dropout hidden_dropout_prob": "dropout happens in training only, and a loaded model has none",
-        "use_return_dict output_attentions output_hidden_states return_dict torchscript use_bfloat16 "
-        "tf_legacy_loss chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels "
-        "_num_labels task_specific_params pretraining_tp output_past gradient_checkpointing _attn_implementation "
-        "_attn_implementation_autoset _flash_attn_2_enabled attn_implementation": "how transformers runs it",
-        "max_position_embeddings": "a promise, not a limit: rotary positions have no table",
-    }
-)
-
-# Keys that would change what a model computes in a way that is not implemented, with the values that do not.
-ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (),
-    "tie_encoder_decoder": (False,),
-    "is_decoder": (False, True),  # every model here is one
-    "pruned_heads": ({},),
-    "partial_rotary_factor": (1, 1.0),
-    "use_bidirectional_attention": (False,),
-    "is_causal": (True,),
-    "use_mrope": (False,),
-    "rope_interleaved": (False,),
-}
-
-# transformers' names of activations and ours; the first of several with one meaning is the one that is written.
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "sigmoid": "sigmoid",
-    "tanh": "tanh",
-    "linear": "identity",
-}
-
-
-def activation_name(activation: str) -> str:
-    """Return transformers' name of an activation."""
-    return next(name for name, ours in ACTIVATIONS.items() if ours == activation)
 
 
 class Fields:
@@ -187,11 +119,14 @@ class Fields:
         """Add ignored keys of the nested object `key` to those that `ignored` returns; for an empty one beside them."""
         self._carried |= {key: dict(ignored)} if key else ignored
 
-    def ignored(self, known: Mapping[str, str]) -> dict[str, Any]:
-        """Return the keys among `known` that have no effect, for an export; refuse unread keys that are not there."""
-        for key, allowed in ALLOWED_VALUES.items():
+    def ignored(self, known: Mapping[str, str], allowed: Mapping[str, tuple[Any, ...]] = {}) -> dict[str, Any]:
+        """Return the keys among `known` that have no effect, for an export; refuse unread keys that are not there.
+
+        allowed: values of unread keys that have no effect; others are refused.
+        """
+        for key, values in allowed.items():
             if not self.is_read(key):
-                self.allow_only(key, *allowed)
+                self.allow_only(key, *values)
         self.finish(known)
         internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
         ignored = {key: value for key, value in self.content.items() if key in known and not key.startswith(internal)}

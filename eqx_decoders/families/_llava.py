@@ -5,12 +5,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from eqx_decoders.core.config_reader import ACTIVATIONS, Fields
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.encoders.geometry import TilesConfig
 from eqx_decoders.encoders.media_config import EncoderConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.families._clip import clip, clip_weights
 from eqx_decoders.families._siglip import siglip
+from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.multimodal import LANGUAGE_MODEL, LLAMA_SIZES, MultimodalFamily, linear, token, with_images
 from eqx_decoders.families.settings_table import (
     ABSENT,

@@ -2,8 +2,9 @@
 
 import functools
 
-from eqx_decoders.core.config_reader import ACTIVATIONS, Fields
+from eqx_decoders.core.config_reader import Fields
 from eqx_decoders.families.common import ENDS, LAYER, DecoderSizes, decoder_sizes, plain_mlp
+from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import Rule, Values, only

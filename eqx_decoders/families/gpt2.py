@@ -4,9 +4,9 @@ import functools
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.core.config_reader import ACTIVATIONS
 from eqx_decoders.families import _gpt2
 from eqx_decoders.families.common import DecoderSizes, attentions, decoder_sizes
+from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Flag, Integer
 from eqx_decoders.families.weight_rows import Weight

@@ -1,8 +1,8 @@
 """GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel after one norm, pairs of neighbors rotated."""
 
-from eqx_decoders.core.config_reader import ACTIVATIONS
 from eqx_decoders.families import _gpt2
 from eqx_decoders.families.common import DecoderSizes, decoder_sizes, gpt_sizes, plain_mlp, renamed
+from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Integer, only, value_at
 from eqx_decoders.families.weight_rows import self_attention

@@ -1,9 +1,8 @@
 """Family of checkpoints: a table of its settings in `config.json`, and one of its weights.
 
-Both are tables. A row of `weights` maps a tensor of a checkpoint to a weight, with an einops pattern that views the
-tensor in the weight's order: to read it for import, and to fill it for export. A row of `settings` maps keys of
-`config.json` to values of a configuration, in both directions; an export is refused unless reading returns the same
-configuration from what was written.
+A row of `weights` maps a tensor of a checkpoint to a weight, with an einops pattern that views the tensor in the
+weight's order: to read it for import, and to fill it for export. A row of `settings` maps keys of `config.json` to
+values of a configuration, in both directions; an export is refused unless reading it returns the same configuration.
 """
 
 import dataclasses
@@ -16,8 +15,9 @@ import numpy as np
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.blocks.segmentation import segments
-from eqx_decoders.core.config_reader import IGNORED_KEYS, Fields, abbreviate, by_key
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import ConfigError, ConversionError, check
+from eqx_decoders.families.config_keys import ALLOWED_VALUES, IGNORED_KEYS, by_key
 from eqx_decoders.families.scorers import SCORER, SCORER_CLASS, number_of_scores, scorer_name
 from eqx_decoders.families.settings_table import Rule, Setting, public, read_all, write_all
 from eqx_decoders.families.weight_rows import ENCODERS, Section, Weight, WeightMapping, are_transposed
@@ -167,7 +167,7 @@ class Family:
             config = self.read(fields)
         except ConfigError as error:
             raise fields.error(str(error)) from error
-        return config, fields.ignored({**IGNORED_KEYS, **self.ignored_keys})
+        return config, fields.ignored({**IGNORED_KEYS, **self.ignored_keys}, ALLOWED_VALUES)
 
     def read(self, fields: Fields) -> DecoderConfig:
         """Return the configuration of a checkpoint's settings."""

@@ -2,7 +2,6 @@
 
 import functools
 
-from eqx_decoders.core.config_reader import ACTIVATIONS
 from eqx_decoders.families.common import (
     LAYER,
     NO_BIAS,
@@ -13,6 +12,7 @@ from eqx_decoders.families.common import (
     plain_mlp,
     renamed,
 )
+from eqx_decoders.families.config_keys import ACTIVATIONS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import rope_settings
 from eqx_decoders.families.settings_table import AUTO_MAP, Flag

@@ -22,8 +22,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, ClassVar
 
-from eqx_decoders.core.config_reader import ACTIVATIONS, IGNORED_KEYS, REQUIRED, Fields, by_key
+from eqx_decoders.core.config_reader import REQUIRED, Fields
 from eqx_decoders.errors import ConfigError, ConversionError
+from eqx_decoders.families.config_keys import ACTIVATIONS, ALLOWED_VALUES, IGNORED_KEYS, by_key
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.compressed_attention import CompressedAttentionConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
@@ -422,7 +423,7 @@ class Table(Setting):
         values.update(read_all(self.settings, table, values))
         for name in self.OUTSIDE:
             table.take(name, None)
-        fields.carry(self.key, table.ignored(IGNORED_KEYS | by_key(self.ignored)))
+        fields.carry(self.key, table.ignored(IGNORED_KEYS | by_key(self.ignored), ALLOWED_VALUES))
 
     @property
     def _groups(self) -> list[Group]:

@@ -9,8 +9,8 @@ import time
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.config_reader import IGNORED_KEYS
 from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.config_keys import IGNORED_KEYS
 from tests.families.samples import SAMPLES, decode, sample
 
 

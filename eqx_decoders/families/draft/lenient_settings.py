@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.core.config_reader import ALLOWED_VALUES, IGNORED_KEYS, Fields, abbreviate
+from eqx_decoders.core.config_reader import Fields, abbreviate
 from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.families.config_keys import ALLOWED_VALUES, IGNORED_KEYS
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.settings_table import Setting, public
 from eqx_decoders.model.decoder_config import DecoderConfig

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eqx_decoders.core.config_reader import IGNORED_KEYS
+from eqx_decoders.families.config_keys import IGNORED_KEYS
 from eqx_decoders.families.draft.comparison import Comparison, compare, habits_of
 from eqx_decoders.families.draft.lenient_settings import OUTSIDE, Reading, read_leniently
 from eqx_decoders.families.draft.tensor_groups import Shape, inner_name, pattern_of

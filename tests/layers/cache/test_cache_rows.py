@@ -25,7 +25,7 @@ def with_pages(cache):
 
 
 KINDS = (*MIXERS, "states", "pages")
-QUICK = ("keys", "pages")  # blocks and chunks are of keys
+QUICK = ("keys", "pages")  # blocks and chunks are of keys, an indexer's keys beside latents
 CASES = [
     *(pytest.param(kind, [3, 0], marks=[] if kind in QUICK else pytest.mark.slow) for kind in KINDS),
     *(pytest.param(kind, [2], marks=[] if kind == "states" else pytest.mark.slow) for kind in KINDS),
