@@ -21,7 +21,7 @@ LESSON := $(filter tiny-reverse,$(MODEL))
 PROGRAM := scripts/$(if $(LESSON),tiny_reverse.py,train.py --model $(MODEL) $(OPTIMIZER) $(STEPS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-accelerator mutants lint typecheck bench bench-accelerator bench-sizes clean
+.PHONY: help install train test test-medium test-slow test-accelerator mutants lint typecheck bench bench-accelerator bench-sizes clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -53,8 +53,11 @@ install: $(STAMP)  ## make the environment in .venv
 train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) and let it write
 	$(BIN)/python $(PROGRAM) --run-dir $(RUN) $(ARGS)
 
-test: $(STAMP)  ## all fast tests, on eight CPU devices
+test: $(STAMP)  ## the fast tests, on eight CPU devices: each law once or twice
 	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-medium: $(STAMP)  ## the tests of medium length: more cases, sizes, layers and families; before a change lands
+	$(CPU) $(BIN)/python -m pytest -m "medium and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(CLIENTS)  ## the slow tests: many kills, long examples, clients of servers, compilation for TPU topologies
 	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
@@ -62,7 +65,7 @@ test-slow: $(CLIENTS)  ## the slow tests: many kills, long examples, clients of 
 test-accelerator: $(STAMP)  ## where a GPU is: its kernels against the plain forms
 	AS_USERS_RUN=1 JAX_PLATFORMS=cuda,cpu XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m slow tests/test_accelerator.py $(ARGS)
 
-mutants: $(STAMP)  ## break one line at a time and see whether a fast test fails; ARGS='--count 80 --seed 1'
+mutants: $(STAMP)  ## break one line at a time and see whether a test fails that is not slow; ARGS='--count 80 --seed 1'
 	$(CPU) $(BIN)/python tests/mutants.py --fast $(ARGS)
 
 lint: $(STAMP)  ## ruff: style and format

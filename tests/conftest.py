@@ -147,7 +147,7 @@ call_with_room.__code__ = call_with_room.__code__.replace(co_stacksize=70_000)
 gc.set_threshold(200_000, 50, 100)  # tracing makes many objects that live long: looking for cycles took 5 % of the time
 
 # Seconds of processor time, of the test and of the processes that it starts.
-BUDGET = {"fast": 90.0, "slow": 900.0}
+BUDGET = {"fast": 60.0, "medium": 120.0, "slow": 900.0}
 MOST_CACHED = 2_000_000_000  # bytes
 # Directories of tests about settings, files and programs, of whose time checking signatures takes a third: that is done
 # for their slow tests. The layers that they call are checked by all others.
@@ -178,7 +178,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _is_quick(config: pytest.Config) -> bool:
-    return config.option.markexpr == "not slow"
+    return "not slow" in config.option.markexpr.split(" and ")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -192,13 +192,36 @@ def pytest_collection(session: pytest.Session):
         gc.freeze()  # modules and items stay until the end: no cycles are looked for among them
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Random examples of slow tests are new ones in each run."""
+def _size(item: pytest.Item) -> str:
+    return next((name for name in ("slow", "medium") if item.get_closest_marker(name)), "fast")
+
+
+def _fast_cases(items: list[pytest.Item], fast: int | tuple[str, ...]) -> list[pytest.Item]:
+    """Return the cases of a test that are named, or whose parameters are all among the first so many of their lists."""
+    if isinstance(fast, tuple):
+        return [item for item in items if item.callspec.id in fast]
+    return [item for item in items if all(index < fast for index in item.callspec.indices.values())]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Some cases of tests of medium length are fast; random examples of slow tests are new ones in each run."""
+    partly: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") and hasattr(item.obj, "hypothesis"):
             hypothesis.seed(int(os.environ["FRESH_SEED"]))(item.obj)
             count = item.obj._hypothesis_internal_use_settings.max_examples
             item.user_properties.append(("compared examples of hypothesis", count))
+        medium = item.get_closest_marker("medium")
+        if medium is not None and medium.kwargs:
+            partly.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in partly.items():
+        mark = cases[0].get_closest_marker("medium")
+        fast = _fast_cases(cases, **mark.kwargs)
+        if not fast and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"{name}: no case is one of those that stay fast, {mark.kwargs}")
+        for item in fast:
+            item.own_markers.remove(mark)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -216,7 +239,7 @@ def pytest_runtest_call(item: pytest.Item):
     """Fail a test that needs far more than what a suite can afford."""
     begun, clock = _processor_seconds(), time.monotonic()
     result = yield
-    spent, budget = _processor_seconds() - begun, BUDGET["slow" if item.get_closest_marker("slow") else "fast"]
+    spent, budget = _processor_seconds() - begun, BUDGET[_size(item)]
     if spent > budget:
         pytest.fail(f"{spent:.0f} s of processor time ({time.monotonic() - clock:.0f} s), more than {budget:.0f} s.")
     return result

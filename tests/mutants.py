@@ -493,7 +493,7 @@ def main() -> None:
     parser.add_argument("--file", help="only in this file, such as layers/rope.py")
     parser.add_argument("--line", type=int, help="only in this line of it")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--fast", action="store_true", help="only the tests of `make test`")
+    parser.add_argument("--fast", action="store_true", help="only tests that are not slow")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of tests per mutant")
     parser.add_argument("--map", action="store_true", help="find again which tests reach which lines, and stop")
     parser.add_argument("--job", help=argparse.SUPPRESS)

@@ -156,6 +156,7 @@ def test_packages_have_a_readme_that_names_each_file(package):
     assert not missing, f"{name_of(readme)} does not name {', '.join(missing)}"
 
 
+@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize("readme", READMES, ids=name_of)
 def test_readmes_name_files_that_are_there(readme):
     """In backticks, by their path or its end; links go from the folder of the README."""

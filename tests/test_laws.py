@@ -31,7 +31,7 @@ from tests.programs import drop_compiled_programs
 COVERING = covering_array()
 OF_FORMS = array_of_forms(COVERING)
 REPRESENTATIVE = representative(COVERING)
-# Cheap ones, of `make test`; and one with a state, which is in no cheap one of them.
+# Cheap ones, of `make test` and `make test-medium`; and one with a state, which is in no cheap one of them.
 QUICK = [REPRESENTATIVE[0], REPRESENTATIVE[3] | dict(length=13, dtype="float32", mtp=0)]
 STATE = REPRESENTATIVE[0] | dict(mixer="delta net", mesh="fsdp x tensor", length=13, packing="packed", cache="pieces")
 FRESH = 24
@@ -57,6 +57,7 @@ def test_the_quick_cases_have_many_options():
     assert few == everything and len(quick) > 0.3 * len(everything)
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -150,6 +151,7 @@ def test_packing_isolates_documents_bit_by_bit(kernel, scan):
     assert not np.array_equal(one, two)
 
 
+@pytest.mark.medium
 def test_packed_documents_equal_documents_alone():
     model = filled(rich_decoder())
     tokens, segments = packed(4)

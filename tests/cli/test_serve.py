@@ -167,6 +167,7 @@ def test_no_setting_is_left_out():
     assert fields == EFFECTS.keys() | ELSEWHERE.keys()
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("kind, bits", [("keep", None), ("int8", 8)])
 def test_matrices_are_made_in_few_bits(kind, bits):
     found = serve.load(serve.ServeConfig(model=str(CHAT), quantize=kind)).model
@@ -214,6 +215,7 @@ def test_what_the_model_was_published_with_is_the_default(asked):
     assert asked.api.vocab_size == 320
 
 
+@pytest.mark.medium(fast=4)
 @pytest.mark.parametrize(
     "arguments, code, says",
     [

@@ -12,6 +12,7 @@ def drawn(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 250, count).tolist()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("before", [1, 15, 16, 17, 40])
 def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
     context = drawn(before)
@@ -25,6 +26,7 @@ def test_continuations_have_the_log_probabilities_of_a_forward_pass(before):
     assert found[2].is_greedy and not found[3].is_greedy and found[-1] == Likelihood(0.0, True)
 
 
+@pytest.mark.medium
 def test_a_context_is_computed_once(monkeypatch):
     """Of continuations of one token all of it, of longer ones its whole blocks."""
     engine, chunks = small_engine(), []

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families._deepseek import deepseek, latent_attention, v3_router
@@ -53,6 +54,7 @@ def test_json_gives_the_same_configuration():
     assert len(text) < 20_000
 
 
+@pytest.mark.medium
 def test_dropout_of_streams():
     blocks = tuple(dataclasses.replace(block, dropout=0.5) for block in SMALL.blocks[:2])
     model = filled(dataclasses.replace(SMALL, blocks=blocks))

@@ -71,6 +71,7 @@ def encode(model):
 # --- beside transformers ---
 
 
+@pytest.mark.medium
 def test_features_and_logits_are_those_of_transformers(model, media):
     features = np.asarray(model.encode(media).features)[: len(ARRAYS["features"])]
     np.testing.assert_allclose(features, ARRAYS["features"], atol=1e-5)
@@ -97,6 +98,7 @@ def test_an_export_is_the_same_to_the_bit(model, tmp_path):
         assert CONTENT["audio_config"].get(key, value) == value, key
 
 
+@pytest.mark.medium
 def test_the_decoder_alone(model):
     text = ed.load_hf(DIRECTORY, attention="dot", text_only=True)
     assert text.audio is None and text.config.media is None
@@ -119,6 +121,7 @@ def test_which_matrices_are_clipped(model):
 # --- settings ---
 
 
+@pytest.mark.medium
 def test_the_published_settings():
     """What transformers writes of the encoder of e2b and e4b, around it what it writes of any."""
     table = dict(
@@ -139,6 +142,7 @@ def test_the_published_settings():
     assert ed.get_config("gemma4-31b-vision").media.audio is None
 
 
+@pytest.mark.medium(fast=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_settings_of_drawn_models_come_back(seed):
     draw = np.random.default_rng(seed)
@@ -242,6 +246,7 @@ def test_what_stands_in_padding_is_not_seen(model, media):
     jax.tree.map(np.testing.assert_array_equal, again, media)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "options",
     [dict(scan=False), *(pytest.param(dict(remat=remat), marks=pytest.mark.slow) for remat in ("full", "none"))],

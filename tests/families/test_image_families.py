@@ -49,6 +49,7 @@ def stored(request):
     return directory, ed.load_hf(directory), inputs, arrays
 
 
+@pytest.mark.medium(fast=1)
 def test_features_and_logits_are_those_of_transformers(stored):
     _, model, inputs, wanted = stored
     media = ed.Media.create(model.config, **inputs)
@@ -84,6 +85,7 @@ def within(one, other) -> bool:
     return all(within(x, other[key]) if isinstance(x, dict) else x == other[key] for key, x in one.items())
 
 
+@pytest.mark.medium(fast=2)
 def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
     directory, model, *_ = stored
     ed.save_hf(model, tmp_path / "new")
@@ -96,6 +98,7 @@ def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
     assert decode(new) == model.config
 
 
+@pytest.mark.medium(fast=("smolvlm",))
 def test_the_decoder_alone(stored, tmp_path):
     directory, model, inputs, _ = stored
     text = ed.load_hf(directory, text_only=True)
@@ -217,6 +220,7 @@ def expected_features(model, image):
     return x, x @ tree["into"]["kernel"]
 
 
+@pytest.mark.medium
 def test_tiles_are_what_the_formulas_say(tiny):
     images = np.random.default_rng(0).normal(size=(3, 3, 12, 12)).astype(np.float32)
     ids = np.asarray([[1, *[IMAGE] * 8, 2], [*[IMAGE] * 4, 3, 4, 5, 6, 7, 8]], np.int32)
@@ -226,6 +230,7 @@ def test_tiles_are_what_the_formulas_say(tiny):
     np.testing.assert_allclose(encoded.by_group[0, :12], rows, atol=2e-5)
 
 
+@pytest.mark.medium
 def test_llama4_both_ways(tiny, tmp_path):
     ed.save_hf(tiny, tmp_path / "new")
     assert same_weights(ed.load_hf(tmp_path / "new"), tiny)
@@ -267,6 +272,7 @@ PARAMETERS = {
 }
 
 
+@pytest.mark.medium(fast=17)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if number % 4 else ()) for number, name in enumerate(PARAMETERS)]
 )

@@ -9,6 +9,7 @@ import eqx_decoders as ed
 from tests.models import rich_decoder
 
 
+@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize(
     "name, total, active",
     [

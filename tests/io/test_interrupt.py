@@ -67,6 +67,7 @@ with Interrupt(at_once=sys.argv[3] != "later"), Watchdog(0.2):
 """
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
     "where, number, left, code",
     [

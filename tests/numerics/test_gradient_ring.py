@@ -53,6 +53,7 @@ def gradients(product, *argnums):
     return jax.grad(loss, argnums=argnums, has_aux=True)
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("pattern, sizes", [(IN, sizes) for sizes in MESHES] + [(OUT, MESHES[1]), (HEADS, MESHES[1])])
 def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes):
     """Eight devices are two rings of four, whose terms are products, and four of two, or the other way round."""
@@ -185,6 +186,7 @@ def test_a_first_level_has_half_of_the_additions(monkeypatch):
     assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("dimension, shape", [(0, (16, 5)), (1, (1, 8)), (1, (3, 24))])
 def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
     """Halves of odd sizes and of none, too. The numbers are whole, so that the order of the sums does not matter."""

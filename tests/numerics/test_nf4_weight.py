@@ -60,6 +60,7 @@ def test_levels_are_quantiles_of_the_normal_distribution():
     np.testing.assert_allclose(LEVELS, want / want[-1], atol=1e-5)
 
 
+@pytest.mark.medium
 def test_each_number_is_the_nearest_level():
     weight = draw(0, 16, 6)
     node = jax.jit(lambda weight: quantized(weight, NF4, (8, 1), 1, 1))(weight)
@@ -83,6 +84,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.medium(fast=("False-query", "True-out"))
 @pytest.mark.parametrize("kind", PATTERNS)
 @pytest.mark.parametrize("flatten", [False, True])
 def test_products_are_those_of_the_array(kind, flatten):
@@ -164,6 +166,7 @@ def test_low_rank_pairs_are_trained_over_it(model):
     assert_close(merged, merge_lora(ed.dequantize(tuned)).segments[0].unit[0].mixer.out, units=4)
 
 
+@pytest.mark.medium
 def test_checkpoints_have_the_bits(model, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, model, data_state={}, config={}, wait=True)

@@ -58,6 +58,7 @@ def test_activations_that_do_not_divide_stay_whole():
 OTHER_MESH = pytest.param(dict(expert=2, fsdp_transpose=2, data=2), marks=pytest.mark.slow)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("sizes", [dict(fsdp=4, tensor=2), OTHER_MESH])
 def test_init_is_born_sharded_and_the_same_on_every_mesh(sizes):
     layout = ed.Layout.create(**sizes)
@@ -188,6 +189,7 @@ def test_too_few_devices_of_a_cpu_are_met_with_how_to_get_more():
     assert "XLA_FLAGS" not in str(caught.value)
 
 
+@pytest.mark.medium
 def test_describe_lists_every_weight():
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = ed.abstract(rich_decoder(), layout=layout)

@@ -316,6 +316,7 @@ class Other(ByteTokenizer):
     content_hash = "other"
 
 
+@pytest.mark.medium(fast=4)
 @pytest.mark.parametrize(
     "change, sentence",
     [
@@ -347,6 +348,7 @@ def test_many_changes_are_counted(corpus):
         build(corpus)
 
 
+@pytest.mark.medium(fast=3)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest", "half a manifest"])
 def test_what_is_lost_is_made_again(corpus, made, damage):
     first = build(corpus)

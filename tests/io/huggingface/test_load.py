@@ -106,6 +106,9 @@ def logits_of(model, ids):
     return model(ids).logits
 
 
+@pytest.mark.medium(
+    fast=("chat_llama", "deepseek3_fp8", "gemma3_pattern", "gpt2", "lfm2_bias", "mamba", "minimax_m2", "phi3_long")
+)
 def test_logits_are_those_of_transformers(loaded):
     directory, model, expected = loaded
     logits = logits_of(dataclasses.replace(model, origin=None), expected["input_ids"])
@@ -128,6 +131,7 @@ QUICK = ("gemma3_pattern", "gpt2")
 GREEDY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 
 
+@pytest.mark.medium(fast=31)
 @pytest.mark.parametrize("name", GREEDY)
 def test_greedy_tokens_are_those_of_transformers(name):
     model, expected = ed.load_hf(FIXTURES / name), np.load(FIXTURES / name / "expected.npz")
@@ -146,6 +150,7 @@ def test_the_old_spelling_means_the_same(loaded, tmp_path):
     assert read_config(tmp_path)[0] == model.config
 
 
+@pytest.mark.medium(fast=5)
 def test_export_is_what_was_imported(loaded, tmp_path):
     directory, model, _ = loaded
     if "quantization_config" in json.loads((directory / "config.json").read_text()):
@@ -177,6 +182,7 @@ def test_export_is_what_was_imported(loaded, tmp_path):
 LAYOUTS = (dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, fsdp=4))
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_weights_are_born_where_they_belong(sizes):
     """fsdp cuts inside of a dimension, tensor between heads; data makes copies."""
@@ -196,6 +202,7 @@ def test_a_part_of_a_head_can_be_read(tmp_path):
     assert all(np.array_equal(model[name], single[name]) for name in single)
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama_bf16", "qwen3_f16", "gemma_mqa"])
 def test_dtypes(name, dtype):
@@ -217,6 +224,7 @@ def test_an_export_may_have_another_dtype(dtype, tmp_path):
     assert ed.abstract_hf(tmp_path / "new", dtype=None).embedding.table.dtype == jnp.float32
 
 
+@pytest.mark.medium
 def test_bfloat16_runs_in_bfloat16():
     expected = np.load(FIXTURES / "gemma2_odd" / "expected.npz")
     model = ed.load_hf(FIXTURES / "gemma2_odd", dtype=jnp.bfloat16)
@@ -248,6 +256,7 @@ def test_files_of_a_base_model(name, tmp_path):
     assert all(np.array_equal(here[path], there[path]) for path in there)
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
     "name", ["mixtral_window", "minimax_m2", "qwen3_moe_mixed", "deepseek2_groups", "deepseek3_groups"]
 )

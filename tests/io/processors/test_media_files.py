@@ -61,6 +61,7 @@ def decoded(file: bytes) -> list[np.ndarray]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
+@pytest.mark.medium(fast=("apng",))
 @pytest.mark.parametrize("name", FORMS)
 def test_frames_are_those_of_the_file(videos, name, tmp_path):
     """In any container: also in those that tell neither a number of frames nor a duration, and cannot be rewound."""
@@ -84,6 +85,7 @@ def seen(rules, source):
         return rules.process(clip, MediaLimits())
 
 
+@pytest.mark.medium(fast=3)
 @pytest.mark.parametrize(
     "rules, indices",
     [
@@ -281,6 +283,7 @@ def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeyp
         pass
 
 
+@pytest.mark.medium
 def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
     """And images those that are stored: before the first one is decoded."""
     (tmp_path / "preprocessor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor", "patch_size": 2}')
@@ -297,6 +300,7 @@ def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
         read(image=[image("RGB", 25, 20)[:200]] * 3)
 
 
+@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize("name", FORMS)
 def test_videos_that_end_early_are_refused_or_shorter(videos, name):
     """Where a file says how long it is, it must be so."""
@@ -309,6 +313,7 @@ def test_videos_that_end_early_are_refused_or_shorter(videos, name):
         assert count == 20 or (name not in CUT_IS_SEEN and 0 < count < 20), end
 
 
+@pytest.mark.medium
 def test_damaged_videos_are_refused_or_read(videos):
     """A few bytes of each differ."""
     generator = np.random.default_rng(0)
@@ -458,6 +463,7 @@ def hostile_audio() -> dict[str, tuple[bytes, str]]:
     }  # fmt: skip
 
 
+@pytest.mark.medium(fast=7)
 @pytest.mark.parametrize("kind", hostile_audio())
 def test_what_is_no_audio_gets_a_sentence(kind, tmp_path):
     content, words = hostile_audio()[kind]

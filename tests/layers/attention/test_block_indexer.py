@@ -105,6 +105,7 @@ def pooled_by_hand(layer, x, positions, local):
     return seen
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("local", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_blocks_of_the_best_means_are_those_of_the_loop(local):
     """Also where the context does not say that positions are contiguous."""
@@ -140,6 +141,7 @@ def test_fast_is_plain():
     assert np.abs(dense - want[0]).max() > 1e-2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", [pytest.param("largest", marks=pytest.mark.slow), "means"])
 def test_tokens_and_chunks_decode_as_the_whole(kind):
     means = PooledIndexerConfig(size=3, top_k=1, num_heads=8, head_dim=8)
@@ -147,6 +149,7 @@ def test_tokens_and_chunks_decode_as_the_whole(kind):
     check_ragged_pieces(filled(config), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
+@pytest.mark.medium
 def test_the_choice_has_no_gradient():
     layer = drawn(lambda key: CONFIG.build(5, key=key))
     loss = eqx.filter_grad(lambda layer: jnp.sum(layer(jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] ** 2))

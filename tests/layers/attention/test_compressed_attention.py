@@ -87,6 +87,7 @@ def attention_by_hand(layer, x):
     return out
 
 
+@pytest.mark.medium(fast=("overlapping-some at a time",))
 @pytest.mark.parametrize("tile", [topk.TILE, 100], ids=["whole", "some at a time"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_layer_is_the_loop(form, tile, monkeypatch):
@@ -108,6 +109,7 @@ def decoder(form: str) -> ed.DecoderConfig:
     return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=() if form == "chosen" else pytest.mark.slow) for form in FORMS]
 )

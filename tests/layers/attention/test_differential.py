@@ -70,6 +70,7 @@ def apply(layer, x, ctx):
     return layer(x, ctx)
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -153,6 +153,7 @@ def test_a_ring_in_bfloat16():
     assert all(each < 1.5 * errors["gather"] < 0.03 for each in errors.values()), errors
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "kernel", ["chunked", *(pytest.param(name, marks=slow) for name in ("dot", "interval", "triton"))]
 )
@@ -187,6 +188,7 @@ def test_gradients_of_parts_of_the_keys(kernel, interpreted):
     same(in_parts(qkv, results), want)
 
 
+@pytest.mark.medium
 def test_pieces_that_nothing_is_seen_of():
     """Whether a query may see a key: True where one does, False where a piece is behind, ahead or another document."""
     places = packed_places(64)
@@ -229,6 +231,7 @@ def ring_text(form, mask, counts=(8, 4), **options):
     return jax.jit(step, out_shardings=shardings).lower(qkv, places).compile().as_text()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("form", "mask", "count"),
     [

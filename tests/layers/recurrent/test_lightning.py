@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -50,6 +51,7 @@ def test_it_is_the_loop():
     assert_close(np.asarray(got)[real], by_hand(layer, wide(x), positions, segments)[real], units=64)
 
 
+@pytest.mark.medium
 def test_rates_of_a_new_model_fall_from_layer_to_layer():
     """Whether layers are stacked or not."""
     linear = ed.BlockConfig(mixer=CONFIG, mlp=None)

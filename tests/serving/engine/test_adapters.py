@@ -92,6 +92,7 @@ def answers(engine: Engine, requests: list[Request]) -> list[tuple[tuple[int, ..
     return [(tokens[each], scores[each]) for each in ids]
 
 
+@pytest.mark.medium
 def test_a_batch_of_several_adapters_gives_what_each_gives_alone(base, adapted, engine):
     """Greedy answers are those of the merged models, and bit by bit those of the adapter without others."""
     engine.load_adapter("lora", adapted["lora"])
@@ -110,6 +111,7 @@ def test_a_batch_of_several_adapters_gives_what_each_gives_alone(base, adapted, 
     assert len({tokens for tokens, _ in together}) == 4
 
 
+@pytest.mark.medium
 def test_the_base_has_the_bits_of_an_engine_without_places(base, adapted, engine):
     engine.load_adapter("lora", adapted["lora"])
     bare = Engine(base, dataclasses.replace(CONFIG, max_adapters=0))

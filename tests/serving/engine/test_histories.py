@@ -125,6 +125,7 @@ def nothing_left(engine):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("model", ["llama"])
 def test_some_histories(model, monkeypatch):
     again = []

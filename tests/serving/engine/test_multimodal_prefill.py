@@ -51,6 +51,7 @@ def tokens(updates):
     return tuple(token for update in updates for token in update.tokens)
 
 
+@pytest.mark.medium
 def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
     config = media_decoder(layers=2)
     model, grids = filled(config, 1, attention="dot"), [(1, 6, 6), (1, 2, 4), (1, 6, 6), (1, 6, 4)]
@@ -67,6 +68,7 @@ def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
     assert len(np.unique(np.asarray(wanted.by_group[0, :count, 0]))) == count  # no two of them are alike
 
 
+@pytest.mark.medium
 def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatch):
     calls = []
     read = engine._multimodal.prefill
@@ -82,6 +84,7 @@ def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatc
     assert len(engine._multimodal._programs) == programs and len(calls) == 4  # one for each time that it came anew
 
 
+@pytest.mark.medium
 def test_images_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
     compiled, own = [], threading.current_thread()
 
@@ -104,6 +107,7 @@ def held(engine):
     )
 
 
+@pytest.mark.medium
 def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
     requests = [shown(engine, 9, seed) for seed in range(6)]
     known = [alone(engine, request) for request in requests]
@@ -120,6 +124,7 @@ def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
     assert [got[number] for number in order] == known and most == 2
 
 
+@pytest.mark.medium
 def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
     low, high = shown(engine, 9, 1), dataclasses.replace(shown(engine, 9, 2), priority=1)
     known = [alone(engine, request) for request in (low, high)]
@@ -177,6 +182,7 @@ def test_prompts_that_were_seen_are_kept_within_bounds(engine, monkeypatch):
     assert [got[number] for number in order] == [tokens for tokens in known for _ in range(2)] and most == 1
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_histories_with_little_memory_change_no_answer(engine, monkeypatch, seed):
     pick, pool = random.Random(seed), [shown(engine, 9, number, new=6) for number in range(4)] + [READ]
@@ -232,6 +238,7 @@ def test_texts_go_on_while_an_image_waits_for_its_program(engine, monkeypatch):
     assert threads and threading.current_thread() not in threads
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("where", ["_encode_prompt", "prefill"])
 def test_an_error_in_an_image_ends_its_own_request(engine, monkeypatch, where):
     def broken(*_, **options):

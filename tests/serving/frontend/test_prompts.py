@@ -132,6 +132,9 @@ def test_a_conversation_without_images_has_no_media(server):
     assert server.engine.seen[-1].media is None
 
 
+@pytest.mark.medium(
+    fast=("urls0-fetches no files", "urls1-has no bytes", "urls2-is no base64", "urls5-more than 2 files")
+)
 @pytest.mark.parametrize(
     "urls, says",
     [

@@ -67,6 +67,7 @@ def expected_of(arguments, **options):
 ALL = {"soft_cap": 3.0, "z_loss": 0.05}
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
     ("tied", "biased", "options"),
     [
@@ -101,6 +102,7 @@ def test_fused_is_plain(tied, biased, options):
             assert_close(a, b, units=128)
 
 
+@pytest.mark.medium(fast=("True-bfloat16",))
 @pytest.mark.parametrize(("tied", "kernel_dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_in_bf16(tied, kernel_dtype):
     arguments = make(tied, "bfloat16", kernel_dtype, biased=tied)
@@ -128,6 +130,7 @@ def test_in_bf16(tied, kernel_dtype):
             assert_close(a.astype(jnp.float32), b, units=2, dtype="bfloat16")
 
 
+@pytest.mark.medium
 def test_all_gradients_take_the_cotangent():
     """Gradient accumulation with a scaled, averaged loss: a rule that scales only one gradient fails."""
     hidden, head, targets, weights = make(False, batch=4, biased=True)
@@ -154,12 +157,14 @@ def test_all_gradients_take_the_cotangent():
     assert jnp.abs(fused[1][0]).max() > 10  # the scale has arrived
 
 
+@pytest.mark.medium
 def test_reported_sums_carry_no_gradient():
     hidden, head, targets, weights = make(False)
     gradient = jax.grad(lambda h: linear_cross_entropy(h, head, targets, weights, tied=False)[1].nll)(hidden)
     assert not gradient.any()
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_token_counts(dtype):
     hidden, head, targets, _ = make(False, dtype, biased=True)
@@ -174,6 +179,7 @@ def test_no_token_counts(dtype):
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients[:2])) and jnp.isfinite(gradients[2]).all()
 
 
+@pytest.mark.medium
 def test_targets_outside():
     hidden, head, targets, _ = make(False)
     ones = jnp.ones((BATCH, LENGTH))
@@ -189,6 +195,7 @@ def test_targets_outside():
         assert jnp.isnan(cross_entropy(jnp.ones((BATCH, LENGTH, VOCAB)), marked)[0, 2])
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("size", [1e4, 1e30])
 def test_large_logits_stay_finite(size):
     _, head, targets, weights = make(False)
@@ -198,6 +205,7 @@ def test_large_logits_stay_finite(size):
     assert jnp.isfinite(loss) and all(jnp.isfinite(each).all() for each in jax.tree.leaves(gradients))
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)])
 def test_nothing_and_one_token(shape):
     hidden, head, targets, _ = make(False, batch=shape[0], length=shape[1], biased=True)
@@ -236,6 +244,7 @@ FEW = [(MESHES[0], False), (MESHES[0], True), (MESHES[1], False)]
 REST = [(mesh, tied) for mesh in MESHES for tied in (False, True) if (mesh, tied) not in FEW]
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
     ("mesh", "tied"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)], ids=str
 )
@@ -287,6 +296,7 @@ def test_a_large_gradient_is_summed_before_the_backward_pass(rings, bound, order
     assert ("optimization_barrier" in str(jax.make_jaxpr(jax.grad(loss))(hidden, kernel))) == ordered
 
 
+@pytest.mark.medium(fast=("float16",))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_between_devices_in_16_bits(dtype):
     """Rounded in bfloat16 (0.3 % in the mean); of sums over tokens that float16 has no numbers for, in float32."""
@@ -320,6 +330,7 @@ def collectives(jaxpr, within=()):
                 yield from collectives(inner, within + loop)
 
 
+@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize("over_data", [False, True])
 @pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
 def test_the_head_travels_once(head_bytes, parts, over_data):
@@ -361,6 +372,7 @@ def test_default_tile():
     assert tile_length(64, 8192, 128_000, None, cpu) == 64  # no sliver, however large the batch
 
 
+@pytest.mark.medium
 def test_argmax_is_that_of_all_logits(monkeypatch):
     """In tiles that don't divide the length, in each form; of equals the lowest id."""
     backend = dataclasses.replace(backend_of("cpu"), loss_tile_bytes=4 * BATCH * VOCAB * 3)
@@ -377,6 +389,7 @@ def test_argmax_is_that_of_all_logits(monkeypatch):
             assert found.dtype == jnp.int32 and found.tolist() == want.tolist()
 
 
+@pytest.mark.medium
 def test_cross_entropy_is_its_formula(getkey):
     logits = 3 * jax.random.normal(getkey(), (BATCH, LENGTH, VOCAB), jnp.bfloat16)
     targets = jax.random.randint(getkey(), (BATCH, LENGTH), 0, VOCAB)

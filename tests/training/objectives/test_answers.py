@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_decoders.training.objectives.answers import answer_lengths, answer_means, answer_sums, to_tokens
@@ -23,6 +24,7 @@ def test_sums_means_and_back():
     np.testing.assert_array_equal(spread, [[0, 0, 7, 7, 0, 7, 9, 9], [0, 5, 5, 0, 0, 0, 0, 0]])
 
 
+@pytest.mark.medium
 def test_gradients_reach_each_answer_alone():
     def loss(values):
         means = answer_means(values, jnp.asarray(ANSWERS), 2)

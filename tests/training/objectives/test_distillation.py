@@ -90,6 +90,7 @@ def test_a_step_is_that_of_the_formula(models):
     assert all(np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (before, teacher)), strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("distance", ["cosine", pytest.param("mse", marks=pytest.mark.slow)])
 def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
     """What a step adds to the loss is the formula on the streams behind the named layers of both."""
@@ -114,6 +115,7 @@ def test_hidden_states_come_nearer_layer_by_layer(deeper, distance):
     assert "hidden_distance" not in plain.objective and abs(found.grad_norm - plain.grad_norm) > 1e-3
 
 
+@pytest.mark.medium
 def test_a_teacher_of_the_same_weights_is_at_no_distance(models):
     for distance in ("cosine", "mse"):
         hidden = HiddenStates(weight=1.0, distance=distance)

@@ -127,6 +127,7 @@ def test_fp8_by_its_definition(kind, tmp_path):
     assert np.isnan(found["w"]).sum() >= 2
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_on_devices_are_those_of_the_whole(name):
     model = ed.load_hf(FIXTURES / name)
@@ -136,6 +137,7 @@ def test_parts_on_devices_are_those_of_the_whole(name):
         assert np.array_equal(one, other), path
 
 
+@pytest.mark.medium
 def test_the_dtype_is_the_callers_choice():
     exact = named_leaves(ed.load_hf(FIXTURES / NAMES[0]))
     for dtype in ("bfloat16", None):  # the numbers of MXFP4 are numbers of bfloat16
@@ -144,6 +146,7 @@ def test_the_dtype_is_the_callers_choice():
             assert np.array_equal(leaf.astype(jnp.float32), exact[path]), path
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_is_not_quantised(name, tmp_path):
     model = ed.load_hf(FIXTURES / name)
@@ -161,6 +164,7 @@ def test_an_export_is_not_quantised(name, tmp_path):
     assert compare_directories(FIXTURES / name, tmp_path / "new") == ([], [])
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_read_is_compared_with_what_the_file_means(name):
     count, different = compare_tensors(FIXTURES / name)
@@ -242,6 +246,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.medium(fast=12)
 @pytest.mark.parametrize("name", BROKEN)
 def test_refused_before_a_weight_is_read(name, tmp_path, monkeypatch):
     fixture, breaks, settings, sentence = BROKEN[name]
@@ -286,6 +291,7 @@ def test_odd_settings_are_read_or_refused(scheme):
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("name", [*NAMES, "gpt_oss_yarn"])
 def test_a_large_tensor_is_read_in_pieces(name, monkeypatch):
     """No part that is expanded at once is larger than the limit allows, and the pieces make the same weights."""

@@ -38,6 +38,7 @@ def layouts(length):
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("mask", "soft_cap"),
     [
