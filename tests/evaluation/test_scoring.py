@@ -41,6 +41,7 @@ def test_a_context_is_computed_once(monkeypatch):
     assert sorted(chunks) == [0, 16, *[32] * 10]
 
 
+@pytest.mark.medium
 def test_results_do_not_depend_on_order():
     pairs = [(drawn(3 + 7 * (at % 4), at % 4), drawn(1 + at % 3, at)) for at in range(14)]
     one, other = score_continuations(small_engine(), pairs), score_continuations(small_engine(), pairs[::-1])

@@ -192,6 +192,7 @@ def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
         assert trained_weights(arrays, model) == other.trainable, options
 
 
+@pytest.mark.medium
 def test_the_same_optimizer_goes_on_as_it_is(trained):
     _, _, found, said = adopted(trained, ema_decay=0.5, learning_rate=1e-2)
     assert said == []
