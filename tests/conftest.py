@@ -178,6 +178,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _is_quick(config: pytest.Config) -> bool:
+    """Whether no slow test is asked for."""
     return "not slow" in config.option.markexpr.split(" and ")
 
 
@@ -196,33 +197,32 @@ def _size(item: pytest.Item) -> str:
     return next((name for name in ("slow", "medium") if item.get_closest_marker(name)), "fast")
 
 
-def _fast_cases(items: list[pytest.Item], fast: int | tuple[str, ...]) -> list[pytest.Item]:
-    """Return the cases of a test that are named, or whose parameters are all among the first so many of their lists."""
-    if isinstance(fast, tuple):
-        return [item for item in items if item.callspec.id in fast]
-    return [item for item in items if all(index < fast for index in item.callspec.indices.values())]
+def _keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the mark `medium` from cases that it names, or whose parameters are all among the first of their lists."""
+    unseen: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("medium")
+        if mark is None or not mark.kwargs:
+            continue
+        fast, case = mark.kwargs["fast"], item.callspec
+        if isinstance(fast, tuple):
+            unseen.setdefault(item.nodeid.partition("[")[0], set(fast)).discard(case.id)
+        if case.id in fast if isinstance(fast, tuple) else max(case.indices.values()) < fast:
+            item.own_markers.remove(mark)
+    missing = {test: sorted(names) for test, names in unseen.items() if names}
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"medium(fast=…) names cases that are not there: {missing}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Some cases of tests of medium length are fast; random examples of slow tests are new ones in each run."""
-    partly: dict[str, list[pytest.Item]] = {}
+    _keep_fast(config, items)
     for item in items:
         if item.get_closest_marker("slow") and hasattr(item.obj, "hypothesis"):
             hypothesis.seed(int(os.environ["FRESH_SEED"]))(item.obj)
             count = item.obj._hypothesis_internal_use_settings.max_examples
             item.user_properties.append(("compared examples of hypothesis", count))
-        medium = item.get_closest_marker("medium")
-        if medium is not None and medium.kwargs:
-            partly.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in partly.items():
-        mark = cases[0].get_closest_marker("medium")
-        fast, named = _fast_cases(cases, **mark.kwargs), mark.kwargs["fast"]
-        least = len(named) if isinstance(named, tuple) else 1
-        if len(fast) < least and not any("::" in argument for argument in config.args):
-            raise pytest.UsageError(f"{name}: medium(fast={named!r}) names cases that are not there")
-        for item in fast:
-            item.own_markers.remove(mark)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,7 @@ Mutants are made from the syntax tree and written into copies of the repository,
 Which tests reach a line is found once: coverage.py watches each file of tests in a process of its own. JAX traces a
 function once and reuses the compiled program, so a line belongs to the whole file of tests that traced it. The map is
 kept in `.pytest_cache/` and renewed for each file of tests that changed. In sources that changed since, a mutant counts
-as reached by all tests that reach its file; `--map` makes the whole map anew.
+as reached by all tests that reach its file; `--map` makes the whole map anew. Slow tests are run with `--slow` alone.
 """
 
 import argparse
@@ -324,9 +324,9 @@ def digest(path: Path) -> str:
 class Map:
     """Which tests reach which lines, and how long they take; kept from run to run."""
 
-    def __init__(self, fast: bool):
-        self.fast = fast
-        self.path = ROOT / ".pytest_cache" / f"mutants-{'fast' if fast else 'all'}.json"
+    def __init__(self, slow: bool):
+        self.slow = slow
+        self.path = ROOT / ".pytest_cache" / f"mutants-{'all' if slow else 'not-slow'}.json"
         self.files = json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def renew(self, everything: bool, workers: int) -> None:
@@ -348,7 +348,7 @@ class Map:
 
     def trace(self, file: str, root: Path) -> dict:
         out = root / "trace.json"
-        run_pytest(root, dict(trace=str(out), file=file, fast=self.fast), None)
+        run_pytest(root, dict(trace=str(out), file=file, slow=self.slow), None)
         traced = json.loads(out.read_text())
         reached = {file} | {source for test in traced["tests"].values() for source in test["lines"]}
         return traced | dict(digests={name: digest(root / name) for name in reached})
@@ -404,7 +404,7 @@ def run_pytest(root: Path, job: dict, timeout: float | None) -> tuple[int, str]:
 def do_job(path: str) -> int:
     """What the new process does."""
     job = json.loads(Path(path).read_text())
-    options = ["-m", "not slow" if job["fast"] else "slow or not slow", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    options = ["-m", "slow or not slow" if job["slow"] else "not slow", "-p", "no:xdist", "-p", "no:cacheprovider"]
     if "trace" in job:
         tracer = Tracer(ROOT)
         code = pytest.main([*options, job["file"]], plugins=[tracer])
@@ -461,14 +461,14 @@ def judge(mutant: Mutant, root: Path, tests: Map, clock: Iterator[int], limit: f
     # the likeliest file alone: most mutants end there, and collecting all files takes its time
     for part in filter(None, (first, [name for name in kept if name not in first])):
         write(root / mutant.file, mutant.apply(source), clock)
-        code, output = run_pytest(root, dict(tests=part, fast=tests.fast), 120 + 6 * tests.seconds(part))
+        code, output = run_pytest(root, dict(tests=part, slow=tests.slow), 120 + 6 * tests.seconds(part))
         write(root / mutant.file, source, clock)
         if code == TIMEOUT:
             return "caught by a timeout"
         if code != 0:
             failed = [name for name in part if re.search(rf"^(FAILED|ERROR) {re.escape(name)}", output, re.MULTILINE)]
             # a test that fails on a busy machine proves nothing
-            if not failed or part is first or run_pytest(root, dict(tests=failed, fast=tests.fast), None)[0] == 0:
+            if not failed or part is first or run_pytest(root, dict(tests=failed, slow=tests.slow), None)[0] == 0:
                 return f"caught by {failed[0] if failed else 'a crash: ' + output.strip()[-200:]}"
             return f"survived, but {failed[0]} fails without it, too"
     left = "" if len(kept) == len(names) else f" ({len(names) - len(kept)} more are beyond --limit)"
@@ -493,14 +493,14 @@ def main() -> None:
     parser.add_argument("--file", help="only in this file, such as layers/rope.py")
     parser.add_argument("--line", type=int, help="only in this line of it")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--fast", action="store_true", help="only tests that are not slow")
+    parser.add_argument("--slow", action="store_true", help="the slow tests, too")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of tests per mutant")
     parser.add_argument("--map", action="store_true", help="find again which tests reach which lines, and stop")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         sys.exit(do_job(options.job))
-    tests = Map(options.fast)
+    tests = Map(options.slow)
     tests.renew(options.map, options.workers)
     if tests.failed():
         print("These tests fail without any mutant and are left out:", *tests.failed(), sep="\n  ")

@@ -119,7 +119,7 @@ class Fields:
         """Add ignored keys of the nested object `key` to those that `ignored` returns; for an empty one beside them."""
         self._carried |= {key: dict(ignored)} if key else ignored
 
-    def ignored(self, known: Mapping[str, str], allowed: Mapping[str, tuple[Any, ...]] = {}) -> dict[str, Any]:
+    def ignored(self, known: Mapping[str, str], allowed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """Return the keys among `known` that have no effect, for an export; refuse unread keys that are not there.
 
         allowed: values of unread keys that have no effect; others are refused.

@@ -26,23 +26,6 @@ DRAWS = {
 }
 
 
-@pytest.mark.medium(
-    fast=(
-        "0-bits",
-        "0-one",
-        "0-none",
-        "0-bytes",
-        "0-normal",
-        "0-truncated",
-        "0-bfloat16",
-        "0-split",
-        "0-fold_in",
-        "0-vmap",
-        "0-nested",
-        "9223372036854788153-fold_in",
-        "9223372036854788153-bytes",
-    )
-)
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 2**63 + 12345])
 def test_draws_are_those_of_jax(name, seed):

@@ -127,7 +127,7 @@ def test_tables_are_nested():
     table = Table("mlp_config", (group,), model_type="plain", what="the MLP", ignored={"seed": "of new weights"})
     fields = Fields({"mlp_config": {"width": 6, "drop": None, "seed": 1, "model_type": "plain"}})
     assert read_all((table,), fields) == dict(mlp=MLPConfig(mlp_dim=6))
-    assert fields.ignored({}) == {"mlp_config": {"seed": 1}}
+    assert fields.ignored({}, {}) == {"mlp_config": {"seed": 1}}
     assert table.write(TINY)["mlp_config"]["model_type"] == "plain"
     with pytest.raises(ed.ConversionError, match=r"mlp_config is missing: it describes the MLP\."):
         read_all((table,), Fields({}))

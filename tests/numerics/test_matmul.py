@@ -89,18 +89,6 @@ def test_one_row_is_doubled_on_gpus_and_changes_nothing(pattern, rows, monkeypat
         assert_close(got, wanted, units=8)
 
 
-@pytest.mark.medium(
-    fast=(
-        "False-float32-plain",
-        "False-float32-half",
-        "False-float32-amx",
-        "False-bfloat16-plain",
-        "False-bfloat16-half",
-        "False-bfloat16-amx",
-        "True-float32-plain",
-        "True-bfloat16-amx",
-    )
-)
 @pytest.mark.parametrize("half_width, amx", [(False, False), (True, False), (True, True)], ids=["plain", "half", "amx"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])

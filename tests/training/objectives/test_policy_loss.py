@@ -133,7 +133,7 @@ def test_without_a_sampler_only_its_metrics_are_absent():
     assert sums == {name: number for name, number in full.items() if name not in about} and about < set(full)
 
 
-@pytest.mark.medium(fast=("token-2",))
+@pytest.mark.medium
 @pytest.mark.parametrize("cut", [1, 2])
 @pytest.mark.parametrize("aggregation", ["row", "token", "constant"])
 def test_sums_of_microbatches_are_the_sum_of_the_batch(aggregation, cut):
