@@ -1,5 +1,6 @@
 """Every fast path equals the plain path, in values and gradients, for decoders over all options."""
 
+import functools
 import itertools
 import os
 
@@ -28,55 +29,66 @@ from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_
 from tests.programs import drop_compiled_programs
 
 
-COVERING = covering_array()
-OF_FORMS = array_of_forms(COVERING)
-REPRESENTATIVE = representative(COVERING)
-# Cheap ones, of `make test` and `make test-medium`; and one with a state, which is in no cheap one of them.
-QUICK = [REPRESENTATIVE[0], REPRESENTATIVE[3] | dict(length=13, dtype="float32", mtp=0)]
-STATE = REPRESENTATIVE[0] | dict(mixer="delta net", mesh="fsdp x tensor", length=13, packing="packed", cache="pieces")
-FRESH = 24
+# Cases, which are found by the first test that asks for them: that takes seconds, and every worker reads this file.
+COVERING, OF_FORMS, FRESH = 289, 225, 24
+
+
+@functools.cache
+def of_forms():
+    return array_of_forms(covering_array())
+
+
+@functools.cache
+def quick_cases():
+    """Cheap cases, and one with a state, which is in no cheap one."""
+    few = representative(covering_array())
+    state = few[0] | dict(mixer="delta net", mesh="fsdp x tensor", length=13, packing="packed", cache="pieces")
+    return {"plain": few[0], "mesh": few[3] | dict(length=13, dtype="float32", mtp=0), "state": state}
 
 
 def test_every_legal_pair_of_options_is_in_a_case():
-    want, have = legal_pairs(), set().union(*map(pairs, COVERING))
+    want, have = legal_pairs(), set().union(*map(pairs, covering_array()))
     assert have == want
-    assert len(want) > 3_500 and len(COVERING) < 290
+    assert len(want) > 3_500 and len(covering_array()) == COVERING
 
 
 def test_every_form_meets_every_option():
-    have = {(case["mesh"], name, value) for case in OF_FORMS for name, value in case.items()}
+    have = {(case["mesh"], name, value) for case in of_forms() for name, value in case.items()}
     single = [(name, value) for name, values in FACTORS.items() if name != "mesh" for value in values]
     want = {(form, name, value) for form in FORMS for name, value in single if legal({"mesh": form, name: value})}
-    assert want <= have and len(OF_FORMS) < 230
+    assert want <= have and len(of_forms()) == OF_FORMS
 
 
 def test_the_quick_cases_have_many_options():
-    everything, few, quick = (
-        {item for c in cases for item in c.items()} for cases in (COVERING, REPRESENTATIVE, QUICK)
+    covering, quick = covering_array(), quick_cases()
+    everything, few, found = (
+        {item for c in cases for item in c.items()}
+        for cases in (covering, representative(covering), (quick["plain"], quick["mesh"]))
     )
-    assert few == everything and len(quick) > 0.3 * len(everything)
+    assert few == everything and len(found) > 0.3 * len(everything)
 
 
-@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(number), marks=() if case in QUICK else pytest.mark.slow)
-        for number, case in enumerate(COVERING)
-    ]
-    + [pytest.param(QUICK[1], id="mesh"), pytest.param(STATE, id="state", marks=pytest.mark.slow)],
+    "name", ["plain", pytest.param("mesh", marks=pytest.mark.medium), pytest.param("state", marks=pytest.mark.slow)]
 )
-def test_the_fast_form_of_a_case_equals_the_plain_one(case, record_property):
+def test_the_fast_form_of_a_quick_case_equals_the_plain_one(name):
     drop_compiled_programs()
-    check(case)
+    check(quick_cases()[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(COVERING))
+def test_the_fast_form_of_a_case_equals_the_plain_one(number, record_property):
+    drop_compiled_programs()
+    check(covering_array()[number])
     record_property("compared cases of the covering array", 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, id=f"{n}-{case['mesh']}") for n, case in enumerate(OF_FORMS)])
-def test_every_form_on_a_mesh_equals_the_plain_one(case, record_property):
+@pytest.mark.parametrize("number", range(OF_FORMS))
+def test_every_form_on_a_mesh_equals_the_plain_one(number, record_property):
     drop_compiled_programs()
-    check(case)
+    check(of_forms()[number])
     record_property("compared cases of forms on meshes", 1)
 
 

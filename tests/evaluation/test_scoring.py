@@ -48,6 +48,7 @@ def test_results_do_not_depend_on_order():
     assert one == other[::-1]
 
 
+@pytest.mark.medium
 def test_long_contexts_lose_their_beginning():
     context, end = drawn(100), drawn(4, 1)
     (found,) = score_continuations(small_engine(), [(context, end)])

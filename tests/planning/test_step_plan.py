@@ -311,6 +311,7 @@ def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch
     assert "unknown" in report(plan, [])
 
 
+@pytest.mark.medium
 def test_a_step_that_does_not_fit_is_told_and_not_raised(tiny, monkeypatch):
     def fail(self, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 120.5G of 95.74G hbm.")

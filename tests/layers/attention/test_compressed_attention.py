@@ -130,6 +130,7 @@ def test_its_laws(form):
     check_execution(model, context=2, fsdp=4)
 
 
+@pytest.mark.medium
 def test_the_choice_has_no_gradient():
     layer = drawn(lambda key: CompressedAttentionConfig(**SIZES, **FORMS["chosen"]).build(5, key=key))
 

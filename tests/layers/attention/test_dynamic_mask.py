@@ -75,6 +75,7 @@ def test_it_is_the_loop(options, kernel):
     assert entries.key.shape == (2, 7, 2, 5) and entries.value.shape == (2, 7, 2, 4)
 
 
+@pytest.mark.medium
 def test_a_new_layer_sees_a_window():
     """Its biases are all one, and of equals the later ones are taken."""
     layer, x = masked(top_k=3).build(6, key=jax.random.key(0)), jnp.asarray(normal(2, 7, 6))

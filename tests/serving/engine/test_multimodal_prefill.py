@@ -147,6 +147,7 @@ def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
     assert [got[number] for number in order] == known and len(got) == len(texts) + 2
 
 
+@pytest.mark.medium
 def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
     wait = threading.Event()
     work = engine._multimodal._encode_prompt

@@ -220,6 +220,7 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
     assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
 
 
+@pytest.mark.medium
 def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
     """Although another one is saved while they are read."""
     settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))

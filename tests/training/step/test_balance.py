@@ -136,6 +136,7 @@ def test_microbatches_add_their_counts_up_before_the_sign_is_taken(model, steppe
     assert np.any(np.sign(first + second) != both)
 
 
+@pytest.mark.medium
 def test_a_step_that_is_not_finite_moves_no_bias(trainer, model):
     table = model.embedding.table.at[POISONED].set(jnp.nan)
     poisoned = eqx.tree_at(lambda m: m.embedding.table, model, table)

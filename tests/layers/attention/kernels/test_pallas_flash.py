@@ -81,7 +81,7 @@ def layouts(length):
     yield empty
 
 
-@pytest.mark.medium(fast=("interval-SlidingWindow(size=70)-2.0",))
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kernel", "mask", "soft_cap"),
     [
