@@ -115,7 +115,7 @@ def _argmax(form: HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights) 
         return step
 
     begin = jnp.full(tiles.shape[:3], -jnp.inf, jnp.float32), jnp.zeros(tiles.shape[:3], jnp.int32)
-    highest, where = over_logits(form, split, tiles, None, head, prepare, begin)
+    highest, where = over_logits(form, split, tiles, None, head, prepare, begin)[0]
     where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
     return joined(where, hidden.shape[1])
 
@@ -159,7 +159,7 @@ def _loss_alone(form: _LossForm, hidden, head, targets, weights) -> tuple[Any, L
 
     def on_device(hidden, head, targets, weights):
         hidden, targets, weights = form.cut(split, head, hidden, targets, weights)
-        return _sums(split, form.losses(scores(form, split, hidden, targets[..., None], head)), weights)
+        return _sums(split, form.losses(scores(form, split, hidden, targets[..., None], head)[0]), weights)
 
     return split.mapped(on_device, PartitionSpec())(hidden, head, targets, weights)
 
@@ -184,7 +184,8 @@ def _gradients(
     form: _LossForm, split: HeadSplit, hidden: Array, targets: Array, weights: Array, head: HeadWeights
 ) -> tuple[Any, Array, HeadWeights]:
     """Compute losses and the gradients of their sum by hidden states and head: three products for each tile."""
-    whole = split.gathered(head, 0, head.kernel.shape[1 - split.inside], hidden.dtype)
+    ids = head.kernel.shape[1 - split.inside]
+    whole = split.part(head, 0, ids, split.gathered(head, 0, ids, hidden.dtype))
     (forth, back), (dimension, other) = form.kernels(whole.head.kernel)
 
     def over_tile(total, tile):
@@ -212,14 +213,14 @@ def _gradients(
 def _gradients_in_parts(
     form: _LossForm, split: HeadSplit, hidden: Array, targets: Array, weights: Array, head: HeadWeights
 ) -> tuple[Any, Array, HeadWeights]:
-    """Compute `_gradients` for one part of the vocabulary after another, each gathered twice: four products."""
-    found = scores(form, split, hidden, targets[..., None], head)
+    """Compute `_gradients` for one part of the vocabulary after another, each gathered twice but one: four products."""
+    found, last = scores(form, split, hidden, targets[..., None], head)
 
     def prepare(part: VocabPart, _: Any) -> Any:
         return lambda logits, values: form.by_logits(logits, values[0] - part.first, *values[1:])
 
     values = (targets, weights, found.normalizer)
-    return form.losses(found), *gradients(form, split, hidden, values, head, prepare)
+    return form.losses(found), *gradients(form, split, hidden, values, head, prepare, last)
 
 
 def _fused_backward(form, saved, cotangents):

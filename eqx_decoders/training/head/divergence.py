@@ -147,7 +147,7 @@ class _Forms(NamedTuple):
         self, split: HeadSplit, head: HeadWeights, index: Any, width: int, dtype: Any
     ) -> Callable[[Array], Array]:
         """Gather a part of the teacher's head; return the map from a tile of its hidden states to logits."""
-        part = split.gathered(head, index, width, dtype)
+        part = split.part(head, index, width, split.gathered(head, index, width, dtype))
         (forth, _), (dimension, _) = self.teacher.kernels(part.head.kernel)
         return lambda hidden: self.teacher.logits(hidden, forth, dimension, part.head.bias)
 
@@ -162,8 +162,8 @@ def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Ar
         none = jnp.zeros((*hidden.shape[:-1], 0), jnp.int32)
         teacher = dataclasses.replace(forms.teacher, tiles=form.tiles)
         normalizers = (
-            scores(form, split, hidden, none, head).normalizer,
-            scores(teacher, splits[1], teacher_hidden, none, teacher_head).normalizer,
+            scores(form, split, hidden, none, head)[0].normalizer,
+            scores(teacher, splits[1], teacher_hidden, none, teacher_head)[0].normalizer,
         )
         width = form.parts(split, hidden, head.kernel)[1]
 
@@ -179,7 +179,7 @@ def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Ar
             return step
 
         begin = zeros((normalizers[0], normalizers[0]))
-        sums = over_logits(form, split, hidden, (teacher_hidden, normalizers), head, prepare, begin)
+        sums = over_logits(form, split, hidden, (teacher_hidden, normalizers), head, prepare, begin)[0]
         return jax.tree.map(lambda x: joined(x, length), (*split.over_ids(sums), *normalizers))
 
     return forms.mapped(on_device, lambda split: (split.tokens,) * 4, hidden, head, teacher_hidden, teacher_head)

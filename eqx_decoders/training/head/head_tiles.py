@@ -48,11 +48,6 @@ def tile_length(batch: int, length: int, vocab: int, tile: int | None, backend: 
     return max(1, min(tile, length))
 
 
-def over_parts(step: Any, carry: Any, count: int) -> Any:
-    """Scan over the parts of the vocabulary; a single part is no loop."""
-    return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
-
-
 def cut(x: Any, tile: int) -> Any:
     """Cut `[batch, length, ...]` into `[tiles, batch, tile, ...]`, zeros filling the last one; the batch stays."""
     missing = -x.shape[1] % tile
@@ -231,6 +226,40 @@ class LogitSums(NamedTuple):
         return (self.picked >= self.highest[..., None]).astype(jnp.float32)
 
 
+def over_parts(
+    form: HeadForm,
+    split: HeadSplit,
+    hidden: Array,
+    head: HeadWeights,
+    step: Callable[[Any, VocabPart, Array | int], Any],
+    carry: Any,
+    last: Array | None = None,
+) -> tuple[Any, Array]:
+    """Go through the parts of the vocabulary: while one is multiplied, the next is gathered.
+
+    Return what the steps leave, and the gathered kernel of the last part, with which another pass may begin: given one,
+    parts are taken backwards.
+    """
+    count, width = form.parts(split, hidden, head.kernel)
+    first, step_by = (0, 1) if last is None else (count - 1, -1)
+
+    def gather(index):
+        return split.gathered(head, index, width, hidden.dtype)
+
+    def run(carry, index, kernel):
+        return step(carry, split.part(head, index, width, kernel), index)
+
+    def run_and_gather(before, index):
+        carry, kernel = before
+        return (run(carry, index, kernel), gather(index + step_by)), None
+
+    kernel = gather(first) if last is None else last
+    if count > 1:
+        order = first + step_by * jnp.arange(count - 1, dtype=jnp.int32)
+        carry, kernel = lax.scan(run_and_gather, (carry, kernel), order)[0]
+    return run(carry, count - 1 - first, kernel), kernel
+
+
 def over_logits(
     form: HeadForm,
     split: HeadSplit,
@@ -239,16 +268,14 @@ def over_logits(
     head: HeadWeights,
     prepare: Callable[[VocabPart, Array | int], Callable[[Array, Any, Any], Any]],
     begin: Any,
-) -> Any:
-    """Compute something of all tiles' logits, one part of the vocabulary after another.
+) -> tuple[Any, Array]:
+    """Compute something of all tiles' logits, one part of the vocabulary after another; see `over_parts`.
 
     `prepare(part, index)` returns a function of a tile's logits, its `values` and what the parts before have left
     (`begin` at first), which returns what this one leaves.
     """
-    count, width = form.parts(split, hidden, head.kernel)
 
-    def over_part(before, index):
-        part = split.gathered(head, index, width, hidden.dtype)
+    def over_part(before, part, index):
         (forth, _), (dimension, _) = form.kernels(part.head.kernel)
         step = prepare(part, index)
 
@@ -256,21 +283,25 @@ def over_logits(
             hidden, values, before = tile
             return None, step(form.logits(hidden, forth, dimension, part.head.bias), values, before)
 
-        return lax.scan(over_tile, None, (hidden, values, before))[1], None
+        return lax.scan(over_tile, None, (hidden, values, before))[1]
 
-    return over_parts(over_part, begin, count)[0]
+    return over_parts(form, split, hidden, head, over_part, begin)
 
 
 def scores(
     form: HeadForm, split: HeadSplit, hidden: Array, targets: Array, head: HeadWeights, entropy: bool = False
-) -> LogitSums:
-    """Compute `LogitSums` of all tiles over all ids; `targets` are `[tiles, batch, tile, targets]`."""
+) -> tuple[LogitSums, Array]:
+    """Compute `LogitSums` of all tiles over all ids; `targets` are `[tiles, batch, tile, targets]`.
+
+    Return the gathered kernel of the last part, too.
+    """
 
     def prepare(part: VocabPart, _: Any) -> Any:
         return lambda logits, targets, before: before.joined(LogitSums.of(logits, targets, part, entropy))
 
-    sums = over_logits(form, split, hidden, targets, head, prepare, LogitSums.none(targets, entropy))
-    return sums.over_ids(split, known_ids(split, targets, head.kernel))
+    none = LogitSums.none(targets, entropy)
+    sums, last = over_logits(form, split, hidden, targets, head, prepare, none)
+    return sums.over_ids(split, known_ids(split, targets, head.kernel)), last
 
 
 def known_ids(split: HeadSplit, ids: Array, kernel: Array) -> Array:
@@ -285,15 +316,16 @@ def gradients(
     values: Any,
     head: HeadWeights,
     prepare: Callable[[VocabPart, Array | int], Callable[[Array, Any], Array]],
+    last: Array | None = None,
 ) -> tuple[Array, HeadWeights]:
     """Compute the gradients by hidden states (tiles) and head, each part of the vocabulary gathered once more.
 
-    `prepare(part, index)` returns a function of a tile's logits and its `values`, the gradient by the logits.
+    `prepare(part, index)` returns a function of a tile's logits and its `values`, the gradient by the logits. `last` as
+    in `over_parts`.
     """
     (count, width), dtype = form.parts(split, hidden, head.kernel), hidden.dtype
 
-    def over_part(carry, index):
-        part = split.gathered(head, index, width, dtype)
+    def over_part(carry, part, index):
         (forth, back), (dimension, other) = form.kernels(part.head.kernel)
         by_logits = prepare(part, index)
 
@@ -313,7 +345,7 @@ def gradients(
         to_hidden, to_head = carry
         total, to_hidden = lax.scan(over_tile, zeros(part.head), (hidden, values, to_hidden))
         shares = split.scattered(total, dtype)
-        return (to_hidden, shares if count == 1 else jax.tree.map(add, to_head, shares)), None
+        return to_hidden, shares if count == 1 else jax.tree.map(add, to_head, shares)
 
-    to_hidden, to_head = over_parts(over_part, zeros((hidden, head)), count)[0]
+    to_hidden, to_head = over_parts(form, split, hidden, head, over_part, zeros((hidden, head)), last)[0]
     return split.over_ids(to_hidden), split.summed(to_head)

@@ -74,7 +74,7 @@ def _forward(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -
 
     def on_device(hidden, head, targets):
         tiles, targets = form.cut(split, head, hidden, targets)
-        found = _of_scores(scores(form, split, tiles, targets, head, entropy=True))
+        found = _of_scores(scores(form, split, tiles, targets, head, entropy=True)[0])
         return jax.tree.map(lambda x: joined(x, hidden.shape[1]), found)
 
     outputs: Any = LogProbs(*(split.tokens for _ in LogProbs._fields))  # pyright: ignore[reportArgumentType]

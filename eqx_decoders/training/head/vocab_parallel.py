@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -127,12 +126,17 @@ class HeadSplit:
         return kernel.shape[1 - self.inside] * self._count(self.ids)
 
     def parts(self, kernel: Array, dtype: Any, most: int | None) -> tuple[int, int]:
-        """Return in how many parts a device's ids are gathered, and ids of each: at most `most` bytes a part."""
+        """Return in how many parts a device's ids are gathered, and ids of each.
+
+        A part's kernel and gradient take at most `most` bytes, with the kernel of the next part if there are several.
+        """
         ids, embed = kernel.shape[1 - self.inside], kernel.shape[self.inside] * self._count(self.features)
         if most is None or not self.features:
             return 1, ids
-        each = embed * (jnp.dtype(dtype).itemsize + 4)  # the gradient is added up in f32
-        count = -(-ids * each // most)
+        gathered, gradient = embed * jnp.dtype(dtype).itemsize, embed * 4  # added up in f32
+        if ids * (gathered + gradient) <= most:
+            return 1, ids
+        count = -(-ids * (2 * gathered + gradient) // most)
         width = min(ids, -(-ids // count // 128) * 128)  # the lanes of a TPU
         return -(-ids // width), width
 
@@ -140,17 +144,23 @@ class HeadSplit:
         """Return the dimension of the ids in the kernel or in the bias."""
         return 0 if x.ndim == 1 else 1 - self.inside
 
-    def gathered(self, head: HeadWeights, index: Array | int, width: int, dtype: Any) -> "VocabPart":
-        """Gather all features of `width` ids; the last part may begin with ids of the one before."""
-        ids = head.kernel.shape[1 - self.inside]
+    def part(self, head: HeadWeights, index: Array | int, width: int, kernel: Array) -> VocabPart:
+        """Return the part whose kernel `gathered` returned; the last one may begin with ids of the one before."""
+        ids, bias = head.kernel.shape[1 - self.inside], head.bias
         begin = 0 if width == ids else jnp.minimum(index * width, ids - width)
         repeated = 0 if ids % width == 0 else index * width - begin
-        if width < ids:
-            head = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, begin, width, self.ids_axis(x)), head)
-        kernel = head.kernel.astype(dtype)
-        kernel = lax.all_gather(kernel, self.features, axis=self.inside, tiled=True) if self.features else kernel
+        bias = bias if bias is None or width == ids else lax.dynamic_slice_in_dim(bias, begin, width)
         first = begin + (lax.axis_index(self.ids) * ids if self.ids else 0)
-        return VocabPart(HeadWeights(kernel, head.bias), begin, first, repeated)
+        return VocabPart(HeadWeights(kernel, bias), begin, first, repeated)
+
+    def gathered(self, head: HeadWeights, index: Array | int, width: int, dtype: Any) -> Array:
+        """Gather all features of the ids of a part."""
+        ids, kernel = head.kernel.shape[1 - self.inside], head.kernel
+        if width < ids:
+            begin = jnp.minimum(index * width, ids - width)
+            kernel = lax.dynamic_slice_in_dim(kernel, begin, width, 1 - self.inside)
+        kernel = kernel.astype(dtype)
+        return lax.all_gather(kernel, self.features, axis=self.inside, tiled=True) if self.features else kernel
 
     def scattered(self, gradients: HeadWeights, dtype: Any) -> HeadWeights:
         """Sum over the devices that share the kernel's features, in `dtype`; return this device's features.

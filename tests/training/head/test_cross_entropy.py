@@ -334,8 +334,9 @@ def collectives(jaxpr, within=()):
 @pytest.mark.parametrize("over_data", [False, True])
 @pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
 def test_the_head_travels_once(head_bytes, parts, over_data):
-    """Gathered before the tiles, and its gradient shared after them; in parts each of them is gathered twice. Between
-    copies of the head its gradient is added up once, or each gets its part of it."""
+    """Gathered before the tiles, and its gradient shared after them; each of its parts beside the products of the one
+    before it, but for the last one of the first pass, with which the second begins. Between copies of the head its
+    gradient is added up once, or each gets its part of it."""
     layout, vocab = dataclasses.replace(Layout.create(data=2, fsdp=4), gradients_over_data=over_data), 600
     hidden, kernel = jnp.zeros((8, 32, EMBED)), jnp.zeros((EMBED, vocab))
     targets, weights = jnp.zeros((8, 32), jnp.int32), jnp.ones((8, 32))
@@ -345,9 +346,9 @@ def test_the_head_travels_once(head_bytes, parts, over_data):
         return linear_cross_entropy(hidden, HeadWeights(kernel), targets, weights, **options)[0]
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel).jaxpr
-    loops = () if parts == 1 else (parts,)
-    gathers = [("all_gather", loops)] * (1 if parts == 1 else 2)
-    shared = sorted([("reduce_scatter" if over_data else "psum", ()), ("reduce_scatter", loops)])
+    loops = [()] if parts == 1 else [(), (parts - 1,)]
+    gathers = [("all_gather", loop) for loop in sorted(loops + loops[1:])]
+    shared = sorted([("reduce_scatter" if over_data else "psum", ()), *(("reduce_scatter", loop) for loop in loops)])
     found = sorted((name.replace("psum_invariant", "psum"), within) for name, within in collectives(jaxpr))
     assert found == gathers + shared
 
