@@ -8,7 +8,8 @@ each device holds its piece. Two rings, one in each direction, have one half of 
 communication with dependent computation via decomposition", ASPLOS 2023).
 
 Many devices are rings of rings: rows of devices add up terms that are wide enough to be multiplied at full speed, and
-then columns of devices the pieces of their sums. It is as many bytes, in fewer steps.
+then columns of devices the pieces of their sums. It is as many bytes, in fewer steps. These sums have no product of
+their own: wide terms are cut in four, and those of the first two travel while the next two are multiplied.
 """
 
 import math
@@ -47,7 +48,8 @@ class GradientRing(NamedTuple):
     - `axes`: the mesh axes of the ring.
     - `levels`: devices of a ring whose terms are products, and of one of their sums.
     - `dimension`: the dimension of the weight of which each device keeps a piece.
-    - `halved`: the dimension of the weight of which each direction has a half.
+    - `across`: the dimension of the weight that is cut into `parts`, of which each direction has every other one.
+    - `turned`: whether terms have `dimension` in front: their pieces are too narrow for the last one.
     - `others`: mesh axes that split the tokens, too.
     - `x`, `out`, `gathered`, `weight`: the partitions of the activation, of the result, of the weight in products and
         of its gradient.
@@ -56,7 +58,9 @@ class GradientRing(NamedTuple):
     axes: tuple[str, ...]
     levels: tuple[int, int]
     dimension: int
-    halved: int
+    across: int
+    parts: int
+    turned: bool
     others: tuple[str, ...]
     x: PartitionSpec
     out: PartitionSpec
@@ -71,19 +75,23 @@ def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) ->
         return None
     whole, stored = (place.spec for place in places)
     ring = find_ring(plan, layout, whole, stored, x.shape, weight.shape)
-    return None if ring is None or not suits_ring(ring.levels, weight.shape, ring.dimension) else ring
+    if ring is None or not suits_ring(ring.levels, weight.shape[ring.dimension], ROWS):
+        return None
+    narrow = weight.shape[ring.dimension] < LANES * math.prod(ring.levels)
+    return ring._replace(turned=narrow and ring.dimension == weight.ndim - 1)
 
 
 class GroupRing(NamedTuple):
     """The ring of a grouped product `rows inner, groups inner outer -> rows outer`, inside of a `shard_map`.
 
-    - `axes`, `levels`: as in `GradientRing`.
+    - `axes`, `levels`, `parts`: as in `GradientRing`.
     - `dimension`: 1 or 2, the dimension of the weight of which each device has a part.
     """
 
     axes: tuple[str, ...]
     levels: tuple[int, int]
     dimension: int
+    parts: int
 
     def gather(self, part: Array) -> Array:
         """Gather the parts of all devices."""
@@ -94,9 +102,11 @@ def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dim
     """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
     size = math.prod(layout.sizes[name] for name in axes)
     shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
-    levels = ring_levels(size, most_terms(shape[dimension], part[3 - dimension] // 2, layout))
-    good = layout.backend.gradient_rings and "data" not in axes and suits_ring(levels, shape, dimension)
-    return GroupRing(axes, levels, dimension) if good and part[3 - dimension] % 2 == 0 else None
+    across = part[3 - dimension]
+    levels = ring_levels(size, most_terms(shape[dimension], across // 2, layout))
+    fits = suits_ring(levels, shape[dimension], LANES if dimension == 2 else ROWS)
+    good = layout.backend.gradient_rings and "data" not in axes and fits and across % 2 == 0
+    return GroupRing(axes, levels, dimension, ring_parts(levels, across, across)) if good else None
 
 
 def most_terms(columns: int, across: int, layout: Layout) -> int:
@@ -122,10 +132,18 @@ def ring_levels(size: int, most: int) -> tuple[int, int]:
     return first, size // first
 
 
-def suits_ring(levels: tuple[int, int], shape: tuple[int, ...], dimension: int) -> bool:
+def ring_parts(levels: tuple[int, int], size: int, across: int) -> int:
+    """Return the parts of a dimension of this size: 4 where the sums of a second level are many, else 2.
+
+    `across` is the product of all dimensions that are not cut into pieces. Two devices on the second level have little
+    to send: for 8 and 2 it is a fifteenth of the bytes, for 4 and 4 a fifth.
+    """
+    return 4 if levels[0] > 1 and levels[1] > 2 and size % 4 == 0 and across // 4 >= TERM_WIDTH else 2
+
+
+def suits_ring(levels: tuple[int, int], size: int, least: int) -> bool:
     """Return whether a weight's gradient is added up in rings: its pieces fill a TPU's registers, and are not many."""
-    least = LANES if dimension == len(shape) - 1 else ROWS
-    return sum(levels) - 2 <= MOST_ADDITIONS and shape[dimension] >= least * math.prod(levels)
+    return sum(levels) - 2 <= MOST_ADDITIONS and size >= least * math.prod(levels)
 
 
 def find_ring(
@@ -144,12 +162,10 @@ def find_ring(
     kept, parts = ([names_of(group) for group in spec] for spec in (whole, stored))
     changed = [index for index, (one, other) in enumerate(zip(kept, parts, strict=True)) if one != other]
     tokens = [word for word in left if word not in right]
-    halves = [
-        index
-        for index, word in enumerate(right)
-        if index not in changed and sizes[word] % (2 * math.prod(layout.sizes[name] for name in kept[index])) == 0
-    ]
-    if len(changed) != 1 or kept[changed[0]] or set(left) & set(right) & set(out) or not halves:
+    split = dict(zip(right, kept, strict=True))
+    here = [sizes[word] // math.prod(layout.sizes[name] for name in names) for word, names in split.items()]
+    even = [index for index, size in enumerate(here) if index not in changed and size % 2 == 0]
+    if len(changed) != 1 or kept[changed[0]] or set(left) & set(right) & set(out) or not even:
         return None
 
     def groups(words: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -158,7 +174,6 @@ def find_ring(
 
     ins, outs = groups(left), groups(out)
     shared = {word: ins[word] for word in tokens if ins[word] == outs[word]}
-    split = dict(zip(right, kept, strict=True))
     rows = tuple(name for names in shared.values() for name in names)
     same = all(split[word] == (ins | outs)[word] for word in right)
     axes = parts[changed[0]]
@@ -170,10 +185,12 @@ def find_ring(
         return PartitionSpec(*(split.get(word, shared.get(word)) or None for word in words))
 
     others = tuple(name for name in rows if name not in axes)
-    columns, kept_devices = weight[changed[0]], math.prod(layout.sizes[name] for name in sum(kept, ()))
-    terms = most_terms(columns, math.prod(weight) // (2 * columns * kept_devices), layout)
-    levels = ring_levels(math.prod(layout.sizes[name] for name in axes), terms)
-    return GradientRing(axes, levels, changed[0], halves[0], others, spec(left), spec(out), whole, stored)
+    columns = weight[changed[0]]
+    across = math.prod(here) // columns
+    levels = ring_levels(math.prod(layout.sizes[name] for name in axes), most_terms(columns, across // 2, layout))
+    parts = ring_parts(levels, here[even[0]], across)
+    specs = spec(left), spec(out), whole, stored
+    return GradientRing(axes, levels, changed[0], even[0], parts, False, others, *specs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -212,7 +229,10 @@ def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, 
     """Return this device's piece of the weight's gradient, from its tokens and those of all others."""
     letters, result = plan.letters.split("->")
     left, right = letters.split(",")
-    word, half_word = plan.right[ring.dimension], plan.right[ring.halved]
+    word, across = plan.right[ring.dimension], plan.right[ring.across]
+    front = [ring.dimension] if ring.turned else []
+    order = [*front, *(index for index in range(len(right)) if index not in front)]
+    product = f"{left},{result}->{''.join(right[index] for index in order)}"
 
     def cut(array: Array, words: tuple[str, ...], word: str, parts: int, index: Array | int) -> Array:
         if word not in words:
@@ -221,15 +241,15 @@ def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, 
         width = array.shape[place] // parts
         return lax.dynamic_slice_in_dim(array, index * width, width, place)
 
-    def term(index: Array, half: int) -> Array:
+    def term(index: Array, part: int) -> Array:
         one, other = (
-            cut(cut(array, words, half_word, 2, half), words, word, ring.levels[0], index)
+            cut(cut(array, words, across, ring.parts, part), words, word, ring.levels[0], index)
             for array, words in ((x.astype(gradient.dtype), plan.left), (gradient, plan.out))
         )
-        product = jnp.einsum(f"{left},{result}->{right}", one, other, preferred_element_type=jnp.float32)
-        return separate(product)
+        return separate(jnp.einsum(product, one, other, preferred_element_type=jnp.float32))
 
-    piece = jnp.concatenate(ring_scatter(term, ring.axes, ring.levels, dtype, ring.dimension), ring.halved)
+    sums = ring_scatter(term, ring.axes, ring.levels, dtype, order.index(ring.dimension), ring.parts)
+    piece = jnp.moveaxis(jnp.concatenate(sums, order.index(ring.across)), range(len(order)), order)
     return lax.psum(piece, ring.others) if ring.others else piece
 
 
@@ -268,14 +288,15 @@ def _scattered_groups(
     outer = ring.dimension == 2  # the results' columns are split, not those of x
     split, other = (gradient, x) if outer else (x, gradient)
     piece = _cutter((split, split), ring.levels[0], 1)
-    halves = jnp.split(other, 2, 1)
+    others = jnp.split(other, ring.parts, 1)
 
-    def term(index: Array, half: int) -> Array:
-        one, two = piece(index, half), halves[half]
+    def term(index: Array, part: int) -> Array:
+        one, two = piece(index, 0), others[part]
         one, two = (two, one) if outer else (one, two)
         return separate(columns_times_rows(form, one, two, counts, x.dtype))
 
-    return jnp.concatenate(ring_scatter(term, ring.axes, ring.levels, dtype, ring.dimension), 3 - ring.dimension)
+    sums = ring_scatter(term, ring.axes, ring.levels, dtype, ring.dimension, ring.parts)
+    return jnp.concatenate(sums, 3 - ring.dimension)
 
 
 def separate(product: Array) -> Array:
@@ -283,25 +304,40 @@ def separate(product: Array) -> Array:
     return lax.optimization_barrier(product)
 
 
+class _Level(NamedTuple):
+    """Two sums of a ring of devices, one in each direction: `term(index, half)`, devices and their distance."""
+
+    term: Callable[[Int[Array, ""], int], Array]
+    size: int
+    distance: int
+
+
 def ring_scatter(
     term: Callable[[Int[Array, ""], int], Array],
     axes: tuple[str, ...],
-    levels: Sequence[int],
+    levels: tuple[int, int],
     dtype: np.dtype,
     dimension: int,
-) -> tuple[Array, Array]:
-    """Sum over devices; return this device's piece along a dimension, in two halves, inside of a `shard_map`.
+    parts: int = 2,
+) -> list[Array]:
+    """Sum over devices; return this device's piece along a dimension, in parts, inside of a `shard_map`.
 
-    `term(index, half)` makes this device's term of half 0 or 1 of a piece, of which there are as many as devices of the
-    first level. The pieces are cut further on each level after it. Sums travel in `dtype`, and are rounded to it after
-    each addition.
+    `term(index, part)` makes this device's term of a part of a piece, of which there are as many as devices of the
+    first level. The pieces are cut further on the second one, while the terms of the next two parts are made. Sums
+    travel in `dtype`, and are rounded to it after each addition.
     """
-    distance, halves = math.prod(levels), None
-    for size in levels:
-        distance //= size
-        halves = _ring(term if halves is None else _cutter(halves, size, dimension), axes, size, distance, dtype)
-    assert halves is not None
-    return halves
+    (first, second), done, pair = levels, [], None
+    for count in range(parts // 2 + 1):
+        running = []
+        if pair is not None:
+            running.append(_Level(_cutter(pair, second, dimension), second, 1))
+        if count < parts // 2:
+            running.append(_Level(lambda index, half, count=count: term(index, 2 * count + half), first, second))
+        sums = _run_rings(running, axes, dtype)
+        if pair is not None:
+            done += sums.pop(0)
+        pair = sums[0] if sums else None
+    return done
 
 
 def _cutter(halves: tuple[Array, Array], parts: int, dimension: int) -> Callable[[Int[Array, ""], int], Array]:
@@ -310,30 +346,39 @@ def _cutter(halves: tuple[Array, Array], parts: int, dimension: int) -> Callable
     return lambda index, half: lax.dynamic_slice_in_dim(halves[half], index * width, width, dimension)
 
 
-def _ring(
-    term: Callable[[Int[Array, ""], int], Array], axes: tuple[str, ...], size: int, distance: int, dtype: np.dtype
-) -> tuple[Array, Array]:
-    """Run `ring_scatter` on one level: rings of `size` devices, each so far from the next one."""
-    devices, here = range(lax.axis_size(axes)), lax.axis_index(axes) // distance % size
+def _run_rings(levels: Sequence[_Level], axes: tuple[str, ...], dtype: np.dtype) -> list[tuple[Array, Array]]:
+    """Run levels of `ring_scatter` beside each other."""
+    devices, here = range(lax.axis_size(axes)), lax.axis_index(axes)
 
-    def next_to(device: int, step: int) -> int:
-        place = device // distance % size
-        return device + ((place + step) % size - place) * distance
+    def next_to(level: _Level, device: int, step: int) -> int:
+        place = device // level.distance % level.size
+        return device + ((place + step) % level.size - place) * level.distance
 
-    rings = [[(device, next_to(device, step)) for device in devices] for step in (1, -1)]
+    def terms(level: _Level, count: Array | int) -> tuple[Array, Array]:
+        place = here // level.distance % level.size
+        return level.term((place - 1 - count) % level.size, 0), level.term((place + 1 + count) % level.size, 1)
 
-    def terms(count: Array | int) -> tuple[Array, Array]:
-        return term((here - 1 - count) % size, 0), term((here + 1 + count) % size, 1)
-
-    def add(count: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(level: _Level, count: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        rings = [[(device, next_to(level, device, step)) for device in devices] for step in (1, -1)]
         arrived = [lax.ppermute(each, axes, pairs) for each, pairs in zip(sums, rings, strict=True)]
         one, other = (
-            (each.astype(new.dtype) + new).astype(dtype) for each, new in zip(arrived, terms(count), strict=True)
+            (each.astype(new.dtype) + new).astype(dtype) for each, new in zip(arrived, terms(level, count), strict=True)
         )
         return one, other
 
-    one, other = (each.astype(dtype) for each in terms(0))
-    return (one, other) if size == 1 else lax.fori_loop(1, size, add, (one, other))
+    def add_to_all(size: int, count: Array, sums: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
+        return [
+            add(level, count, each) if level.size >= size else each for level, each in zip(levels, sums, strict=True)
+        ]
+
+    def first(level: _Level) -> tuple[Array, Array]:
+        one, other = (each.astype(dtype) for each in terms(level, 0))
+        return one, other
+
+    sums, done = list(map(first, levels)), 1
+    for size in sorted({level.size for level in levels} - {1}):
+        sums, done = lax.fori_loop(done, size, partial(add_to_all, size), sums), size
+    return sums
 
 
 def ring_sum(x: Array, axes: tuple[str, ...], dimension: int) -> Array:

@@ -54,13 +54,21 @@ def gradients(product, *argnums):
 
 
 @pytest.mark.medium(fast=1)
-@pytest.mark.parametrize("pattern, sizes", [(IN, sizes) for sizes in MESHES] + [(OUT, MESHES[1]), (HEADS, MESHES[1])])
-def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes):
+@pytest.mark.parametrize(
+    "pattern, sizes, turned",
+    [(OUT, MESHES[0], turned) for turned in (True, False)]
+    + [(IN, sizes, False) for sizes in MESHES]
+    + [(HEADS, MESHES[1], True)],
+)
+def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes, turned):
     """Eight devices are two rings of four, whose terms are products, and four of two, or the other way round."""
-    monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 8)
+    monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 6)
     layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
     plan, ring = product_plan(pattern), ring_of(pattern, layout)
-    assert ring is not None and (sizes != MESHES[0] or ring.levels == (4, 2))
+    assert ring is not None
+    if sizes == MESHES[0]:
+        assert (ring.levels, ring.parts) == (((4, 2), 2) if pattern == IN else ((2, 4), 4))
+    ring = ring._replace(turned=turned)
 
     def product(x, weight):
         return ring_product(plan, np.dtype("float32"), layout, ring, x, weight)
@@ -142,16 +150,18 @@ def test_a_model_learns_the_same_by_rings(monkeypatch):
 
 
 def test_a_layout_chooses_rings_for_pieces_as_wide_as_registers(monkeypatch):
-    """Columns of the last dimension, rows of another one."""
+    """Columns of the last dimension, rows of another one, or of the last one in front."""
     layout, plan = ed.Layout.create(fsdp=8), product_plan(OUT)
     shapes = [jnp.zeros(shape) for shape in ((8, 6, 12), (12, 1024), (8, 6, 12), (12, 1016))]
+    narrow = [jnp.zeros(shape) for shape in ((8, 6, 12), (12, 128), (8, 6, 12), (12, 120))]
     assert gradient_ring(plan, layout, *shapes[:2]) is None  # on a CPU
     backend = dataclasses.replace(layout.backend, gradient_rings=True)
     monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
     ring = gradient_ring(plan, layout, *shapes[:2])
-    assert ring is not None and ring.axes == ("fsdp",)
-    assert gradient_ring(plan, layout, *shapes[2:]) is None
+    assert ring is not None and ring.axes == ("fsdp",) and not ring.turned
     assert ring.levels == (2, 4)  # terms of 512 columns
+    assert all(gradient_ring(plan, layout, *each).turned for each in (shapes[2:], narrow[:2]))
+    assert gradient_ring(plan, layout, *narrow[2:]) is None
     few = [jnp.zeros(shape) for shape in ((8, 6, 128), (128, 12), (8, 6, 120), (120, 12))]
     ring = gradient_ring(product_plan(IN), layout, *few[:2])
     assert ring is not None and ring.levels == (1, 8)
@@ -207,7 +217,7 @@ def test_rings_of_grouped_products_give_the_gradients_of_one_device(monkeypatch)
     """Rows of experts as on a TPU, of which the last ones belong to none and hold anything."""
     monkeypatch.setattr(rings, "TERM_WIDTH", 2)
     layout, counts = ed.Layout.create(fsdp=8), jnp.asarray(np.random.default_rng(0).integers(0, 4, (8, 3), np.int32))
-    kinds = tuple(rings.GroupRing(("fsdp",), (4, 2), dimension) for dimension in (1, 2))
+    kinds = tuple(rings.GroupRing(("fsdp",), (4, 2), dimension, parts) for dimension, parts in ((1, 2), (2, 4)))
     x, weights = draw(1, (8, 12, 8)), (draw(2, (3, 8, 6)), draw(3, (3, 8, 16)))
     filled = jnp.arange(12)[None, :, None] < counts.sum(1)[:, None, None]
 

@@ -178,7 +178,7 @@ def test_gradients_added_up_in_rings_are_those_of_one_device(rings):
     check_equal(program(ed.Execution(layout=layout)), layer(RICH), x, positions, layout)
     chosen = [ring for (of_each, *_), _ in rings.call_args_list for ring in of_each]
     assert chosen[:3] == [
-        gradient_ring.GroupRing(("fsdp",), (2, 2), dimension) for dimension in (1, 1, 2)
+        gradient_ring.GroupRing(("fsdp",), (2, 2), dimension, 2) for dimension in (1, 1, 2)
     ]  # gate, up, down
 
 
