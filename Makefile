@@ -12,8 +12,8 @@ RUN ?= runs/$(MODEL)
 # Muon learns twice as fast as AdamW from so few steps; a learning rate for small models
 OPTIMIZER ?= --optimizer.name muon --optimizer.learning-rate 3e-3 --optimizer.weight-decay 0.01
 ARGS ?=
-# Processes of tests, for two cores: one more, since some tests wait
-WORKERS ?= 3
+# Processes of tests, for two cores: a third one makes all of them slower
+WORKERS ?= 2
 # Seeing takes more steps than reading, of a smaller model
 STEPS := $(if $(filter tiny-vision,$(MODEL)),--steps 1000 --eval-every 500)
 # Rewards come after examples: programs one after the other

@@ -84,8 +84,9 @@ class ExecutionConfig(CheckedFields):
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
     - `head_bytes`: bytes that a device of a mesh may use for the head's gathered kernel and its gradient in the fused
-        loss. If both need more, the vocabulary is processed in parts, which costs four products of the size of the head
-        instead of three, and another gather. None: a tenth of the device's memory, 2 GB where that is not known.
+        loss. If both need more, the vocabulary is processed in parts, each gathered beside the products of the one
+        before it. That costs four products of the size of the head instead of three, and nearly another gather. None: a
+        tenth of the device's memory, 2 GB where that is not known.
     - `exchange_bytes`: bytes that a device of a mesh may use for the tokens of its experts. If they need more, they are
         sent in several rounds.
     - `context_order`: order of the tokens of rows that a mesh splits, in losses: `"plain"`, or `"zigzag"`, where each

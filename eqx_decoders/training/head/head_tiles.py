@@ -29,7 +29,8 @@ class HeadTiles(NamedTuple):
 
     - `positions`: of each sequence on a device in a tile; None: so many that their logits take 64 MB there, 256 MB on a
         TPU, 1 GB on a GPU.
-    - `head_bytes`: bound of a device's gathered kernel and its gradient; None: no bound.
+    - `head_bytes`: bound of a device's gathered kernel and its gradient, with the kernel of the next part if there are
+        several; None: no bound.
     """
 
     positions: int | None = None
