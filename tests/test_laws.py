@@ -29,7 +29,7 @@ from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_
 from tests.programs import drop_compiled_programs
 
 
-# Cases, which are found by the first test that asks for them: that takes seconds, and every worker reads this file.
+# How many cases there are. The first test that asks finds them: it takes seconds, and every worker reads this file.
 COVERING, OF_FORMS, FRESH = 289, 225, 24
 
 

@@ -9,7 +9,7 @@ communication with dependent computation via decomposition", ASPLOS 2023).
 
 Many devices are rings of rings: rows of devices add up terms that are wide enough to be multiplied at full speed, and
 then columns of devices the pieces of their sums. It is as many bytes, in fewer steps. These sums have no product of
-their own: wide terms are cut in four, and those of the first two travel while the next two are multiplied.
+their own: where they are many, terms are cut in four, and the first two travel while the next two are multiplied.
 """
 
 import math
@@ -48,7 +48,7 @@ class GradientRing(NamedTuple):
     - `axes`: the mesh axes of the ring.
     - `levels`: devices of a ring whose terms are products, and of one of their sums.
     - `dimension`: the dimension of the weight of which each device keeps a piece.
-    - `across`: the dimension of the weight that is cut into `parts`, of which each direction has every other one.
+    - `cut`: the dimension of the weight that is cut into `parts`, of which each direction has every other one.
     - `turned`: whether terms have `dimension` in front: their pieces are too narrow for the last one.
     - `others`: mesh axes that split the tokens, too.
     - `x`, `out`, `gathered`, `weight`: the partitions of the activation, of the result, of the weight in products and
@@ -58,7 +58,7 @@ class GradientRing(NamedTuple):
     axes: tuple[str, ...]
     levels: tuple[int, int]
     dimension: int
-    across: int
+    cut: int
     parts: int
     turned: bool
     others: tuple[str, ...]
@@ -75,10 +75,7 @@ def gradient_ring(plan: ProductPlan, layout: Layout, x: Array, weight: Array) ->
         return None
     whole, stored = (place.spec for place in places)
     ring = find_ring(plan, layout, whole, stored, x.shape, weight.shape)
-    if ring is None or not suits_ring(ring.levels, weight.shape[ring.dimension], ROWS):
-        return None
-    narrow = weight.shape[ring.dimension] < LANES * math.prod(ring.levels)
-    return ring._replace(turned=narrow and ring.dimension == weight.ndim - 1)
+    return ring if ring is not None and suits_ring(ring.levels, weight.shape[ring.dimension], ROWS) else None
 
 
 class GroupRing(NamedTuple):
@@ -103,10 +100,10 @@ def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dim
     size = math.prod(layout.sizes[name] for name in axes)
     shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
     across = part[3 - dimension]
-    levels = ring_levels(size, most_terms(shape[dimension], across // 2, layout))
+    levels, parts = levels_and_parts(size, shape[dimension], across, layout)
     fits = suits_ring(levels, shape[dimension], LANES if dimension == 2 else ROWS)
     good = layout.backend.gradient_rings and "data" not in axes and fits and across % 2 == 0
-    return GroupRing(axes, levels, dimension, ring_parts(levels, across, across)) if good else None
+    return GroupRing(axes, levels, dimension, parts if across % 4 == 0 else 2) if good else None
 
 
 def most_terms(columns: int, across: int, layout: Layout) -> int:
@@ -132,17 +129,21 @@ def ring_levels(size: int, most: int) -> tuple[int, int]:
     return first, size // first
 
 
-def ring_parts(levels: tuple[int, int], size: int, across: int) -> int:
-    """Return the parts of a dimension of this size: 4 where the sums of a second level are many, else 2.
+def levels_and_parts(size: int, columns: int, across: int, layout: Layout) -> tuple[tuple[int, int], int]:
+    """Return the levels of a ring of so many devices, and the parts of its terms, which have `across` other columns.
 
-    `across` is the product of all dimensions that are not cut into pieces. Two devices on the second level have little
-    to send: for 8 and 2 it is a fifteenth of the bytes, for 4 and 4 a fifth.
+    The first level has as many devices as terms are wide enough. There are 4 parts where the second level has a tenth
+    of the bytes or more and no more steps than the first, beside which it travels, and quarters of terms are wide
+    enough, too; otherwise 2.
     """
-    return 4 if levels[0] > 1 and levels[1] > 2 and size % 4 == 0 and across // 4 >= TERM_WIDTH else 2
+    first, second = levels = ring_levels(size, most_terms(columns, across // 2, layout))
+    hidden = 1 < second <= first and 10 * (second - 1) >= size - 1
+    wide = across // 4 >= TERM_WIDTH and first <= most_terms(columns, across // 4, layout)
+    return levels, 4 if hidden and wide else 2
 
 
 def suits_ring(levels: tuple[int, int], size: int, least: int) -> bool:
-    """Return whether a weight's gradient is added up in rings: its pieces fill a TPU's registers, and are not many."""
+    """Return whether a weight's gradient is added up in rings: its pieces have so many columns, and are not many."""
     return sum(levels) - 2 <= MOST_ADDITIONS and size >= least * math.prod(levels)
 
 
@@ -159,8 +160,8 @@ def find_ring(
     if not all(word in AXES for word in (*left, *right, *out)):
         return None
     sizes = dict(zip((*right, *left), (*weight, *x), strict=True))
-    kept, parts = ([names_of(group) for group in spec] for spec in (whole, stored))
-    changed = [index for index, (one, other) in enumerate(zip(kept, parts, strict=True)) if one != other]
+    kept, owned = ([names_of(group) for group in spec] for spec in (whole, stored))
+    changed = [index for index, (one, other) in enumerate(zip(kept, owned, strict=True)) if one != other]
     tokens = [word for word in left if word not in right]
     split = dict(zip(right, kept, strict=True))
     here = [sizes[word] // math.prod(layout.sizes[name] for name in names) for word, names in split.items()]
@@ -176,7 +177,7 @@ def find_ring(
     shared = {word: ins[word] for word in tokens if ins[word] == outs[word]}
     rows = tuple(name for names in shared.values() for name in names)
     same = all(split[word] == (ins | outs)[word] for word in right)
-    axes = parts[changed[0]]
+    axes = owned[changed[0]]
     # `data` may join slices by a slow network, for which a ring would wait at each step
     if not same or "data" in axes or not set(axes) <= set(rows) <= layout.axes_here:
         return None
@@ -185,12 +186,12 @@ def find_ring(
         return PartitionSpec(*(split.get(word, shared.get(word)) or None for word in words))
 
     others = tuple(name for name in rows if name not in axes)
-    columns = weight[changed[0]]
-    across = math.prod(here) // columns
-    levels = ring_levels(math.prod(layout.sizes[name] for name in axes), most_terms(columns, across // 2, layout))
-    parts = ring_parts(levels, here[even[0]], across)
-    specs = spec(left), spec(out), whole, stored
-    return GradientRing(axes, levels, changed[0], even[0], parts, False, others, *specs)
+    (dimension,), cut = changed, even[0]
+    columns, size = weight[dimension], math.prod(layout.sizes[name] for name in axes)
+    levels, parts = levels_and_parts(size, columns, math.prod(here) // columns, layout)
+    parts = parts if here[cut] % 4 == 0 else 2
+    turned = dimension == len(right) - 1 and columns < LANES * size
+    return GradientRing(axes, levels, dimension, cut, parts, turned, others, spec(left), spec(out), whole, stored)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -229,12 +230,12 @@ def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, 
     """Return this device's piece of the weight's gradient, from its tokens and those of all others."""
     letters, result = plan.letters.split("->")
     left, right = letters.split(",")
-    word, across = plan.right[ring.dimension], plan.right[ring.across]
+    word, cut_word = plan.right[ring.dimension], plan.right[ring.cut]
     front = [ring.dimension] if ring.turned else []
     order = [*front, *(index for index in range(len(right)) if index not in front)]
     product = f"{left},{result}->{''.join(right[index] for index in order)}"
 
-    def cut(array: Array, words: tuple[str, ...], word: str, parts: int, index: Array | int) -> Array:
+    def take(array: Array, words: tuple[str, ...], word: str, parts: int, index: Array | int) -> Array:
         if word not in words:
             return array
         place = words.index(word)
@@ -243,13 +244,13 @@ def _scattered_gradient(plan: ProductPlan, ring: GradientRing, dtype: np.dtype, 
 
     def term(index: Array, part: int) -> Array:
         one, other = (
-            cut(cut(array, words, across, ring.parts, part), words, word, ring.levels[0], index)
+            take(take(array, words, cut_word, ring.parts, part), words, word, ring.levels[0], index)
             for array, words in ((x.astype(gradient.dtype), plan.left), (gradient, plan.out))
         )
         return separate(jnp.einsum(product, one, other, preferred_element_type=jnp.float32))
 
     sums = ring_scatter(term, ring.axes, ring.levels, dtype, order.index(ring.dimension), ring.parts)
-    piece = jnp.moveaxis(jnp.concatenate(sums, order.index(ring.across)), range(len(order)), order)
+    piece = jnp.moveaxis(jnp.concatenate(sums, order.index(ring.cut)), range(len(order)), order)
     return lax.psum(piece, ring.others) if ring.others else piece
 
 
@@ -287,11 +288,10 @@ def _scattered_groups(
     """Return this device's part of the gradient of a weight, from its rows and those of all others."""
     outer = ring.dimension == 2  # the results' columns are split, not those of x
     split, other = (gradient, x) if outer else (x, gradient)
-    piece = _cutter((split, split), ring.levels[0], 1)
-    others = jnp.split(other, ring.parts, 1)
+    width, others = split.shape[1] // ring.levels[0], jnp.split(other, ring.parts, 1)
 
     def term(index: Array, part: int) -> Array:
-        one, two = piece(index, 0), others[part]
+        one, two = lax.dynamic_slice_in_dim(split, index * width, width, 1), others[part]
         one, two = (two, one) if outer else (one, two)
         return separate(columns_times_rows(form, one, two, counts, x.dtype))
 
@@ -371,13 +371,13 @@ def _run_rings(levels: Sequence[_Level], axes: tuple[str, ...], dtype: np.dtype)
             add(level, count, each) if level.size >= size else each for level, each in zip(levels, sums, strict=True)
         ]
 
-    def first(level: _Level) -> tuple[Array, Array]:
+    def begun(level: _Level) -> tuple[Array, Array]:
         one, other = (each.astype(dtype) for each in terms(level, 0))
         return one, other
 
-    sums, done = list(map(first, levels)), 1
+    sums, count = list(map(begun, levels)), 1
     for size in sorted({level.size for level in levels} - {1}):
-        sums, done = lax.fori_loop(done, size, partial(add_to_all, size), sums), size
+        sums, count = lax.fori_loop(count, size, partial(add_to_all, size), sums), size
     return sums
 
 

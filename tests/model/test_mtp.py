@@ -257,7 +257,7 @@ def test_microbatches_add_up_with_depths_and_experts(expert_states):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.slow  # a quick case of tests/test_laws.py has a depth on a mesh
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, block",
     [

@@ -55,20 +55,21 @@ def gradients(product, *argnums):
 
 @pytest.mark.medium(fast=1)
 @pytest.mark.parametrize(
-    "pattern, sizes, turned",
-    [(OUT, MESHES[0], turned) for turned in (True, False)]
-    + [(IN, sizes, False) for sizes in MESHES]
-    + [(HEADS, MESHES[1], True)],
+    "pattern, sizes, changes",
+    [(OUT, MESHES[0], dict(levels=levels, parts=4, turned=True)) for levels in ((2, 4), (4, 2))]
+    + [(IN, sizes, {}) for sizes in MESHES]
+    + [(OUT, MESHES[0], dict(turned=False)), (HEADS, MESHES[1], {})]
+    + [(HEADS, MESHES[0], dict(cut=cut, parts=parts)) for cut, parts in ((0, 4), (1, 2))],
+    ids=str,
 )
-def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes, turned):
+def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes, changes):
     """Eight devices are two rings of four, whose terms are products, and four of two, or the other way round."""
-    monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 6)
+    monkeypatch.setattr(rings, "TERM_WIDTH", 4 if pattern == IN else 8)
     layout, (x, weight) = ed.Layout.create(**sizes), map(draw, (0, 1), PRODUCTS[pattern])
     plan, ring = product_plan(pattern), ring_of(pattern, layout)
-    assert ring is not None
-    if sizes == MESHES[0]:
-        assert (ring.levels, ring.parts) == (((4, 2), 2) if pattern == IN else ((2, 4), 4))
-    ring = ring._replace(turned=turned)
+    assert ring is not None and ring.turned == (pattern != IN)
+    assert sizes != MESHES[0] or (ring.levels, ring.parts) == (((4, 2), 4) if pattern == IN else ((2, 4), 2))
+    ring = ring._replace(**changes)
 
     def product(x, weight):
         return ring_product(plan, np.dtype("float32"), layout, ring, x, weight)
@@ -183,11 +184,46 @@ def test_terms_are_as_wide_as_their_products_need(kind, across, width):
 
 
 @pytest.mark.parametrize("pattern, across", [(IN, 3), (OUT, 3), (HEADS, 1)])
-def test_a_term_has_half_of_what_a_device_has_of_the_other_dimensions(monkeypatch, pattern, across):
+def test_terms_have_half_or_a_quarter_of_what_a_device_has_of_the_other_dimensions(monkeypatch, pattern, across):
     seen = []
     monkeypatch.setattr(rings, "term_width", lambda kind, across: seen.append(across) or 4)
+    monkeypatch.setattr(rings, "TERM_WIDTH", 1)
     ring = ring_of(pattern, ed.Layout.create(fsdp=2, tensor=4))
-    assert ring is not None and seen == [across]
+    assert ring is not None and seen[0] == across and seen[1:] == ([1] if across == 3 else [])
+
+
+@pytest.mark.parametrize(
+    "size, columns, across, want",
+    [
+        (16, 2048, 2048, ((4, 4), 4)),
+        (16, 2047, 2048, ((2, 8), 2)),  # the second level has more steps
+        (16, 4096, 2048, ((8, 2), 2)),  # it has a fifteenth of the bytes
+        (16, 2048, 2047, ((4, 4), 2)),  # quarters are not as wide as a term
+        (4, 2048, 2048, ((4, 1), 2)),  # there is one level
+        (4, 512, 2048, ((1, 4), 2)),
+        (64, 4096, 2048, ((8, 8), 4)),
+    ],
+)
+def test_terms_are_cut_in_four_where_that_hides_much(size, columns, across, want):
+    assert rings.levels_and_parts(size, columns, across, ed.Layout()) == want
+
+
+@pytest.mark.parametrize("across, parts", [(24, 4), (26, 2)])
+def test_what_has_no_quarters_is_cut_in_halves(monkeypatch, across, parts):
+    layout = ed.Layout.create(fsdp=8)
+    backend = dataclasses.replace(layout.backend, gradient_rings=True)
+    monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
+    monkeypatch.setattr(rings, "TERM_WIDTH", 4)
+    monkeypatch.setattr(rings, "ROWS", 1)
+    assert ring_of(IN, layout, ((8, 6, 16), (16, across))).parts == parts
+    assert rings.group_ring(layout, ("fsdp",), (3, 2, across), 1).parts == parts
+
+
+def test_quarters_of_terms_do_not_wait_for_their_operands(monkeypatch):
+    """They would need wider terms, of which there are not as many."""
+    monkeypatch.setattr(rings, "term_width", lambda kind, across: 512 if across >= 1024 else 1024)
+    assert rings.levels_and_parts(16, 2048, 2048, ed.Layout()) == ((4, 4), 2)
+    assert rings.levels_and_parts(16, 2048, 4096, ed.Layout()) == ((4, 4), 4)
 
 
 def test_a_first_level_has_half_of_the_additions(monkeypatch):
@@ -213,11 +249,10 @@ def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
     np.testing.assert_array_equal(want, x.sum(0))
 
 
-def test_rings_of_grouped_products_give_the_gradients_of_one_device(monkeypatch):
+def test_rings_of_grouped_products_give_the_gradients_of_one_device():
     """Rows of experts as on a TPU, of which the last ones belong to none and hold anything."""
-    monkeypatch.setattr(rings, "TERM_WIDTH", 2)
     layout, counts = ed.Layout.create(fsdp=8), jnp.asarray(np.random.default_rng(0).integers(0, 4, (8, 3), np.int32))
-    kinds = tuple(rings.GroupRing(("fsdp",), (4, 2), dimension, parts) for dimension, parts in ((1, 2), (2, 4)))
+    kinds = rings.GroupRing(("fsdp",), (4, 2), 1, 2), rings.GroupRing(("fsdp",), (2, 4), 2, 4)
     x, weights = draw(1, (8, 12, 8)), (draw(2, (3, 8, 6)), draw(3, (3, 8, 16)))
     filled = jnp.arange(12)[None, :, None] < counts.sum(1)[:, None, None]
 

@@ -213,7 +213,7 @@ def _gradients(
 def _gradients_in_parts(
     form: _LossForm, split: HeadSplit, hidden: Array, targets: Array, weights: Array, head: HeadWeights
 ) -> tuple[Any, Array, HeadWeights]:
-    """Compute `_gradients` for one part of the vocabulary after another, each gathered twice but one: four products."""
+    """Compute `_gradients` part by part of the vocabulary, in two passes, of which the second goes backwards."""
     found, last = scores(form, split, hidden, targets[..., None], head)
 
     def prepare(part: VocabPart, _: Any) -> Any:

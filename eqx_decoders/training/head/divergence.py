@@ -146,7 +146,7 @@ class _Forms(NamedTuple):
     def teachers_logits(
         self, split: HeadSplit, head: HeadWeights, index: Any, width: int, dtype: Any
     ) -> Callable[[Array], Array]:
-        """Gather a part of the teacher's head; return the map from a tile of its hidden states to logits."""
+        """Gather a part of the teacher's head, now; return the map from a tile of its hidden states to logits."""
         part = split.part(head, index, width, split.gathered(head, index, width, dtype))
         (forth, _), (dimension, _) = self.teacher.kernels(part.head.kernel)
         return lambda hidden: self.teacher.logits(hidden, forth, dimension, part.head.bias)

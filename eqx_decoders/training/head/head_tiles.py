@@ -238,8 +238,8 @@ def over_parts(
 ) -> tuple[Any, Array]:
     """Go through the parts of the vocabulary: while one is multiplied, the next is gathered.
 
-    Return what the steps leave, and the gathered kernel of the last part, with which another pass may begin: given one,
-    parts are taken backwards.
+    `step(carry, part, index)` returns the next carry. Return the last one, and the kernel of the part that was reached
+    last, with which another pass may begin: given that as `last`, it takes the parts backwards.
     """
     count, width = form.parts(split, hidden, head.kernel)
     first, step_by = (0, 1) if last is None else (count - 1, -1)
@@ -319,10 +319,10 @@ def gradients(
     prepare: Callable[[VocabPart, Array | int], Callable[[Array, Any], Array]],
     last: Array | None = None,
 ) -> tuple[Array, HeadWeights]:
-    """Compute the gradients by hidden states (tiles) and head, each part of the vocabulary gathered once more.
+    """Compute the gradients by hidden states (tiles) and head, part by part of the vocabulary.
 
-    `prepare(part, index)` returns a function of a tile's logits and its `values`, the gradient by the logits. `last` as
-    in `over_parts`.
+    `prepare(part, index)` returns a function of a tile's logits and its `values`, the gradient by the logits. `last` is
+    that of `over_parts`.
     """
     (count, width), dtype = form.parts(split, hidden, head.kernel), hidden.dtype
 

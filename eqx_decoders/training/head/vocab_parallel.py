@@ -128,7 +128,8 @@ class HeadSplit:
     def parts(self, kernel: Array, dtype: Any, most: int | None) -> tuple[int, int]:
         """Return in how many parts a device's ids are gathered, and ids of each.
 
-        A part's kernel and gradient take at most `most` bytes, with the kernel of the next part if there are several.
+        A part's kernel and gradient take at most `most` bytes, with the kernel of the next part if there are several;
+        ids of a part are rounded up to 128, the lanes of a TPU.
         """
         ids, embed = kernel.shape[1 - self.inside], kernel.shape[self.inside] * self._count(self.features)
         if most is None or not self.features:
@@ -137,17 +138,21 @@ class HeadSplit:
         if ids * (gathered + gradient) <= most:
             return 1, ids
         count = -(-ids * (2 * gathered + gradient) // most)
-        width = min(ids, -(-ids // count // 128) * 128)  # the lanes of a TPU
+        width = min(ids, -(-ids // count // 128) * 128)
         return -(-ids // width), width
 
     def ids_axis(self, x: Array) -> int:
         """Return the dimension of the ids in the kernel or in the bias."""
         return 0 if x.ndim == 1 else 1 - self.inside
 
+    def begin(self, kernel: Array, index: Array | int, width: int) -> Array | int:
+        """Return the first id of a part, of those of this device; the last part may have some of the one before."""
+        ids = kernel.shape[1 - self.inside]
+        return 0 if width == ids else jnp.minimum(index * width, ids - width)
+
     def part(self, head: HeadWeights, index: Array | int, width: int, kernel: Array) -> VocabPart:
-        """Return the part whose kernel `gathered` returned; the last one may begin with ids of the one before."""
-        ids, bias = head.kernel.shape[1 - self.inside], head.bias
-        begin = 0 if width == ids else jnp.minimum(index * width, ids - width)
+        """Return the part whose kernel `gathered` has returned."""
+        ids, bias, begin = head.kernel.shape[1 - self.inside], head.bias, self.begin(head.kernel, index, width)
         repeated = 0 if ids % width == 0 else index * width - begin
         bias = bias if bias is None or width == ids else lax.dynamic_slice_in_dim(bias, begin, width)
         first = begin + (lax.axis_index(self.ids) * ids if self.ids else 0)
@@ -155,10 +160,9 @@ class HeadSplit:
 
     def gathered(self, head: HeadWeights, index: Array | int, width: int, dtype: Any) -> Array:
         """Gather all features of the ids of a part."""
-        ids, kernel = head.kernel.shape[1 - self.inside], head.kernel
-        if width < ids:
-            begin = jnp.minimum(index * width, ids - width)
-            kernel = lax.dynamic_slice_in_dim(kernel, begin, width, 1 - self.inside)
+        axis, kernel = 1 - self.inside, head.kernel
+        if width < kernel.shape[axis]:
+            kernel = lax.dynamic_slice_in_dim(kernel, self.begin(kernel, index, width), width, axis)
         kernel = kernel.astype(dtype)
         return lax.all_gather(kernel, self.features, axis=self.inside, tiled=True) if self.features else kernel
 

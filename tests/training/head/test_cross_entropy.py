@@ -17,7 +17,7 @@ from eqx_decoders.training.head.cross_entropy import (
     linear_cross_entropy,
 )
 from eqx_decoders.training.head.head_tiles import tile_length
-from eqx_decoders.training.head.vocab_parallel import HeadWeights
+from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 from tests.compare import assert_close
 
 
@@ -236,7 +236,7 @@ MESHES = [
     dict(fsdp_transpose=2, stage=2, context=2),
     dict(data=8),
 ]
-PARTS = 128 * EMBED * 8  # bytes for 128 ids: a few parts, of which the last one overlaps
+PARTS = 128 * EMBED * 12  # two kernels and a gradient of 128 ids: a few parts, of which the last one overlaps
 
 
 # of the most usual mesh both, and one of another that splits sequences
@@ -330,7 +330,6 @@ def collectives(jaxpr, within=()):
                 yield from collectives(inner, within + loop)
 
 
-@pytest.mark.medium(fast=2)
 @pytest.mark.parametrize("over_data", [False, True])
 @pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
 def test_the_head_travels_once(head_bytes, parts, over_data):
@@ -351,6 +350,36 @@ def test_the_head_travels_once(head_bytes, parts, over_data):
     shared = sorted([("reduce_scatter" if over_data else "psum", ()), *(("reduce_scatter", loop) for loop in loops)])
     found = sorted((name.replace("psum_invariant", "psum"), within) for name, within in collectives(jaxpr))
     assert found == gathers + shared
+    for body in loops_that_gather(jaxpr):
+        behind = set()
+        for equation in body.eqns:
+            if equation.primitive.name == "all_gather" or behind & set(map(id, equation.invars)):
+                assert equation.primitive.name != "scan", "tiles wait for what is gathered"
+                behind |= set(map(id, equation.outvars))
+
+
+def loops_that_gather(jaxpr):
+    """The bodies of loops in which weights are gathered."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                if (
+                    any(each.primitive.name == "all_gather" for each in inner.eqns)
+                    and equation.primitive.name == "scan"
+                ):
+                    yield inner
+                yield from loops_that_gather(inner)
+
+
+@pytest.mark.parametrize(
+    "most, want",
+    [(None, (1, 600)), (600 * 96, (1, 600)), (600 * 96 - 1, (2, 384)), (300 * 128 - 1, (3, 256)), (1, (5, 128))],
+)
+def test_a_part_has_two_kernels_and_a_gradient(most, want):
+    """Of 16 features, or of one kernel where there are no parts; in bfloat16, and gradients in float32."""
+    split = HeadSplit.create(Layout.create(fsdp=8), False, (8, LENGTH, 16), (16, 600))
+    assert split.parts(jnp.zeros((2, 600)), jnp.bfloat16, most) == want
 
 
 def test_logits_are_never_whole():
