@@ -82,6 +82,7 @@ def test_a_context_leaves_something_to_score():
         list(rolling_windows(20, 10, 10))
 
 
+@pytest.mark.medium
 def test_texts_are_scored_by_windows():
     texts = [drawn(150, 5), drawn(64, 6), drawn(2, 7), drawn(1, 8)]
     known = []

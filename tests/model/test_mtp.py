@@ -107,6 +107,7 @@ NORMED: Any = dict(normed_stream=True, normed_depths=True)
 LIKE_QWEN: Any = dict(block=GATED, final_norm=None, joint_norm=True, model_norm=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "changes",
     [*(pytest.param(some, marks=pytest.mark.slow) for some in ({}, NORMED)), dict(block=STREAMS)],

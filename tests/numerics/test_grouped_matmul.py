@@ -67,7 +67,7 @@ def test_values_and_gradients_are_those_of_a_loop(counts, form):
         assert_close(to_x[:total], want_x, units=32)
 
 
-@pytest.mark.medium(fast=1)
+@pytest.mark.medium
 @pytest.mark.parametrize("form", FORMS[2:], ids=str)
 def test_several_tiles_with_remainders(form, monkeypatch):
     """Groups that begin within a tile of rows, and features of which the last tile has fewer."""

@@ -106,6 +106,7 @@ def test_products_are_those_of_the_array(kind, flatten):
         assert_close(got, want, units=64)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("form", [pytest.param(RAGGED_DOT, marks=pytest.mark.slow), GroupedForm("blocks", 8)], ids=str)
 def test_rows_of_experts_are_multiplied_as_by_the_array(form):
     """Below a low-rank pair, too; one expert's weight is a row of the array."""

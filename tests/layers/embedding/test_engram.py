@@ -201,6 +201,7 @@ def test_pieces_equal_the_whole(layer, pieces, accept_all):
     assert_close(jnp.concatenate(outs, axis=1), whole)
 
 
+@pytest.mark.medium
 def test_packed_documents_are_alone(layer):
     """Two documents and padding in a row: each as if it were by itself, and nothing of it known to the next."""
     segment_ids = np.array([[1] * 5 + [2] * 4 + [0] * 2] * 2, np.int32)

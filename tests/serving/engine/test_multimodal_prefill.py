@@ -19,6 +19,9 @@ from tests.models import filled
 from tests.serving.engines import SMALL, alone
 
 
+pytestmark = pytest.mark.medium
+
+
 @pytest.fixture(scope="module")
 def engine():
     found = Engine(filled(media_decoder(layers=2), 1, attention="dot"), EngineConfig(**SMALL))
@@ -51,7 +54,6 @@ def tokens(updates):
     return tuple(token for update in updates for token in update.tokens)
 
 
-@pytest.mark.medium
 def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
     config = media_decoder(layers=2)
     model, grids = filled(config, 1, attention="dot"), [(1, 6, 6), (1, 2, 4), (1, 6, 6), (1, 6, 4)]
@@ -68,7 +70,6 @@ def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
     assert len(np.unique(np.asarray(wanted.by_group[0, :count, 0]))) == count  # no two of them are alike
 
 
-@pytest.mark.medium
 def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatch):
     calls = []
     read = engine._multimodal.prefill
@@ -84,7 +85,6 @@ def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatc
     assert len(engine._multimodal._programs) == programs and len(calls) == 4  # one for each time that it came anew
 
 
-@pytest.mark.medium
 def test_images_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
     compiled, own = [], threading.current_thread()
 
@@ -107,7 +107,6 @@ def held(engine):
     )
 
 
-@pytest.mark.medium
 def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
     requests = [shown(engine, 9, seed) for seed in range(6)]
     known = [alone(engine, request) for request in requests]
@@ -124,7 +123,6 @@ def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
     assert [got[number] for number in order] == known and most == 2
 
 
-@pytest.mark.medium
 def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
     low, high = shown(engine, 9, 1), dataclasses.replace(shown(engine, 9, 2), priority=1)
     known = [alone(engine, request) for request in (low, high)]
@@ -147,7 +145,6 @@ def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
     assert [got[number] for number in order] == known and len(got) == len(texts) + 2
 
 
-@pytest.mark.medium
 def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
     wait = threading.Event()
     work = engine._multimodal._encode_prompt
@@ -183,7 +180,6 @@ def test_prompts_that_were_seen_are_kept_within_bounds(engine, monkeypatch):
     assert [got[number] for number in order] == [tokens for tokens in known for _ in range(2)] and most == 1
 
 
-@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_histories_with_little_memory_change_no_answer(engine, monkeypatch, seed):
     pick, pool = random.Random(seed), [shown(engine, 9, number, new=6) for number in range(4)] + [READ]
@@ -239,7 +235,6 @@ def test_texts_go_on_while_an_image_waits_for_its_program(engine, monkeypatch):
     assert threads and threading.current_thread() not in threads
 
 
-@pytest.mark.medium(fast=1)
 @pytest.mark.parametrize("where", ["_encode_prompt", "prefill"])
 def test_an_error_in_an_image_ends_its_own_request(engine, monkeypatch, where):
     def broken(*_, **options):

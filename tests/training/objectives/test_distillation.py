@@ -75,6 +75,7 @@ def after_a_step(objective, model, batch, **step):
     return jax.device_get((state.model, dataclasses.replace(metrics, stats=None)))
 
 
+@pytest.mark.medium
 def test_a_step_is_that_of_the_formula(models):
     """Of a teacher with more rows in its head, whose weights stay."""
     student, teacher = models
