@@ -371,11 +371,11 @@ def _run_rings(levels: Sequence[_Level], axes: tuple[str, ...], dtype: np.dtype)
             add(level, count, each) if level.size >= size else each for level, each in zip(levels, sums, strict=True)
         ]
 
-    def begun(level: _Level) -> tuple[Array, Array]:
+    def first_terms(level: _Level) -> tuple[Array, Array]:
         one, other = (each.astype(dtype) for each in terms(level, 0))
         return one, other
 
-    sums, count = list(map(begun, levels)), 1
+    sums, count = list(map(first_terms, levels)), 1
     for size in sorted({level.size for level in levels} - {1}):
         sums, count = lax.fori_loop(count, size, partial(add_to_all, size), sums), size
     return sums
