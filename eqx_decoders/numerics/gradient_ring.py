@@ -100,10 +100,10 @@ def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dim
     size = math.prod(layout.sizes[name] for name in axes)
     shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
     across = part[3 - dimension]
-    levels, parts = levels_and_parts(size, shape[dimension], across, layout)
+    levels, parts = levels_and_parts(size, shape[dimension], across, across, layout)
     fits = suits_ring(levels, shape[dimension], LANES if dimension == 2 else ROWS)
     good = layout.backend.gradient_rings and "data" not in axes and fits and across % 2 == 0
-    return GroupRing(axes, levels, dimension, parts if across % 4 == 0 else 2) if good else None
+    return GroupRing(axes, levels, dimension, parts) if good else None
 
 
 def most_terms(columns: int, across: int, layout: Layout) -> int:
@@ -129,17 +129,17 @@ def ring_levels(size: int, most: int) -> tuple[int, int]:
     return first, size // first
 
 
-def levels_and_parts(size: int, columns: int, across: int, layout: Layout) -> tuple[tuple[int, int], int]:
+def levels_and_parts(size: int, columns: int, across: int, cut: int, layout: Layout) -> tuple[tuple[int, int], int]:
     """Return the levels of a ring of so many devices, and the parts of its terms, which have `across` other columns.
 
     The first level has as many devices as terms are wide enough. There are 4 parts where the second level has a tenth
     of the bytes or more and no more steps than the first, beside which it travels, and quarters of terms are wide
-    enough, too; otherwise 2.
+    enough, too; otherwise 2. `cut` is the size of the dimension that is cut into them.
     """
     first, second = levels = ring_levels(size, most_terms(columns, across // 2, layout))
     hidden = 1 < second <= first and 10 * (second - 1) >= size - 1
     wide = across // 4 >= TERM_WIDTH and first <= most_terms(columns, across // 4, layout)
-    return levels, 4 if hidden and wide else 2
+    return levels, 4 if hidden and wide and cut % 4 == 0 else 2
 
 
 def suits_ring(levels: tuple[int, int], size: int, least: int) -> bool:
@@ -188,8 +188,7 @@ def find_ring(
     others = tuple(name for name in rows if name not in axes)
     (dimension,), cut = changed, even[0]
     columns, size = weight[dimension], math.prod(layout.sizes[name] for name in axes)
-    levels, parts = levels_and_parts(size, columns, math.prod(here) // columns, layout)
-    parts = parts if here[cut] % 4 == 0 else 2
+    levels, parts = levels_and_parts(size, columns, math.prod(here) // columns, here[cut], layout)
     turned = dimension == len(right) - 1 and columns < LANES * size
     return GradientRing(axes, levels, dimension, cut, parts, turned, others, spec(left), spec(out), whole, stored)
 

@@ -205,7 +205,7 @@ def test_terms_have_half_or_a_quarter_of_what_a_device_has_of_the_other_dimensio
     ],
 )
 def test_terms_are_cut_in_four_where_that_hides_much(size, columns, across, want):
-    assert rings.levels_and_parts(size, columns, across, ed.Layout()) == want
+    assert rings.levels_and_parts(size, columns, across, 4, ed.Layout()) == want
 
 
 @pytest.mark.parametrize("across, parts", [(24, 4), (26, 2)])
@@ -222,8 +222,8 @@ def test_what_has_no_quarters_is_cut_in_halves(monkeypatch, across, parts):
 def test_quarters_of_terms_do_not_wait_for_their_operands(monkeypatch):
     """They would need wider terms, of which there are not as many."""
     monkeypatch.setattr(rings, "term_width", lambda kind, across: 512 if across >= 1024 else 1024)
-    assert rings.levels_and_parts(16, 2048, 2048, ed.Layout()) == ((4, 4), 2)
-    assert rings.levels_and_parts(16, 2048, 4096, ed.Layout()) == ((4, 4), 4)
+    assert rings.levels_and_parts(16, 2048, 2048, 4, ed.Layout()) == ((4, 4), 2)
+    assert rings.levels_and_parts(16, 2048, 4096, 4, ed.Layout()) == ((4, 4), 4)
 
 
 def test_a_first_level_has_half_of_the_additions(monkeypatch):

@@ -317,17 +317,21 @@ def test_sums_between_devices_in_16_bits(dtype):
     assert 1e-4 < error < 1e-2 if dtype == "bfloat16" else error < 1e-3
 
 
+def bodies(equation):
+    """The programs within an operation."""
+    found = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+    return [inner for inner in (getattr(each, "jaxpr", each) for each in found) if hasattr(inner, "eqns")]
+
+
 def collectives(jaxpr, within=()):
     """(primitive, loops around it) of all collectives over named axes."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in ("all_gather", "reduce_scatter") or (name.startswith("psum") and equation.invars[0].aval.ndim > 1):
             yield name, within
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                loop = (equation.params["length"],) if name == "scan" else ()
-                yield from collectives(inner, within + loop)
+        for inner in bodies(equation):
+            loop = (equation.params["length"],) if name == "scan" else ()
+            yield from collectives(inner, within + loop)
 
 
 @pytest.mark.parametrize("over_data", [False, True])
@@ -361,15 +365,10 @@ def test_the_head_travels_once(head_bytes, parts, over_data):
 def loops_that_gather(jaxpr):
     """The bodies of loops in which weights are gathered."""
     for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                if (
-                    any(each.primitive.name == "all_gather" for each in inner.eqns)
-                    and equation.primitive.name == "scan"
-                ):
-                    yield inner
-                yield from loops_that_gather(inner)
+        for inner in bodies(equation):
+            if equation.primitive.name == "scan" and any(each.primitive.name == "all_gather" for each in inner.eqns):
+                yield inner
+            yield from loops_that_gather(inner)
 
 
 @pytest.mark.parametrize(
