@@ -16,7 +16,6 @@ from jax.sharding import SingleDeviceSharding
 
 import eqx_decoders as ed
 from eqx_decoders.context import AttentionName
-from eqx_decoders.core.chips import Chip, chip_of, compute_capability
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.inference.unstack import cut_cache, unstack_in_place
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
@@ -27,6 +26,7 @@ from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
 from eqx_decoders.planning.traced_memory import abstract_batch
 from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.chips import Chip, chip_of, compute_capability
 from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig

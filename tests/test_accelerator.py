@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, group_arguments
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, choose
 from eqx_decoders.layers.cache.format import CacheFormat
@@ -20,6 +19,7 @@ from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.numerics.einsum import grouped_products
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, block_rows, choose_form
 from eqx_decoders.sharding import backend
+from eqx_decoders.sharding.chips import compute_capability
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 from tests.layers.attention.kernels.test_registry import all_of, make, packed, packed_places, plain, weights_for

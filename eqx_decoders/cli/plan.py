@@ -23,7 +23,6 @@ from eqx_decoders.cli import program, require
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.cli.xla_flags import options
 from eqx_decoders.context import Execution, ExecutionConfig
-from eqx_decoders.core.chips import CHIPS
 from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeInt, PositiveInt, check, check_word, need_extra
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import abstract, with_mtp
@@ -37,6 +36,7 @@ from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
 from eqx_decoders.planning.step_plan import make_plan
 from eqx_decoders.planning.traced_memory import abstract_media, counted_memory, predicted_bytes
+from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.sharding.offload import Offload
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from eqx_decoders.core.chips import LANES, device_kind
+from eqx_decoders.sharding.chips import LANES, device_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

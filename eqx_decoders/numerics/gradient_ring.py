@@ -7,9 +7,10 @@ as many bytes. Here a device adds its term of a piece to the sum that has arrive
 each device holds its piece. Two rings, one in each direction, have one half of every piece each (Wang et al., "Overlap
 communication with dependent computation via decomposition", ASPLOS 2023).
 
-Many devices are rings of rings: rows of devices add up terms that are wide enough to be multiplied at full speed, and
-then columns of devices the pieces of their sums. It is as many bytes, in fewer steps. These sums have no product of
-their own: where they are many, terms are cut in four, and the first two travel while the next two are multiplied.
+Many devices are rings of rings: rows of devices add up terms that are wide enough to be multiplied at full speed, then
+columns of devices the pieces of their sums, and planes those of very many. It is as many bytes, in fewer steps. These
+sums have no product of their own: where they are many, terms are cut in four, and the first two travel while the next
+two are multiplied.
 """
 
 import math
@@ -24,10 +25,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.core.chips import LANES, chip_of
 from eqx_decoders.numerics.grouped_matmul import GroupedForm, columns_times_rows, grouped_arrays, in_groups
 from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import AXES, names_of
+from eqx_decoders.sharding.chips import LANES, chip_of
 from eqx_decoders.sharding.layout import Layout
 
 
@@ -46,7 +47,7 @@ class GradientRing(NamedTuple):
     """The ring of a product: how operands and gradient are split.
 
     - `axes`: the mesh axes of the ring.
-    - `levels`: devices of a ring whose terms are products, and of one of their sums.
+    - `levels`: devices of a ring whose terms are products, of one of their sums, and so on.
     - `dimension`: the dimension of the weight of which each device keeps a piece.
     - `cut`: the dimension of the weight that is cut into `parts`, of which each direction has every other one.
     - `turned`: whether terms have `dimension` in front: their pieces are too narrow for the last one.
@@ -56,7 +57,7 @@ class GradientRing(NamedTuple):
     """
 
     axes: tuple[str, ...]
-    levels: tuple[int, int]
+    levels: tuple[int, ...]
     dimension: int
     cut: int
     parts: int
@@ -86,7 +87,7 @@ class GroupRing(NamedTuple):
     """
 
     axes: tuple[str, ...]
-    levels: tuple[int, int]
+    levels: tuple[int, ...]
     dimension: int
     parts: int
 
@@ -114,37 +115,50 @@ def most_terms(columns: int, across: int, layout: Layout) -> int:
 def term_width(device_kind: str, across: int) -> int:
     """Return the columns of a term, whose product with `across` others is not to wait for its operands.
 
-    It does `2 n width across` operations with `2 n (width + across)` bytes: for each byte at least as many as the chip
-    (v5p: 166, v6e: 560), rounded up to whole registers; `TERM_WIDTH` if it would be more, or the chip isn't known.
+    It does `2 n width across` operations with `2 n (width + across)` bytes: for each byte at least 0.9 of what the chip
+    does (v5p: 166, v6e: 560), rounded up to whole registers; `TERM_WIDTH` if it would be more, or the chip isn't known.
     """
     chip = chip_of(device_kind)
-    ratio = math.inf if chip is None else chip.bf16 / chip.memory_bandwidth
+    ratio = math.inf if chip is None else 0.9 * chip.bf16 / chip.memory_bandwidth
     least = ratio * across / (across - ratio) if across > ratio else TERM_WIDTH
     return min(TERM_WIDTH, LANES * math.ceil(least / LANES))
 
 
-def ring_levels(size: int, most: int) -> tuple[int, int]:
-    """Return devices of two levels of rings for so many devices: the first one has `most` at most."""
-    first = max(count for count in range(1, max(1, most) + 1) if size % count == 0)
-    return first, size // first
+def ring_levels(size: int, most: int) -> tuple[int, ...]:
+    """Return devices of levels of rings: the first one has `most` at most, and a third one spares additions."""
+
+    def divisor(number: int, most: int) -> int:
+        return max(count for count in range(1, max(1, most) + 1) if number % count == 0)
+
+    first = divisor(size, most)
+    rest = size // first
+    if first + rest - 2 <= MOST_ADDITIONS:
+        return first, rest
+    last = divisor(rest, math.isqrt(rest))
+    return first, rest // last, last
 
 
-def levels_and_parts(size: int, columns: int, across: int, cut: int, layout: Layout) -> tuple[tuple[int, int], int]:
+def additions(levels: tuple[int, ...]) -> int:
+    """Return of how many additions a sum is."""
+    return sum(levels) - len(levels)
+
+
+def levels_and_parts(size: int, columns: int, across: int, cut: int, layout: Layout) -> tuple[tuple[int, ...], int]:
     """Return the levels of a ring of so many devices, and the parts of its terms, which have `across` other columns.
 
-    The first level has as many devices as terms are wide enough. There are 4 parts where the second level has a tenth
-    of the bytes or more and no more steps than the first, beside which it travels, and quarters of terms are wide
+    The first level has as many devices as terms are wide enough. There are 4 parts where the other levels have a tenth
+    of the bytes or more and no more steps than the first, beside which they travel, and quarters of terms are wide
     enough, too; otherwise 2. `cut` is the size of the dimension that is cut into them.
     """
-    first, second = levels = ring_levels(size, most_terms(columns, across // 2, layout))
-    hidden = 1 < second <= first and 10 * (second - 1) >= size - 1
+    first, *others = levels = ring_levels(size, most_terms(columns, across // 2, layout))
+    hidden = 1 < max(others) <= first and 10 * (size // first - 1) >= size - 1
     wide = across // 4 >= TERM_WIDTH and first <= most_terms(columns, across // 4, layout)
     return levels, 4 if hidden and wide and cut % 4 == 0 else 2
 
 
-def suits_ring(levels: tuple[int, int], size: int, least: int) -> bool:
+def suits_ring(levels: tuple[int, ...], size: int, least: int) -> bool:
     """Return whether a weight's gradient is added up in rings: its pieces have so many columns, and are not many."""
-    return sum(levels) - 2 <= MOST_ADDITIONS and size >= least * math.prod(levels)
+    return additions(levels) <= MOST_ADDITIONS and size >= least * math.prod(levels)
 
 
 def find_ring(
@@ -314,7 +328,7 @@ class _Level(NamedTuple):
 def ring_scatter(
     term: Callable[[Int[Array, ""], int], Array],
     axes: tuple[str, ...],
-    levels: tuple[int, int],
+    levels: tuple[int, ...],
     dtype: np.dtype,
     dimension: int,
     parts: int = 2,
@@ -322,21 +336,20 @@ def ring_scatter(
     """Sum over devices; return this device's piece along a dimension, in parts, inside of a `shard_map`.
 
     `term(index, part)` makes this device's term of a part of a piece, of which there are as many as devices of the
-    first level. The pieces are cut further on the second one, while the terms of the next two parts are made. Sums
+    first level. The pieces are cut further on the next ones, while the terms of the next two parts are made. Sums
     travel in `dtype`, and are rounded to it after each addition.
     """
-    (first, second), done, pair = levels, [], None
-    for count in range(parts // 2 + 1):
-        running = []
-        if pair is not None:
-            running.append(_Level(_cutter(pair, second, dimension), second, 1))
-        if count < parts // 2:
-            running.append(_Level(lambda index, half, count=count: term(index, 2 * count + half), first, second))
-        sums = _run_rings(running, axes, dtype)
-        if pair is not None:
-            done += sums.pop(0)
-        pair = sums[0] if sums else None
-    return done
+    sums: dict[int, tuple[Array, Array]] = {}  # of each two parts
+    for step in range(parts // 2 + len(levels) - 1):
+        running = {}
+        for level, size in enumerate(levels):
+            if 0 <= (pair := step - level) < parts // 2:
+                product = partial(lambda pair, index, half: term(index, 2 * pair + half), pair)
+                running[pair] = _Level(
+                    _cutter(sums[pair], size, dimension) if level else product, size, math.prod(levels[level + 1 :])
+                )
+        sums |= zip(running, _run_rings(list(running.values()), axes, dtype), strict=True)
+    return [half for pair in sums.values() for half in pair]
 
 
 def _cutter(halves: tuple[Array, Array], parts: int, dimension: int) -> Callable[[Int[Array, ""], int], Array]:
@@ -387,7 +400,7 @@ def ring_sum(x: Array, axes: tuple[str, ...], dimension: int) -> Array:
     """
     across, size = (dimension + 1) % x.ndim, lax.axis_size(axes)
     levels = ring_levels(size, math.isqrt(size))
-    many = sum(levels) - 2 > MOST_ADDITIONS
+    many = additions(levels) > MOST_ADDITIONS
     dtype = np.promote_types(x.dtype, np.float32) if many else x.dtype
     one, other = jnp.split(x, [x.shape[across] // 2], across)
     term = _cutter((one, other), levels[0], dimension)

@@ -18,8 +18,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from eqx_decoders.core.chips import compute_capability, has_kernels
 from eqx_decoders.core.lazy_imports import LazyModule
+from eqx_decoders.sharding.chips import compute_capability, has_kernels
 
 
 pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from eqx_decoders.core.chips import LANES
 from eqx_decoders.core.lazy_imports import LazyModule
+from eqx_decoders.sharding.chips import LANES
 
 
 megablox = LazyModule("jax.experimental.pallas.ops.tpu.megablox.gmm")  # slow to import

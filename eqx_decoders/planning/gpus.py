@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from jax import sharding
 
-from eqx_decoders.core.chips import CHIPS, Chip
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Plan
+from eqx_decoders.sharding.chips import CHIPS, Chip
 
 
 # no rings of small products, as on GPUs; and what a device of the stand-in may take

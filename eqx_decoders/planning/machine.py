@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from eqx_decoders.core.chips import CHIPS, Chip, chip_of
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.sharding.chips import CHIPS, Chip, chip_of
 
 
 _DIE_TO_DIE = 6  # links between the two dies of a v7x chip (Google's Ironwood pages)

@@ -11,6 +11,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from eqx_decoders.errors import ConfigError, check, check_integer
+from eqx_decoders.sharding.chips import chip_of
+
+
+# The chips of a square of 4 x 4, row by row, as a closed path from neighbor to neighbor.
+SQUARE_PATH = (0, 1, 2, 3, 7, 6, 5, 9, 10, 11, 15, 14, 13, 12, 8, 4)
 
 
 def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
@@ -61,20 +66,50 @@ def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
         within = tuple(size // across[name] for name, size in sizes.items())
         if any(size % across[name] for name, size in sizes.items()):
             raise ValueError("slices do not divide data x stage")
-        return mesh_utils.create_hybrid_device_mesh(
+        grid = mesh_utils.create_hybrid_device_mesh(
             within, tuple(across.values()), devices, allow_split_physical_axes=True
         )
+        return _in_paths(grid) if max(within) == math.prod(within) else grid
     try:
         if slices == 0:  # no torus: neighbors have adjacent numbers
             return mesh_utils.create_device_mesh(shape, devices)
-        return jax.make_mesh(shape, tuple(sizes), devices=devices).devices
+        grid = jax.make_mesh(shape, tuple(sizes), devices=devices).devices
+        return _in_paths(grid) if max(shape) == len(devices) else grid
     except NotImplementedError:  # the axis is no product of whole axes of the torus: some links are not used
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
+def _in_paths(grid: np.ndarray) -> np.ndarray:
+    """Order the devices of each slice by `_path`, where one axis has all of them."""
+    order = grid.flatten()
+    slices = np.array([_slice_of(device) for device in order])
+    for index in set(slices.tolist()):
+        order[slices == index] = _path(list(order[slices == index]))
+    return order.reshape(grid.shape)
+
+
+def _path(devices: list[Any]) -> list[Any]:
+    """Order the chips of a slice so that rings of gradients send to neighbors, where all wait for other sends.
+
+    Rings of `numerics.gradient_ring` have up to 16 devices; in a slice of n squares of 4 x 4 chips they are at distance
+    n. A torus that is closed in both directions has such rings as it is.
+    """
+    chip, place = chip_of(devices[0].device_kind), {tuple(device.coords[:2]): device for device in devices}
+    wide, high = extents = (np.max(list(place), 0) + 1).tolist()
+    waits = chip is not None and 0 < chip.sends_anywhere < len(devices) and not all(chip.closed(extents))
+    if not waits or wide % 4 or high % 4 or len(place) != wide * high:
+        return devices
+    corners = list(itertools.product(range(0, wide, 4), range(0, high, 4)))
+    return [place[x + step % 4, y + step // 4] for step in SQUARE_PATH for x, y in corners]
+
+
 def _slices(devices: list[Any]) -> set[int]:
     """Return the indices of the devices' TPU slices; other platforms have none that matter."""
-    return {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
+    return {_slice_of(device) for device in devices if device.platform == "tpu"}
+
+
+def _slice_of(device: Any) -> int:
+    return getattr(device, "slice_index", 0)
 
 
 def _nearest(sizes: dict[str, int], devices: list[Any]) -> Iterator[str]:

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from eqx_decoders.blocks.segmentation import segments
-from eqx_decoders.core.chips import chip_of
 from eqx_decoders.families.summary import active_parameters
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.chips import chip_of
 from eqx_decoders.sharding.layout import Layout
 
 
-# Dense bf16 products of GPUs, from the vendor's data sheets (without sparsity); those of TPUs are in `core.chips`.
+# Dense bf16 products of GPUs, from the vendor's data sheets (without sparsity); those of TPUs are in `sharding.chips`.
 _GPU_FLOPS = (  # the first that begins the name; SXM where nothing else is said
     ("NVIDIA A100", 312e12),
     ("NVIDIA H100 PCIe", 756e12),

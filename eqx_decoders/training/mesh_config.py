@@ -3,7 +3,7 @@
 import dataclasses
 
 from eqx_decoders.context import Execution
-from eqx_decoders.core.chips import chip_of
+from eqx_decoders.sharding.chips import chip_of
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.sharding.pipeline_config import AXIS
 

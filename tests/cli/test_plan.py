@@ -17,11 +17,11 @@ import eqx_decoders as ed
 from eqx_decoders.cli import plan as program
 from eqx_decoders.cli.plan import parse, single_flags
 from eqx_decoders.cli.xla_flags import OPTIONS, generation, options, set_options
-from eqx_decoders.core.chips import CHIPS
 from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.roofline import Roofline
+from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.training.mesh_config import MeshConfig
 from tests.commands import call, run
 

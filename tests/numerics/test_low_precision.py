@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.chips import CHIPS
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.attention import AttentionConfig
@@ -26,6 +25,7 @@ from eqx_decoders.numerics.low_precision import LowPrecision, quantize_array, se
 from eqx_decoders.numerics.low_rank import LowRank
 from eqx_decoders.numerics.rounded_weight import Rounded, round_weights
 from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.training.lora import add_lora
 from eqx_decoders.training.lora_config import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig

@@ -60,7 +60,9 @@ def sent_by(
     model = ed.abstract(config, layout=layout, precision=precision, remat="full", **options)
     trainer = Trainer.create(OptimizerConfig(), model, steps=100)
     step = jax.jit(trainer.advance, donate_argnums=0)
-    traced = step.trace(trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, 8, 2048))
+    traced = step.trace(
+        trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, max(8, *sizes.values()), 2048)
+    )
     return collectives(parse(traced.lower().compile(compiler_options=flags).as_text()), layout.sizes)
 
 
@@ -79,6 +81,7 @@ def test_a_step_sends_no_more(name):
         ("v5p:2x2x1", 4, "llama3.2-1b", 4, 0.9),
         ("v6e:2x2", 4, "llama3.2-1b", 4, 0.9),
         ("v5p:2x2x2", 8, "gemma3-12b", 12, 0.94),
+        ("v5e:4x8", 32, "llama3-8b", 4, 0.9),
     ],
 )
 def test_weights_of_layers_travel_beside_products(topology, fsdp, name, layers, least):

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.chips import CHIPS
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.search import _gathered, _to_experts, estimate, meshes
 from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 

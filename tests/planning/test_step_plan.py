@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.core.chips import CHIPS, chip_of
 from eqx_decoders.layers.attention.kernels.registry import attend
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.config_json import with_fields
@@ -26,6 +25,7 @@ from eqx_decoders.planning.planned_step import Operations, Plan
 from eqx_decoders.planning.report import as_data, by_kind, report
 from eqx_decoders.planning.roofline import ACROSS, Roofline, collective_seconds
 from eqx_decoders.planning.step_plan import make_plan, operations
+from eqx_decoders.sharding.chips import CHIPS, chip_of
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.core.chips import CHIPS
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.planning import compile
 from eqx_decoders.planning.compile import assigned_sizes
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.step_plan import make_plan
 from eqx_decoders.planning.traced_memory import predicted_bytes, saved_activation_bytes, saved_arrays
+from eqx_decoders.sharding.chips import CHIPS
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.step.step import Trainer
 

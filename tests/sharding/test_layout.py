@@ -244,3 +244,18 @@ def test_between_slices_there_are_only_copies_or_stages():
         assert (of_slice == of_slice[:, :1]).all() and set(of_slice[:, 0].tolist()) == {0, 1}
     with pytest.raises(ed.ConfigError, match=r"fsdp=32 does not fit on 32 devices \(2 slices, .*: data=2 x fsdp=16 or"):
         ed.Layout.create(fsdp=32, devices=devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "topology, slices, rings", [("4x4", 1, 1), ("4x8", 1, 2), ("8x8", 1, 4), ("8x16", 2, 8), ("16x16", 1, 16)]
+)
+def test_rings_of_sixteen_send_to_neighbors_alone(topology, slices, rings):
+    """In slices of v5e of more than 16 chips nothing else is asynchronous. 16x16 is a closed torus as it is."""
+    layout = ed.Layout.create(data=slices, fsdp=-1, devices=tpu_devices(f"v5e:{topology}", slices))
+    extents = [int(extent) for extent in topology.split("x")]
+    for devices in layout.mesh.devices.reshape(slices, 16, rings):
+        assert len({tuple(device.coords) for device in devices.flat}) == devices.size
+        for one, other in zip(devices.flat, np.roll(devices, -1, 0).flat, strict=True):
+            steps = [abs(a - b) for a, b in zip(one.coords[:2], other.coords[:2], strict=True)]
+            assert sum(min(n, 16 - n) if extents == [16, 16] else n for n in steps) == 1

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from eqx_decoders.context import Execution
-from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.call import AttentionInputs, AttentionOptions
 from eqx_decoders.layers.attention.kernels.common import Result, used_heads
@@ -32,6 +31,7 @@ from eqx_decoders.layers.attention.kernels.selection import Selection, map_keys,
 from eqx_decoders.layers.attention.ring import Ring, attend_in_ring
 from eqx_decoders.layers.mask import AttentionPositions, Mask, lookback
 from eqx_decoders.sharding.axes import names_of
+from eqx_decoders.sharding.chips import compute_capability
 from eqx_decoders.sharding.layout import Layout
 
 

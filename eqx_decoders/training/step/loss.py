@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray, Shaped
 from eqx_decoders.blocks.stats import join_layer_stats
 from eqx_decoders.context import Promises
 from eqx_decoders.core.auto_jit import jit_if_eager
-from eqx_decoders.core.chips import chip_of
 from eqx_decoders.core.input_checks import as_int32, as_key, check_inputs
 from eqx_decoders.data.batch import Batch
 from eqx_decoders.data.signals import Signals
@@ -27,6 +26,7 @@ from eqx_decoders.model.decoder_config import DecoderConfig
 from eqx_decoders.model.mtp import same_document, shift_left
 from eqx_decoders.numerics.einsum import as_weight
 from eqx_decoders.sharding.axes import AnyArray
+from eqx_decoders.sharding.chips import chip_of
 from eqx_decoders.sharding.explicit import typed
 from eqx_decoders.training.head.cross_entropy import HeadTiles, cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.head.vocab_parallel import HeadWeights

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int, Int32
 
-from eqx_decoders.core.chips import LANES
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Cotangents, Gradients, Result, make_cotangents
 from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import FlashKernels, FlashPlan, fill, fill_length
 from eqx_decoders.layers.attention.kernels.selection import PACKED, Selection, pack_lanes
 from eqx_decoders.layers.mask import AttentionPositions, interval
 from eqx_decoders.layers.tpu import BlockSizes
+from eqx_decoders.sharding.chips import LANES
 
 
 class _Shown(NamedTuple):

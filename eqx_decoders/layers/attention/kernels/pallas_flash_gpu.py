@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from eqx_decoders.core.chips import KERNEL_GENERATIONS, has_kernels
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import EMPTY, tile_product
@@ -25,6 +24,7 @@ from eqx_decoders.layers.attention.kernels.pallas_flash_tiles import (
     Softmax,
 )
 from eqx_decoders.layers.tpu import BlockSizes
+from eqx_decoders.sharding.chips import KERNEL_GENERATIONS, has_kernels
 
 
 pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.triton")  # slow to import

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from eqx_decoders.core.chips import LANES
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.selection import PACKED, WORD
+from eqx_decoders.sharding.chips import LANES
 
 
 pl = LazyModule("jax.experimental.pallas")  # slow to import

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from eqx_decoders.core.chips import LANES
+from eqx_decoders.sharding.chips import LANES
 
 
 WORD = 32

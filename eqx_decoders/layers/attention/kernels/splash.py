@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from eqx_decoders.core.chips import LANES
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.attention.kernels.call import AttentionCall, AttentionInputs
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, Mask, SlidingWindow
+from eqx_decoders.sharding.chips import LANES
 
 
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from eqx_decoders.core.chips import LANES
 from eqx_decoders.core.lazy_imports import LazyModule
 from eqx_decoders.layers.recurrent.kernels.pallas_chunk import ScanPlan, run_chunk
 from eqx_decoders.layers.recurrent.scans.chunked_scan import FORGOTTEN
+from eqx_decoders.sharding.chips import LANES
 
 
 pl, pltpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.tpu")  # slow to import

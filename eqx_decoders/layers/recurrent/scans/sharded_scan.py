@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.context import Execution
-from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.layers.attention.kernels.common import used_heads
 from eqx_decoders.layers.recurrent.kernels.pallas_scan import CHUNK
 from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.sharding.axes import names_of
+from eqx_decoders.sharding.chips import compute_capability
 
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.context import Execution, Promises
-from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
@@ -23,6 +22,7 @@ from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, choo
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.model.decoder_config import DecoderConfig
+from eqx_decoders.sharding.chips import compute_capability
 from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, selection, weights_for
 from tests.models import filled
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.kernels import (
     pallas_flash,
@@ -24,6 +23,7 @@ from eqx_decoders.layers.attention.kernels.selection import Selection, as_mask, 
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
 from eqx_decoders.layers.tpu import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of
+from eqx_decoders.sharding.chips import compute_capability
 from tests.layers.attention.kernels.test_registry import all_of, make, packed_places, plain, same, weights_for
 from tests.programs import tpu_devices
 

@@ -9,7 +9,6 @@ from jax.sharding import SingleDeviceSharding
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.core.chips import compute_capability
 from eqx_decoders.layers.recurrent.kernels.pallas_carry import carry, fits
 from eqx_decoders.layers.recurrent.scans import chunked_scan, recurrence, sharded_scan
 from eqx_decoders.layers.recurrent.scans.chunked_scan import run_chunks
@@ -17,6 +16,7 @@ from eqx_decoders.layers.recurrent.scans.recurrence import delta_rule
 from eqx_decoders.layers.recurrent.scans.sharded_scan import recur_on_mesh
 from eqx_decoders.planning.gpus import GPU_OPTIONS, gpu_devices, gpus_of, tracing_for
 from eqx_decoders.sharding.backend import backend_of
+from eqx_decoders.sharding.chips import compute_capability
 from tests.layers.recurrent.kernels.test_pallas_scan import inputs
 from tests.layers.recurrent.scans.test_recurrence import documents, same
 from tests.layers.recurrent.scans.test_sharded_scan import results
