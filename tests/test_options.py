@@ -802,7 +802,7 @@ DATA = {
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor", "LaneLayout",
     "CompressedShape", "AdapterSettings", "Adapter", "ServedAdapters",
     "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
-    "ChannelShape", "EncoderSizes", "ConformerSizes", "SpeechSizes", "MultimodalFamily",
+    "DeviceHead", "ChannelShape", "EncoderSizes", "ConformerSizes", "SpeechSizes", "MultimodalFamily",
     "Key", "Integer", "Number", "Flag", "Layers", "Numbers", "Word", "Only", "Unused", "Defaults", "Renamed",
     "Check", "Rule", "Group", "Table", "RopesByLayer", "Inverse", "MambaSizes",
     "Image", "TiledImage", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",

@@ -13,19 +13,9 @@ from jaxtyping import Array, Float, Int, Integer
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.errors import NonNegativeFloat
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.head.head_tiles import (
-    HeadForm,
-    HeadTiles,
-    LogitSums,
-    added,
-    gradients,
-    joined,
-    known_ids,
-    over_logits,
-    scores,
-    zeros,
-)
-from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights, VocabPart
+from eqx_decoders.training.head.device_head import DeviceHead, LogitSums, VocabPart
+from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles, added, zeros
+from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 
 
 # So few tiles run as a sequence instead of a loop, if `flatten`.
@@ -104,9 +94,10 @@ def linear_argmax(
 
 
 def _argmax(form: HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights) -> Array:
-    (tiles,) = form.cut(split, head, hidden)
+    device = DeviceHead.create(form, split, hidden, head)
+    (tiles,) = device.cut(hidden)
 
-    def prepare(part: VocabPart, _: Any) -> Any:
+    def prepare(part: VocabPart) -> Any:
         def step(logits, _, best):
             top = jnp.max(logits, axis=-1)
             better, best_id = top > best[0], part.first + jnp.argmax(logits, axis=-1)  # of equals the lowest id
@@ -115,9 +106,9 @@ def _argmax(form: HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights) 
         return step
 
     begin = jnp.full(tiles.shape[:3], -jnp.inf, jnp.float32), jnp.zeros(tiles.shape[:3], jnp.int32)
-    highest, where = over_logits(form, split, tiles, None, head, prepare, begin)[0]
+    highest, where = device.over_logits(tiles, None, prepare, begin)[0]
     where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
-    return joined(where, hidden.shape[1])
+    return device.joined(where)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,10 +117,10 @@ class _LossForm(HeadForm):
 
     z_loss: NonNegativeFloat = 0.0
 
-    def losses(self, scores: LogitSums) -> tuple[Array, Array, Array]:
+    def losses(self, sums: LogitSums) -> tuple[Array, Array, Array]:
         """Return (loss, nll, correct) of each token."""
-        nll = scores.normalizer - scores.picked[..., 0]
-        return _with_z_loss(nll, scores.normalizer, self.z_loss), nll, scores.right[..., 0]
+        nll = sums.normalizer - sums.picked[..., 0]
+        return _with_z_loss(nll, sums.normalizer, self.z_loss), nll, sums.right[..., 0]
 
     def by_logits(self, logits, targets, weights, normalizer):
         """Compute the gradient by the logits: `weight * ((1 + 2 z_loss normalizer) softmax - one_hot)`."""
@@ -158,8 +149,9 @@ def _loss_alone(form: _LossForm, hidden, head, targets, weights) -> tuple[Any, L
     split = form.split(hidden, head.kernel)
 
     def on_device(hidden, head, targets, weights):
-        hidden, targets, weights = form.cut(split, head, hidden, targets, weights)
-        return _sums(split, form.losses(scores(form, split, hidden, targets[..., None], head)[0]), weights)
+        device = DeviceHead.create(form, split, hidden, head)
+        hidden, targets, weights = device.cut(hidden, targets, weights)
+        return _sums(split, form.losses(device.sums(hidden, targets[..., None])[0]), weights)
 
     return split.mapped(on_device, PartitionSpec())(hidden, head, targets, weights)
 
@@ -168,11 +160,12 @@ def _fused_forward(form: _LossForm, hidden, head, targets, weights):
     split = form.split(hidden, head.kernel)
 
     def on_device(hidden, head, targets, weights):
-        tiles, length = form.cut(split, head, hidden, targets, weights), hidden.shape[1]
-        make = _gradients if form.parts(split, hidden, head.kernel)[0] == 1 else _gradients_in_parts
-        losses, to_hidden, to_head = make(form, split, tiles[0], tiles[1], tiles[2], head)
-        to_weights = jnp.where(tiles[2] == 0, 0.0, losses[0])
-        return _sums(split, losses, tiles[2]), (joined(to_hidden, length), to_head, joined(to_weights, length))
+        device = DeviceHead.create(form, split, hidden, head)
+        hidden, targets, weights = device.cut(hidden, targets, weights)
+        make = _gradients if device.parts == 1 else _gradients_in_parts
+        losses, to_hidden, to_head = make(form, device, hidden, targets, weights)
+        to_weights = jnp.where(weights == 0, 0.0, losses[0])
+        return _sums(split, losses, weights), (device.joined(to_hidden), to_head, device.joined(to_weights))
 
     outputs = (PartitionSpec(), (split.tokens, split.head_gradient, split.tokens))
     sums, found = split.mapped(on_device, outputs)(hidden, head, targets, weights)
@@ -181,11 +174,10 @@ def _fused_forward(form: _LossForm, hidden, head, targets, weights):
 
 
 def _gradients(
-    form: _LossForm, split: HeadSplit, hidden: Array, targets: Array, weights: Array, head: HeadWeights
+    form: _LossForm, device: DeviceHead, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Any, Array, HeadWeights]:
     """Compute losses and the gradients of their sum by hidden states and head: three products for each tile."""
-    ids = head.kernel.shape[1 - split.inside]
-    whole = split.part(head, 0, ids, split.gathered(head, 0, ids, hidden.dtype))
+    split, whole = device.split, device.part(0, device.gathered(0))
     (forth, back), (dimension, other) = form.kernels(whole.head.kernel)
 
     def over_tile(total, tile):
@@ -200,27 +192,26 @@ def _gradients(
     # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
     # where memory is short: the tiles could then be worked on at the same time.)
     unroll = form.flatten and targets.shape[0] <= _UNROLLED
-    known = known_ids(split, targets, head.kernel)
-    tiles = (hidden, targets, weights, known)
+    tiles = (hidden, targets, weights, device.known(targets))
     total, (losses, to_hidden) = lax.scan(over_tile, zeros(whole.head), tiles, unroll=unroll)
     to_head = split.scattered(total, hidden.dtype)
-    if split.layout.backend.gradient_rings and form.is_large(split, hidden, head.kernel):
+    if split.layout.backend.gradient_rings and device.is_large():
         # now, or what is added up may be in memory throughout the backward pass, beside which it travels
         to_hidden, to_head = lax.optimization_barrier((to_hidden, to_head))
     return losses, to_hidden, split.summed(to_head)
 
 
 def _gradients_in_parts(
-    form: _LossForm, split: HeadSplit, hidden: Array, targets: Array, weights: Array, head: HeadWeights
+    form: _LossForm, device: DeviceHead, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Any, Array, HeadWeights]:
     """Compute `_gradients` part by part of the vocabulary, in two passes, of which the second goes backwards."""
-    found, last = scores(form, split, hidden, targets[..., None], head)
+    found, last = device.sums(hidden, targets[..., None])
 
-    def prepare(part: VocabPart, _: Any) -> Any:
+    def prepare(part: VocabPart) -> Any:
         return lambda logits, values: form.by_logits(logits, values[0] - part.first, *values[1:])
 
     values = (targets, weights, found.normalizer)
-    return form.losses(found), *gradients(form, split, hidden, values, head, prepare, last)
+    return form.losses(found), *device.gradients(hidden, values, prepare, last)
 
 
 def _fused_backward(form, saved, cotangents):

@@ -11,8 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from eqx_decoders.errors import check, check_number, check_word
-from eqx_decoders.training.head.head_tiles import HeadForm, gradients, joined, over_logits, scores, zeros
-from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights, VocabPart
+from eqx_decoders.training.head.device_head import DeviceHead, VocabPart
+from eqx_decoders.training.head.head_tiles import HeadForm, zeros
+from eqx_decoders.training.head.vocab_parallel import HeadSplit, HeadWeights
 
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
@@ -133,42 +134,42 @@ class _Forms(NamedTuple):
     divergence: Divergence
 
     def mapped(self, function: Callable[..., Any], outputs: Callable[[HeadSplit], Any], *arguments: Any) -> Any:
-        """Map `function(splits, hidden, head, teacher_hidden, teacher_head, *of tokens)` over the devices' parts."""
+        """Map `function(student, teacher, hidden, teacher_hidden, *of tokens)`, heads and tiles, over the devices."""
         hidden, head, teacher_hidden, teacher_head, *others = arguments
         split = self.student.split(hidden, head.kernel)
-        teacher = self.teacher.split(teacher_hidden, teacher_head.kernel)
-        function = functools.partial(function, (split, teacher))
-        if split.layout.single:
-            return function(*arguments)
-        specs = (split.tokens, split.head, split.tokens, teacher.head, *(split.tokens for _ in others))
-        return split.layout.shard_map(function, specs, outputs(split))(*arguments)
+        teachers_split = self.teacher.split(teacher_hidden, teacher_head.kernel)
+        teachers_form = dataclasses.replace(self.teacher, tiles=self.student.tiles)
 
-    def teachers_logits(
-        self, split: HeadSplit, head: HeadWeights, index: Any, width: int, dtype: Any
-    ) -> Callable[[Array], Array]:
-        """Gather a part of the teacher's head, now; return the map from a tile of its hidden states to logits."""
-        part = split.part(head, index, width, split.gathered(head, index, width, dtype))
-        (forth, _), (dimension, _) = self.teacher.kernels(part.head.kernel)
-        return lambda hidden: self.teacher.logits(hidden, forth, dimension, part.head.bias)
+        def on_device(hidden, head, teacher_hidden, teacher_head, *others):
+            student = DeviceHead.create(self.student, split, hidden, head)
+            teacher = DeviceHead.create(teachers_form, teachers_split, teacher_hidden, teacher_head)
+            return function(student, teacher, *student.cut(hidden, teacher_hidden, *others))
+
+        if split.layout.single:
+            return on_device(*arguments)
+        specs = (split.tokens, split.head, split.tokens, teachers_split.head, *(split.tokens for _ in others))
+        return split.layout.shard_map(on_device, specs, outputs(split))(*arguments)
+
+
+def _teachers_logits(student: DeviceHead, teacher: DeviceHead, part: VocabPart) -> Callable[[Array], Array]:
+    """Gather the teacher's features of a student's part, now; return the map from a tile of its hidden states."""
+    teacher = dataclasses.replace(teacher, parts=student.parts, width=student.width)
+    ids = teacher.part(part.number, teacher.gathered(part.number))
+    (forth, _), (dimension, _) = teacher.form.kernels(ids.head.kernel)
+    return lambda hidden: teacher.form.logits(hidden, forth, dimension, ids.head.bias)
 
 
 def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Array, teacher_head: HeadWeights) -> Any:
     """Return divergence, sum of its slopes, and both normalizers."""
 
-    def on_device(splits, hidden, head, teacher_hidden, teacher_head):
-        split, form = splits[0], forms.student
-        length = hidden.shape[1]
-        hidden, teacher_hidden = form.cut(split, head, hidden, teacher_hidden)
+    def on_device(student, teacher, hidden, teacher_hidden):
         none = jnp.zeros((*hidden.shape[:-1], 0), jnp.int32)
-        teacher = dataclasses.replace(forms.teacher, tiles=form.tiles)
-        normalizers = (
-            scores(form, split, hidden, none, head)[0].normalizer,
-            scores(teacher, splits[1], teacher_hidden, none, teacher_head)[0].normalizer,
+        normalizers = tuple(
+            head.sums(tiles, none)[0].normalizer for head, tiles in ((student, hidden), (teacher, teacher_hidden))
         )
-        width = form.parts(split, hidden, head.kernel)[1]
 
-        def prepare(part: VocabPart, index: Any) -> Any:
-            teachers = forms.teachers_logits(splits[1], teacher_head, index, width, teacher_hidden.dtype)
+        def prepare(part: VocabPart) -> Any:
+            teachers = _teachers_logits(student, teacher, part)
 
             def step(logits, values, before):
                 logits = logits, teachers(values[0])
@@ -179,8 +180,8 @@ def _forward(forms: _Forms, hidden: Array, head: HeadWeights, teacher_hidden: Ar
             return step
 
         begin = zeros((normalizers[0], normalizers[0]))
-        sums = over_logits(form, split, hidden, (teacher_hidden, normalizers), head, prepare, begin)[0]
-        return jax.tree.map(lambda x: joined(x, length), (*split.over_ids(sums), *normalizers))
+        sums = student.over_logits(hidden, (teacher_hidden, normalizers), prepare, begin)[0]
+        return jax.tree.map(student.joined, (*student.split.over_ids(sums), *normalizers))
 
     return forms.mapped(on_device, lambda split: (split.tokens,) * 4, hidden, head, teacher_hidden, teacher_head)
 
@@ -198,13 +199,9 @@ def _forward_saved(forms: _Forms, *arguments: Any) -> Any:
 def _backward(forms: _Forms, saved: Any, cotangent: Array) -> Any:
     arguments, (slopes, *normalizers) = saved
 
-    def on_device(splits, hidden, head, teacher_hidden, teacher_head, *values):
-        (split, teacher), form, length = splits, forms.student, hidden.shape[1]
-        hidden, teacher_hidden, *values = form.cut(split, head, hidden, teacher_hidden, *values)
-        width = form.parts(split, hidden, head.kernel)[1]
-
-        def prepare(_: VocabPart, index: Any) -> Any:
-            teachers = forms.teachers_logits(teacher, teacher_head, index, width, teacher_hidden.dtype)
+    def on_device(student, teacher, hidden, *values):
+        def prepare(part: VocabPart) -> Any:
+            teachers = _teachers_logits(student, teacher, part)
 
             def by_logits(logits, values):
                 """Compute `cotangent (f' - p sum f')`, f' being the slopes by log-probs."""
@@ -216,9 +213,8 @@ def _backward(forms: _Forms, saved: Any, cotangent: Array) -> Any:
 
             return by_logits
 
-        values = (teacher_hidden, *values)
-        to_hidden, to_head = gradients(form, split, hidden, values, head, prepare)
-        return joined(to_hidden, length), to_head
+        to_hidden, to_head = student.gradients(hidden, values, prepare)
+        return student.joined(to_hidden), to_head
 
     values = (cotangent, slopes, *normalizers)
     slopes = forms.mapped(on_device, lambda split: (split.tokens, split.head_gradient), *arguments, *values)

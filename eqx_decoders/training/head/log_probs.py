@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Integer
 
 from eqx_decoders.core.input_checks import as_int32
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles, LogitSums, gradients, joined, scores
-from eqx_decoders.training.head.vocab_parallel import HeadWeights, VocabPart
+from eqx_decoders.training.head.device_head import DeviceHead, LogitSums, VocabPart
+from eqx_decoders.training.head.head_tiles import HeadForm, HeadTiles
+from eqx_decoders.training.head.vocab_parallel import HeadWeights
 
 
 class LogProbs(NamedTuple):
@@ -61,7 +62,7 @@ def linear_log_probs(
     return found._replace(log_probs=found.log_probs[..., 0], top=found.top[..., 0]) if single else found
 
 
-def _of_scores(found: LogitSums) -> LogProbs:
+def _of_sums(found: LogitSums) -> LogProbs:
     assert found.weighted is not None
     normalizer = found.normalizer
     entropy = jnp.maximum(normalizer - found.weighted / found.total, 0.0)
@@ -73,9 +74,9 @@ def _forward(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -
     split = form.split(hidden, head.kernel)
 
     def on_device(hidden, head, targets):
-        tiles, targets = form.cut(split, head, hidden, targets)
-        found = _of_scores(scores(form, split, tiles, targets, head, entropy=True)[0])
-        return jax.tree.map(lambda x: joined(x, hidden.shape[1]), found)
+        device = DeviceHead.create(form, split, hidden, head)
+        found = _of_sums(device.sums(*device.cut(hidden, targets), entropy=True)[0])
+        return jax.tree.map(device.joined, found)
 
     outputs: Any = LogProbs(*(split.tokens for _ in LogProbs._fields))  # pyright: ignore[reportArgumentType]
     return split.mapped(on_device, outputs)(hidden, head, targets)
@@ -105,13 +106,14 @@ def _backward(form: HeadForm, saved: Any, cotangents: LogProbs) -> Any:
     hidden, head, targets, normalizer, entropy = saved
     split = form.split(hidden, head.kernel)
 
-    def prepare(part: VocabPart, _: Any) -> Any:
+    def prepare(part: VocabPart) -> Any:
         return functools.partial(_by_logits, part)
 
     def on_device(hidden, head, *values):
-        tiles = form.cut(split, head, hidden, *values)
-        to_hidden, to_head = gradients(form, split, tiles[0], tiles[1:], head, prepare)
-        return joined(to_hidden, hidden.shape[1]), to_head
+        device = DeviceHead.create(form, split, hidden, head)
+        tiles, *values = device.cut(hidden, *values)
+        to_hidden, to_head = device.gradients(tiles, tuple(values), prepare)
+        return device.joined(to_hidden), to_head
 
     values = (targets, *cotangents[:3], normalizer, entropy)
     slopes = split.mapped(on_device, (split.tokens, split.head_gradient))(hidden, head, *values)

@@ -28,28 +28,6 @@ class HeadWeights(NamedTuple):
     bias: Any = None
 
 
-class VocabPart(NamedTuple):
-    """Weights of the head for some of a device's ids.
-
-    **Arguments:**
-
-    - `head`: all features of these ids.
-    - `begin`, `first`: the first id, counted from the device's first, and from that of all devices.
-    - `repeated`: ids that were in the part before, too.
-    """
-
-    head: HeadWeights
-    begin: Array | int
-    first: Array | int
-    repeated: Array | int
-
-    def without_repeated(self, x: Array, fill: float) -> Array:
-        """Replace the values of ids of the part before by `fill`; ids are the last dimension of `x`."""
-        if isinstance(self.repeated, int):
-            return x
-        return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < self.repeated, fill, x)
-
-
 @dataclasses.dataclass(frozen=True)
 class HeadSplit:
     """Split of the loss over a mesh: each device has logits of its own tokens and ids, and some features of the kernel.
@@ -121,9 +99,13 @@ class HeadSplit:
     def _count(self, names: tuple[str, ...]) -> int:
         return math.prod(self.layout.sizes[name] for name in names)
 
+    def ids_of(self, kernel: Array) -> int:
+        """Return the number of a device's ids."""
+        return kernel.shape[1 - self.inside]
+
     def vocab(self, kernel: Array) -> int:
         """Return the number of ids of all devices."""
-        return kernel.shape[1 - self.inside] * self._count(self.ids)
+        return self.ids_of(kernel) * self._count(self.ids)
 
     def parts(self, kernel: Array, dtype: Any, most: int | None) -> tuple[int, int]:
         """Return in how many parts a device's ids are gathered, and ids of each.
@@ -131,7 +113,7 @@ class HeadSplit:
         A part's kernel and gradient take at most `most` bytes, with the kernel of the next part if there are several;
         ids of a part are rounded up to 128, the lanes of a TPU.
         """
-        ids, embed = kernel.shape[1 - self.inside], kernel.shape[self.inside] * self._count(self.features)
+        ids, embed = self.ids_of(kernel), kernel.shape[self.inside] * self._count(self.features)
         if most is None or not self.features:
             return 1, ids
         gathered, gradient = embed * jnp.dtype(dtype).itemsize, embed * 4  # added up in f32
@@ -140,31 +122,6 @@ class HeadSplit:
         count = -(-ids * (2 * gathered + gradient) // most)
         width = min(ids, -(-ids // count // 128) * 128)
         return -(-ids // width), width
-
-    def ids_axis(self, x: Array) -> int:
-        """Return the dimension of the ids in the kernel or in the bias."""
-        return 0 if x.ndim == 1 else 1 - self.inside
-
-    def begin(self, kernel: Array, index: Array | int, width: int) -> Array | int:
-        """Return the first id of a part, of those of this device; the last part may have some of the one before."""
-        ids = kernel.shape[1 - self.inside]
-        return 0 if width == ids else jnp.minimum(index * width, ids - width)
-
-    def part(self, head: HeadWeights, index: Array | int, width: int, kernel: Array) -> VocabPart:
-        """Return the part whose kernel `gathered` has returned."""
-        ids, bias, begin = head.kernel.shape[1 - self.inside], head.bias, self.begin(head.kernel, index, width)
-        repeated = 0 if ids % width == 0 else index * width - begin
-        bias = bias if bias is None or width == ids else lax.dynamic_slice_in_dim(bias, begin, width)
-        first = begin + (lax.axis_index(self.ids) * ids if self.ids else 0)
-        return VocabPart(HeadWeights(kernel, bias), begin, first, repeated)
-
-    def gathered(self, head: HeadWeights, index: Array | int, width: int, dtype: Any) -> Array:
-        """Gather all features of the ids of a part."""
-        axis, kernel = 1 - self.inside, head.kernel
-        if width < kernel.shape[axis]:
-            kernel = lax.dynamic_slice_in_dim(kernel, self.begin(kernel, index, width), width, axis)
-        kernel = kernel.astype(dtype)
-        return lax.all_gather(kernel, self.features, axis=self.inside, tiled=True) if self.features else kernel
 
     def scattered(self, gradients: HeadWeights, dtype: Any) -> HeadWeights:
         """Sum over the devices that share the kernel's features, in `dtype`; return this device's features.
