@@ -8,15 +8,15 @@ each device holds its piece. Two rings, one in each direction, have one half of 
 communication with dependent computation via decomposition", ASPLOS 2023).
 
 Many devices are rings of rings: rows of devices add up terms that are wide enough to be multiplied at full speed, then
-columns of devices the pieces of their sums, and planes those of very many. It is as many bytes, in fewer steps. These
-sums have no product of their own: where they are many, terms are cut in four, and the first two travel while the next
-two are multiplied.
+columns of devices the pieces of their sums, and planes those of very many. It is as many bytes, in fewer steps, and
+rings that lie along the axes of a torus do not share its links. These sums have no product of their own: where they are
+many, terms are cut in four, and the first two travel while the next two are multiplied.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import AXES, names_of
 from eqx_decoders.sharding.chips import LANES, chip_of
 from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.sharding.links import ring_load, ring_pairs
 
 
 # Rows of a TPU's registers for numbers of 16 bits.
@@ -41,6 +42,9 @@ TERM_WIDTH = 512
 # Additions to a sum. In 16 bits each rounds it: an error of 0.3 % for 7 of them and 0.7 % for 63 (RMS, terms drawn
 # independently), where XLA's own sums on a CPU have 0.2 %.
 MOST_ADDITIONS = 31
+
+# Devices of a first level: no more than half of the additions.
+MOST_TERMS = 16
 
 
 class GradientRing(NamedTuple):
@@ -101,15 +105,15 @@ def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dim
     size = math.prod(layout.sizes[name] for name in axes)
     shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
     across = part[3 - dimension]
-    levels, parts = levels_and_parts(size, shape[dimension], across, across, layout)
+    levels, parts = levels_and_parts(layout, axes, shape[dimension], across, across)
     fits = suits_ring(levels, shape[dimension], LANES if dimension == 2 else ROWS)
     good = layout.backend.gradient_rings and "data" not in axes and fits and across % 2 == 0
     return GroupRing(axes, levels, dimension, parts) if good else None
 
 
 def most_terms(columns: int, across: int, layout: Layout) -> int:
-    """Return of how many terms the first level of a ring is at most: they are no more than half of the additions."""
-    return min(columns // term_width(layout.device.device_kind, across), (MOST_ADDITIONS + 1) // 2)
+    """Return of how many terms the first level of a ring is at most."""
+    return min(columns // term_width(layout.device.device_kind, across), MOST_TERMS)
 
 
 def term_width(device_kind: str, across: int) -> int:
@@ -124,18 +128,39 @@ def term_width(device_kind: str, across: int) -> int:
     return min(TERM_WIDTH, LANES * math.ceil(least / LANES))
 
 
-def ring_levels(size: int, most: int) -> tuple[int, ...]:
-    """Return devices of levels of rings: the first one has `most` at most, and a third one spares additions."""
+def ring_levels(size: int, most: int, load: Callable[[int, int], int]) -> tuple[int, ...]:
+    """Return devices of two levels of rings, or of three: the first one has `most` at most.
 
-    def divisor(number: int, most: int) -> int:
-        return max(count for count in range(1, max(1, most) + 1) if number % count == 0)
+    Of those that are no more than `MOST_ADDITIONS`, the levels whose sums are waited for the least, to a quarter; of
+    these, those with most devices in the first. `load(devices, distance)` is the number of a ring's messages that share
+    a link.
+    """
 
-    first = divisor(size, most)
-    rest = size // first
-    if first + rest - 2 <= MOST_ADDITIONS:
-        return first, rest
-    last = divisor(rest, math.isqrt(rest))
-    return first, rest // last, last
+    def waiting(levels: tuple[int, ...]) -> float:
+        """Return the time of sending by such links, as a part of that of the whole array by a link of its own.
+
+        The first level goes on beside products that take about as long as its sums do alone.
+        """
+        distances = [math.prod(levels[index + 1 :]) for index in range(len(levels))]
+        loads = map(load, levels, distances)
+        shares = [(count - 1) * distance / size for count, distance in zip(levels, distances, strict=True)]
+        return sum(share * messages for share, messages in zip(shares, loads, strict=True)) - shares[0]
+
+    def order(levels: tuple[int, ...]) -> tuple[Any, ...]:
+        return (
+            additions(levels) > MOST_ADDITIONS,
+            round(4 * waiting(levels)),
+            -levels[0],
+            len(levels),
+            additions(levels),
+        )
+
+    def cuts(number: int) -> list[int]:
+        return [count for count in range(1, number + 1) if number % count == 0]
+
+    pairs = [(first, size // first) for first in cuts(size) if first <= max(1, most)]
+    triples = [(first, rest // last, last) for first, rest in pairs for last in cuts(rest) if 1 < last < rest]
+    return min([*pairs, *triples], key=order)
 
 
 def additions(levels: tuple[int, ...]) -> int:
@@ -143,17 +168,24 @@ def additions(levels: tuple[int, ...]) -> int:
     return sum(levels) - len(levels)
 
 
-def levels_and_parts(size: int, columns: int, across: int, cut: int, layout: Layout) -> tuple[tuple[int, ...], int]:
-    """Return the levels of a ring of so many devices, and the parts of its terms, which have `across` other columns.
+def levels_and_parts(
+    layout: Layout, axes: tuple[str, ...], columns: int, across: int, cut: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the levels of a ring along mesh axes, and the parts of its terms, which have `across` other columns.
 
-    The first level has as many devices as terms are wide enough. There are 4 parts where the other levels have a tenth
-    of the bytes or more and no more steps than the first, beside which they travel, and quarters of terms are wide
-    enough, too; otherwise 2. `cut` is the size of the dimension that is cut into them.
+    The first level has no more devices than terms are wide enough. There are 4 parts where the other levels have a
+    tenth of the bytes or more and no more steps than the first, beside which they travel, and quarters of terms are
+    wide enough, too; otherwise 2. `cut` is the size of the dimension that is cut into them.
     """
-    first, *others = levels = ring_levels(size, most_terms(columns, across // 2, layout))
+    size = math.prod(layout.sizes[name] for name in axes)
+    first, *others = levels = ring_levels(size, most_terms(columns, across // 2, layout), _load_of(layout, axes))
     hidden = 1 < max(others) <= first and 10 * (size // first - 1) >= size - 1
     wide = across // 4 >= TERM_WIDTH and first <= most_terms(columns, across // 4, layout)
     return levels, 4 if hidden and wide and cut % 4 == 0 else 2
+
+
+def _load_of(layout: Layout, axes: tuple[str, ...]) -> Callable[[int, int], int]:
+    return partial(ring_load, layout.mesh, axes)
 
 
 def suits_ring(levels: tuple[int, ...], size: int, least: int) -> bool:
@@ -202,7 +234,7 @@ def find_ring(
     others = tuple(name for name in rows if name not in axes)
     (dimension,), cut = changed, even[0]
     columns, size = weight[dimension], math.prod(layout.sizes[name] for name in axes)
-    levels, parts = levels_and_parts(size, columns, math.prod(here) // columns, here[cut], layout)
+    levels, parts = levels_and_parts(layout, axes, columns, math.prod(here) // columns, here[cut])
     turned = dimension == len(right) - 1 and columns < LANES * size
     return GradientRing(axes, levels, dimension, cut, parts, turned, others, spec(left), spec(out), whole, stored)
 
@@ -360,46 +392,42 @@ def _cutter(halves: tuple[Array, Array], parts: int, dimension: int) -> Callable
 
 def _run_rings(levels: Sequence[_Level], axes: tuple[str, ...], dtype: np.dtype) -> list[tuple[Array, Array]]:
     """Run levels of `ring_scatter` beside each other."""
-    devices, here = range(lax.axis_size(axes)), lax.axis_index(axes)
+    count, here = lax.axis_size(axes), lax.axis_index(axes)
 
-    def next_to(level: _Level, device: int, step: int) -> int:
-        place = device // level.distance % level.size
-        return device + ((place + step) % level.size - place) * level.distance
-
-    def terms(level: _Level, count: Array | int) -> tuple[Array, Array]:
+    def terms(level: _Level, step: Array | int) -> tuple[Array, Array]:
         place = here // level.distance % level.size
-        return level.term((place - 1 - count) % level.size, 0), level.term((place + 1 + count) % level.size, 1)
+        return level.term((place - 1 - step) % level.size, 0), level.term((place + 1 + step) % level.size, 1)
 
-    def add(level: _Level, count: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        rings = [[(device, next_to(level, device, step)) for device in devices] for step in (1, -1)]
+    def add(level: _Level, step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        rings = [ring_pairs(count, level.size, level.distance, way) for way in (1, -1)]
         arrived = [lax.ppermute(each, axes, pairs) for each, pairs in zip(sums, rings, strict=True)]
         one, other = (
-            (each.astype(new.dtype) + new).astype(dtype) for each, new in zip(arrived, terms(level, count), strict=True)
+            (each.astype(new.dtype) + new).astype(dtype) for each, new in zip(arrived, terms(level, step), strict=True)
         )
         return one, other
 
-    def add_to_all(size: int, count: Array, sums: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
+    def add_to_all(size: int, step: Array, sums: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
         return [
-            add(level, count, each) if level.size >= size else each for level, each in zip(levels, sums, strict=True)
+            add(level, step, each) if level.size >= size else each for level, each in zip(levels, sums, strict=True)
         ]
 
     def first_terms(level: _Level) -> tuple[Array, Array]:
         one, other = (each.astype(dtype) for each in terms(level, 0))
         return one, other
 
-    sums, count = list(map(first_terms, levels)), 1
+    sums, begin = list(map(first_terms, levels)), 1
     for size in sorted({level.size for level in levels} - {1}):
-        sums, count = lax.fori_loop(count, size, partial(add_to_all, size), sums), size
+        sums, begin = lax.fori_loop(begin, size, partial(add_to_all, size), sums), size
     return sums
 
 
-def ring_sum(x: Array, axes: tuple[str, ...], dimension: int) -> Array:
+def ring_sum(layout: Layout, x: Array, axes: tuple[str, ...], dimension: int) -> Array:
     """Sum an array over devices; return this device's piece along a dimension, as `lax.psum_scatter` does.
 
     More than `MOST_ADDITIONS` are made in float32.
     """
     across, size = (dimension + 1) % x.ndim, lax.axis_size(axes)
-    levels = ring_levels(size, math.isqrt(size))
+    levels = ring_levels(size, MOST_TERMS, _load_of(layout, axes))
     many = additions(levels) > MOST_ADDITIONS
     dtype = np.promote_types(x.dtype, np.float32) if many else x.dtype
     one, other = jnp.split(x, [x.shape[across] // 2], across)

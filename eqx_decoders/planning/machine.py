@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.sharding.chips import CHIPS, Chip, chip_of
+from eqx_decoders.sharding.links import busiest_link
 
 
 _DIE_TO_DIE = 6  # links between the two dies of a v7x chip (Google's Ironwood pages)
@@ -91,6 +94,17 @@ class Machine:
     def memory_bandwidth(self) -> float:
         """Return the bytes a second between one device and its memory."""
         return self.chip.memory_bandwidth / self.chip.devices
+
+    def busiest_link(self, pairs: Sequence[Sequence[int]]) -> int:
+        """Return how many messages take the same link, if each pair, source and target in the mesh, sends one at once.
+
+        0 where none leaves its device, 1 between GPUs and within a chip.
+        """
+        ends = [tuple(self.positions[device] for device in pair) for pair in pairs if len(set(pair)) > 1]
+        if not ends or self.chip.node:
+            return min(1, len(ends))
+        inside = [[end[1] for end in each] for each in ends if each[0][0] == ends[0][0][0]]  # all slices are alike
+        return max(1, busiest_link(self.chip, self.extents, *np.moveaxis(np.array(inside), 1, 0)))
 
     def route(self, group: Sequence[int]) -> Route:
         """Return the links between these devices, given by their positions in the mesh."""

@@ -68,15 +68,16 @@ def collective_seconds(one: Collective, machine: Machine) -> dict[str, float]:
     """Estimate the seconds of one collective by ring formulas, on the fast network and between slices.
 
     Of `V` bytes in all over N devices with links of `W` bytes a second, both ways and all axes together: gather and
-    reduce-scatter `V (N - 1) / (N W)`, all-reduce twice that, all-to-all `V / (4 W)`, permutation by one link. Between
-    slices goes what is left when the fast network has had its turn: a part of `V` for each of its members.
+    reduce-scatter `V (N - 1) / (N W)`, all-reduce twice that, all-to-all `V / (4 W)`, permutation by one link, times
+    the messages that share the busiest one. Between slices goes what is left when the fast network has had its turn: a
+    part of `V` for each of its members.
     """
     route = machine.route(max(one.groups, key=len))
     if one.kind == "collective-permute":
         if any(machine.route(pair).parts > 1 for pair in one.groups):
             return {ACROSS: one.bytes / machine.chip.network_bandwidth}
-        link = min((machine.route(pair).bandwidth for pair in one.groups if len(set(pair)) > 1), default=0.0)
-        return {_along(one): _HOP + one.bytes / min(link, machine.chip.link_bandwidth)} if link else {}
+        messages = machine.busiest_link(one.groups)
+        return {_along(one): _HOP + one.bytes * messages / machine.chip.link_bandwidth} if messages else {}
     whole = one.bytes * one.size if "all-to-all" in one.kind else one.bytes
     passes = 2 if one.kind == "all-reduce" else 1
     seconds = {}

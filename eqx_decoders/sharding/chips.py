@@ -29,8 +29,8 @@ class Chip:
     - `links`, `link_bandwidth`: connections to neighbors, and the bytes a second that each carries in one direction.
     - `ring`: along which multiples of chips a torus is closed, so that an axis sends both ways (see `closed`); 0: a
         switch, no torus.
-    - `sends_anywhere`: chips of the largest slice in which libtpu sends to any chip beside products; in larger ones it
-        does so to neighbors alone, and all wait for what goes further. 0: it always does.
+    - `block`: chips of a box around which a ring of gradients goes, in slices that are open in some direction: as many
+        as the terms of a matrix with 4096 rows, see `numerics.gradient_ring`. (): chips stay in their order.
     - `node`: chips that the fast network joins; 0: all of a slice.
     - `network_bandwidth`: bytes a second of a chip, in one direction, between slices or nodes.
     - `source`: where the figures are from.
@@ -47,7 +47,7 @@ class Chip:
     links: int
     link_bandwidth: float
     ring: int = 0
-    sends_anywhere: int = 0
+    block: tuple[int, ...] = ()
     node: int = 0
     network_bandwidth: float
     source: str
@@ -67,21 +67,21 @@ _NIC = 400e9 / 8  # a network card for each GPU
 
 # Formats of TPUs: `jax.experimental.pallas.tpu.TpuInfo` of jax 0.12, which has no rate of int8 for v4 and v7x, and only
 # for v7x one of fp8 above that of bf16; of GPUs: their data sheets.
-# `sends_anywhere` is what libtpu 0.0.52 does with a collective-permute in slices from 2x2 to 16x16.
 # Links of v4 and the multiples in which a torus closes: "How to Scale Your Model" (jax-ml.github.io/scaling-book).
 # The network between slices is given in Gb/s for a chip; that of v4 isn't: 25 Gb/s as v5e's.
 CHIPS: tuple[Chip, ...] = (
     Chip(name="v4", kinds=("TPU v4",), bf16=275e12, eight_bit=275e12, memory=32e9, memory_bandwidth=1.2e12,
-         links=6, link_bandwidth=45e9, ring=4, network_bandwidth=25e9 / 8, source=f"{_CLOUD}/v4, scaling book"),
+         links=6, link_bandwidth=45e9, ring=4, block=(2, 2, 4), network_bandwidth=25e9 / 8,
+         source=f"{_CLOUD}/v4, scaling book"),
     Chip(name="v5e", kinds=("TPU v5 lite", "TPU v5e"), bf16=197e12, eight_bit=393e12, formats=("int8",),
          memory=16e9, memory_bandwidth=819e9,
-         links=4, link_bandwidth=50e9, ring=16, sends_anywhere=16, network_bandwidth=25e9 / 8, source=f"{_CLOUD}/v5e"),
+         links=4, link_bandwidth=50e9, ring=16, block=(4, 4, 1), network_bandwidth=25e9 / 8, source=f"{_CLOUD}/v5e"),
     Chip(name="v5p", kinds=("TPU v5", "TPU v5p"), bf16=459e12, eight_bit=918e12, formats=("int8",),
          memory=95e9, memory_bandwidth=2.765e12,
-         links=6, link_bandwidth=100e9, ring=4, network_bandwidth=50e9 / 8, source=f"{_CLOUD}/v5p"),
+         links=6, link_bandwidth=100e9, ring=4, block=(2, 2, 4), network_bandwidth=50e9 / 8, source=f"{_CLOUD}/v5p"),
     Chip(name="v6e", kinds=("TPU v6 lite", "TPU v6e"), bf16=918e12, eight_bit=1836e12, formats=("int8",),
          memory=32e9, memory_bandwidth=1.638e12,
-         links=4, link_bandwidth=100e9, ring=16, network_bandwidth=100e9 / 8, source=f"{_CLOUD}/v6e"),
+         links=4, link_bandwidth=100e9, ring=16, block=(2, 4, 1), network_bandwidth=100e9 / 8, source=f"{_CLOUD}/v6e"),
     Chip(name="v7x", kinds=("TPU7x",), devices=2, bf16=2307e12, eight_bit=4614e12, formats=("fp8",),
          memory=192e9, memory_bandwidth=7.38e12,
          links=6, link_bandwidth=100e9, ring=4, network_bandwidth=100e9 / 8, source=f"{_CLOUD}/tpu7x"),

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +12,6 @@ from jax.experimental import mesh_utils
 
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.sharding.chips import chip_of
-
-
-# The chips of a square of 4 x 4, row by row, as a closed path from neighbor to neighbor.
-SQUARE_PATH = (0, 1, 2, 3, 7, 6, 5, 9, 10, 11, 15, 14, 13, 12, 8, 4)
 
 
 def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
@@ -89,18 +85,44 @@ def _in_paths(grid: np.ndarray) -> np.ndarray:
 
 
 def _path(devices: list[Any]) -> list[Any]:
-    """Order the chips of a slice so that rings of gradients send to neighbors, where all wait for other sends.
+    """Order the chips of a slice so that rings of gradients send to neighbors, and do not share links.
 
-    Rings of `numerics.gradient_ring` have up to 16 devices; in a slice of n squares of 4 x 4 chips they are at distance
-    n. A torus that is closed in both directions has such rings as it is.
+    In a slice of n blocks of chips these rings are at distance n, each around one block, if the slice is open in some
+    direction. Along the axes of a closed torus there are such rings as it is.
+
+    On v5e more depends on it: in slices of more than 16 chips libtpu (0.0.52) sends beside products to neighbors alone.
     """
-    chip, place = chip_of(devices[0].device_kind), {tuple(device.coords[:2]): device for device in devices}
-    wide, high = extents = (np.max(list(place), 0) + 1).tolist()
-    waits = chip is not None and 0 < chip.sends_anywhere < len(devices) and not all(chip.closed(extents))
-    if not waits or wide % 4 or high % 4 or len(place) != wide * high:
+    chip, place = chip_of(devices[0].device_kind), {tuple(device.coords): device for device in devices}
+    extents = (np.max(list(place), 0) + 1).tolist()
+    if chip is None or not chip.block or len(place) != math.prod(extents) or len(place) < len(devices):
         return devices
-    corners = list(itertools.product(range(0, wide, 4), range(0, high, 4)))
-    return [place[x + step % 4, y + step // 4] for step in SQUARE_PATH for x, y in corners]
+    closed = all(closed or extent == 1 for closed, extent in zip(chip.closed(extents), extents, strict=True))
+    block = [min(pair) for pair in zip(chip.block, extents, strict=True)]
+    counts = [extent // size for extent, size in zip(extents, block, strict=True)]
+    if closed or block[0] % 2 or math.prod(counts) * math.prod(block) < len(devices):
+        return devices
+    corners = np.array(_path_through(counts)) * block
+    return [place[tuple(corner)] for chip_there in _path_around(block) for corner in (corners + chip_there).tolist()]
+
+
+def _path_through(extents: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the places of a box, each a neighbor of the next one."""
+    if not extents:
+        return [()]
+    inner = _path_through(extents[1:])
+    return [(x, *place) for x in range(extents[0]) for place in (inner[::-1] if x % 2 else inner)]
+
+
+def _path_around(extents: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the places of a box as `_path_through` does, and the last one is a neighbor of the first one.
+
+    Row by row there, but for the first column, and back along that; the number of rows is even.
+    """
+    first, *columns = _path_through(extents[1:])
+    path = [(0, *first)]
+    for x in range(extents[0]):
+        path += [(x, *place) for place in (columns[::-1] if x % 2 else columns)]
+    return path + [(x, *first) for x in range(extents[0] - 1, 0, -1)]
 
 
 def _slices(devices: list[Any]) -> set[int]:

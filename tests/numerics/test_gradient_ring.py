@@ -201,6 +201,13 @@ def test_terms_have_half_or_a_quarter_of_what_a_device_has_of_the_other_dimensio
     assert ring is not None and seen[0] == across and seen[1:] == ([1] if across == 3 else [])
 
 
+def layout_of(monkeypatch, size):
+    """A layout of so many devices that no message shares a link."""
+    monkeypatch.setattr(ed.Layout, "sizes", property(lambda self: {"fsdp": size}))
+    monkeypatch.setattr(rings, "ring_load", lambda *_: 1)
+    return ed.Layout()
+
+
 @pytest.mark.parametrize(
     "size, columns, across, want",
     [
@@ -215,8 +222,9 @@ def test_terms_have_half_or_a_quarter_of_what_a_device_has_of_the_other_dimensio
         (64, 256, 2048, ((1, 8, 8), 2)),
     ],
 )
-def test_terms_are_cut_in_four_where_that_hides_much(size, columns, across, want):
-    assert rings.levels_and_parts(size, columns, across, 4, ed.Layout()) == want
+def test_terms_are_cut_in_four_where_that_hides_much(monkeypatch, size, columns, across, want):
+    layout = layout_of(monkeypatch, size)
+    assert rings.levels_and_parts(layout, ("fsdp",), columns, across, 4) == want
 
 
 @pytest.mark.parametrize("across, parts", [(24, 4), (26, 2)])
@@ -233,13 +241,31 @@ def test_what_has_no_quarters_is_cut_in_halves(monkeypatch, across, parts):
 def test_quarters_of_terms_do_not_wait_for_their_operands(monkeypatch):
     """They would need wider terms, of which there are not as many."""
     monkeypatch.setattr(rings, "term_width", lambda kind, across: 512 if across >= 1024 else 1024)
-    assert rings.levels_and_parts(16, 2048, 2048, 4, ed.Layout()) == ((4, 4), 2)
-    assert rings.levels_and_parts(16, 2048, 4096, 4, ed.Layout()) == ((4, 4), 4)
+    layout = layout_of(monkeypatch, 16)
+    assert rings.levels_and_parts(layout, ("fsdp",), 2048, 2048, 4) == ((4, 4), 2)
+    assert rings.levels_and_parts(layout, ("fsdp",), 2048, 4096, 4) == ((4, 4), 4)
+
+
+@pytest.mark.parametrize(
+    "size, most, shared, want",
+    [
+        (64, 16, {}, (16, 4)),
+        (64, 16, {(16, 4): 2}, (8, 8)),  # the first level has most bytes
+        (64, 16, {(16, 4): 2, (8, 8): 9}, (4, 16)),
+        (64, 4, {(16, 1): 2}, (4, 4, 4)),
+        (512, 16, {(16, 32): 8}, (8, 8, 8)),
+        (512, 16, {}, (16, 8, 4)),
+        (64, 16, {(16, 4): 2, (8, 8): 2, (4, 16): 2, (2, 32): 2, (1, 64): 1}, (16, 4)),  # one level alone is too many
+        (37, 16, {}, (1, 37)),
+    ],
+)
+def test_levels_are_those_that_share_no_links(size, most, shared, want):
+    assert rings.ring_levels(size, most, lambda count, distance: shared.get((count, distance), 1)) == want
 
 
 def test_a_first_level_has_half_of_the_additions(monkeypatch):
     monkeypatch.setattr(rings, "term_width", lambda kind, across: 1)
-    monkeypatch.setattr(rings, "MOST_ADDITIONS", 5)
+    monkeypatch.setattr(rings, "MOST_TERMS", 3)
     assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)
 
 
@@ -253,7 +279,7 @@ def test_a_ring_sums_as_a_reduce_scatter_does(dimension, shape):
 
     def both(x):
         scattered = lax.psum_scatter(x[0], "fsdp", scatter_dimension=dimension, tiled=True)
-        return scattered, ring_sum(x[0], ("fsdp",), dimension)
+        return scattered, ring_sum(layout, x[0], ("fsdp",), dimension)
 
     want, got = jax.jit(layout.shard_map(both, P("fsdp"), spec))(x)
     np.testing.assert_array_equal(got, want)

@@ -99,6 +99,10 @@ def test_a_permutation_takes_one_link_and_little_takes_a_hop():
     pairs = collective("collective-permute", (0, 1))
     pairs = dataclasses.replace(pairs, groups=((0, 1), (1, 2), (2, 3), (3, 0)))
     assert collective_seconds(pairs, torus(4, 1)) == {"fsdp": pytest.approx(0.08, rel=1e-3)}
+    far = dataclasses.replace(pairs, groups=((0, 2), (1, 3), (2, 0), (3, 1)))  # each link has two messages
+    assert collective_seconds(far, torus(4, 1)) == {"fsdp": pytest.approx(0.16, rel=1e-3)}
+    still = dataclasses.replace(pairs, groups=tuple((device, device) for device in range(4)))
+    assert collective_seconds(still, torus(4, 1)) == {}
     assert collective_seconds(collective("all-reduce", (0, 1, 2, 3), 4), torus(4, 1)) == {"fsdp": 2e-6}
 
 

@@ -248,14 +248,20 @@ def test_between_slices_there_are_only_copies_or_stages():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "topology, slices, rings", [("4x4", 1, 1), ("4x8", 1, 2), ("8x8", 1, 4), ("8x16", 2, 8), ("16x16", 1, 16)]
+    "topology, slices, ring",
+    [
+        *(("v5e:4x4", 1, 16), ("v5e:4x8", 1, 16), ("v5e:8x8", 1, 16), ("v5e:8x16", 2, 16), ("v5e:16x16", 1, 16)),
+        *(("v6e:2x2", 1, 4), ("v6e:2x4", 1, 8), ("v6e:4x4", 1, 8), ("v6e:8x8", 2, 8), ("v6e:16x16", 1, 16)),
+        *(("v5p:2x2x1", 1, 4), ("v5p:2x2x4", 2, 16), ("v5p:2x4x4", 1, 16), ("v5p:4x4x4", 1, 4), ("v5p:8x8x8", 1, 8)),
+    ],
 )
-def test_rings_of_sixteen_send_to_neighbors_alone(topology, slices, rings):
-    """In slices of v5e of more than 16 chips nothing else is asynchronous. 16x16 is a closed torus as it is."""
-    layout = ed.Layout.create(data=slices, fsdp=-1, devices=tpu_devices(f"v5e:{topology}", slices))
-    extents = [int(extent) for extent in topology.split("x")]
-    for devices in layout.mesh.devices.reshape(slices, 16, rings):
+def test_rings_of_a_slice_send_to_neighbors_alone(topology, slices, ring):
+    """Around blocks of an open slice, of v5e of 16 chips; 16x16 and cubes of v5p are closed, and stay as they are."""
+    layout = ed.Layout.create(data=slices, fsdp=-1, devices=tpu_devices(topology, slices))
+    extents = [int(extent) for extent in topology.split(":")[1].split("x")]
+    closed = topology in ("v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8")
+    for devices in layout.mesh.devices.reshape(slices, ring, -1):
         assert len({tuple(device.coords) for device in devices.flat}) == devices.size
         for one, other in zip(devices.flat, np.roll(devices, -1, 0).flat, strict=True):
-            steps = [abs(a - b) for a, b in zip(one.coords[:2], other.coords[:2], strict=True)]
-            assert sum(min(n, 16 - n) if extents == [16, 16] else n for n in steps) == 1
+            steps = np.abs(np.subtract(one.coords, other.coords))[: len(extents)]
+            assert np.minimum(steps, np.subtract(extents, steps) if closed else steps).sum() == 1

@@ -134,7 +134,7 @@ class HeadSplit:
             if name in self.rows:
                 terms = gradient.astype(dtype)
                 if self.layout.backend.gradient_rings:
-                    sums = ring_sum(terms, (name,), self.inside)
+                    sums = ring_sum(self.layout, terms, (name,), self.inside)
                 else:
                     sums = lax.psum_scatter(terms, name, scatter_dimension=self.inside, tiled=True)
                 gradient = sums.astype(gradient.dtype)
