@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from typing import Any
 
 from eqx_decoders.errors import CheckedFields, PositiveInt, check
@@ -38,7 +39,7 @@ class Devices(CheckedFields):
     @contextlib.contextmanager
     def _connected(self):
         with connected(self.distributed_timeout):
-            flags: dict[str, Any] = dataclasses.asdict(self)
+            flags: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))  # as the others read them
             first = from_first("flags", flags)
             other = {name: (value, first.get(name)) for name, value in flags.items() if value != first.get(name)}
             message = "; ".join(

@@ -178,7 +178,7 @@ def test_a_model_on_a_mesh_writes_the_same(wrote):
 def test_processes_meet_in_time_and_have_the_same_flags(wrote, monkeypatch):
     met = []
     monkeypatch.setattr(devices, "connected", lambda seconds: met.append(seconds) or contextlib.nullcontext())
-    monkeypatch.setattr(devices, "from_first", lambda name, own: own | {"seed": 7})
+    monkeypatch.setattr(devices, "from_first", lambda name, own: json.loads(json.dumps(own | {"seed": 7})))
     words = ("--model", CHAT, "--prompt", "x", "--distributed", "--distributed-timeout", 9, "--mesh.fsdp", 4)
     _, err = call("generate", *words, "--seed", 5, devices=4, code=2)
     assert "--seed=5, but 7 in the first process: all processes must be started with one command" in err
