@@ -30,7 +30,7 @@ from eqx_decoders.numerics.product_plan import ProductPlan
 from eqx_decoders.sharding.axes import AXES, names_of
 from eqx_decoders.sharding.chips import LANES, chip_of
 from eqx_decoders.sharding.layout import Layout
-from eqx_decoders.sharding.links import ring_load, ring_pairs
+from eqx_decoders.sharding.links import ring_load, ring_pairs, send
 
 
 # Rows of a TPU's registers for numbers of 16 bits.
@@ -102,18 +102,17 @@ class GroupRing(NamedTuple):
 
 def group_ring(layout: Layout, axes: tuple[str, ...], part: tuple[int, ...], dimension: int) -> GroupRing | None:
     """Return the ring of devices along mesh axes that have such parts of a weight; None if it has none."""
-    size = math.prod(layout.sizes[name] for name in axes)
-    shape = tuple(each * (size if index == dimension else 1) for index, each in enumerate(part))
-    across = part[3 - dimension]
-    levels, parts = levels_and_parts(layout, axes, shape[dimension], across, across)
-    fits = suits_ring(levels, shape[dimension], LANES if dimension == 2 else ROWS)
-    good = layout.backend.gradient_rings and "data" not in axes and fits and across % 2 == 0
-    return GroupRing(axes, levels, dimension, parts) if good else None
+    columns, across = part[dimension] * math.prod(layout.sizes[name] for name in axes), part[3 - dimension]
+    if not layout.backend.gradient_rings or "data" in axes or across % 2:
+        return None
+    levels, parts = levels_and_parts(layout, axes, columns, across, across)
+    fits = suits_ring(levels, columns, LANES if dimension == 2 else ROWS)
+    return GroupRing(axes, levels, dimension, parts) if fits else None
 
 
 def most_terms(columns: int, across: int, layout: Layout) -> int:
-    """Return of how many terms the first level of a ring is at most."""
-    return min(columns // term_width(layout.device.device_kind, across), MOST_TERMS)
+    """Return of how many terms the first level of a ring is at most: they may be a quarter too narrow."""
+    return min(4 * columns // (3 * term_width(layout.device.device_kind, across)), MOST_TERMS)
 
 
 def term_width(device_kind: str, across: int) -> int:
@@ -121,6 +120,7 @@ def term_width(device_kind: str, across: int) -> int:
 
     It does `2 n width across` operations with `2 n (width + across)` bytes: for each byte at least 0.9 of what the chip
     does (v5p: 166, v6e: 560), rounded up to whole registers; `TERM_WIDTH` if it would be more, or the chip isn't known.
+    With all of it some matrices would have half as many terms for a register's width.
     """
     chip = chip_of(device_kind)
     ratio = math.inf if chip is None else 0.9 * chip.bf16 / chip.memory_bandwidth
@@ -128,32 +128,30 @@ def term_width(device_kind: str, across: int) -> int:
     return min(TERM_WIDTH, LANES * math.ceil(least / LANES))
 
 
-def ring_levels(size: int, most: int, load: Callable[[int, int], int]) -> tuple[int, ...]:
+def ring_levels(size: int, most: int, load: Callable[[int, int], int], products: bool = True) -> tuple[int, ...]:
     """Return devices of two levels of rings, or of three: the first one has `most` at most.
 
-    Of those that are no more than `MOST_ADDITIONS`, the levels whose sums are waited for the least, to a quarter; of
-    these, those with most devices in the first. `load(devices, distance)` is the number of a ring's messages that share
-    a link.
+    They are the first by this order:
+
+    - no more than `MOST_ADDITIONS`;
+    - the least time that is waited for sums, in quarters of that of the whole array by a link of its own. The first
+      level goes on beside `products`, if it has some, which take about as long as its sums take by links of their own.
+      `load(devices, distance)` of its messages share a link; those of levels that travel together are not added.
+    - with products the most devices in the first level, then the fewest levels, then additions;
+    - without products the fewest levels, then additions, then the most devices in the first level.
     """
 
     def waiting(levels: tuple[int, ...]) -> float:
-        """Return the time of sending by such links, as a part of that of the whole array by a link of its own.
-
-        The first level goes on beside products that take about as long as its sums do alone.
-        """
         distances = [math.prod(levels[index + 1 :]) for index in range(len(levels))]
         loads = map(load, levels, distances)
         shares = [(count - 1) * distance / size for count, distance in zip(levels, distances, strict=True)]
-        return sum(share * messages for share, messages in zip(shares, loads, strict=True)) - shares[0]
+        total = sum(share * messages for share, messages in zip(shares, loads, strict=True))
+        return total - shares[0] if products else total
 
     def order(levels: tuple[int, ...]) -> tuple[Any, ...]:
-        return (
-            additions(levels) > MOST_ADDITIONS,
-            round(4 * waiting(levels)),
-            -levels[0],
-            len(levels),
-            additions(levels),
-        )
+        count, narrow = additions(levels), -levels[0]
+        rest = (narrow, len(levels), count) if products else (len(levels), count, narrow)
+        return count > MOST_ADDITIONS, round(4 * waiting(levels)), *rest
 
     def cuts(number: int) -> list[int]:
         return [count for count in range(1, number + 1) if number % count == 0]
@@ -400,7 +398,7 @@ def _run_rings(levels: Sequence[_Level], axes: tuple[str, ...], dtype: np.dtype)
 
     def add(level: _Level, step: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         rings = [ring_pairs(count, level.size, level.distance, way) for way in (1, -1)]
-        arrived = [lax.ppermute(each, axes, pairs) for each, pairs in zip(sums, rings, strict=True)]
+        arrived = [send(each, axes, pairs) for each, pairs in zip(sums, rings, strict=True)]
         one, other = (
             (each.astype(new.dtype) + new).astype(dtype) for each, new in zip(arrived, terms(level, step), strict=True)
         )
@@ -427,7 +425,7 @@ def ring_sum(layout: Layout, x: Array, axes: tuple[str, ...], dimension: int) ->
     More than `MOST_ADDITIONS` are made in float32.
     """
     across, size = (dimension + 1) % x.ndim, lax.axis_size(axes)
-    levels = ring_levels(size, MOST_TERMS, _load_of(layout, axes))
+    levels = ring_levels(size, size, _load_of(layout, axes), products=False)
     many = additions(levels) > MOST_ADDITIONS
     dtype = np.promote_types(x.dtype, np.float32) if many else x.dtype
     one, other = jnp.split(x, [x.shape[across] // 2], across)

@@ -30,7 +30,7 @@ class Chip:
     - `ring`: along which multiples of chips a torus is closed, so that an axis sends both ways (see `closed`); 0: a
         switch, no torus.
     - `block`: chips of a box around which a ring of gradients goes, in slices that are open in some direction: as many
-        as the terms of a matrix with 4096 rows, see `numerics.gradient_ring`. (): chips stay in their order.
+        as a matrix with 4096 rows has terms, see `numerics.gradient_ring`. (): chips stay in their order.
     - `node`: chips that the fast network joins; 0: all of a slice.
     - `network_bandwidth`: bytes a second of a chip, in one direction, between slices or nodes.
     - `source`: where the figures are from.

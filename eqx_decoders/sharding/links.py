@@ -4,8 +4,11 @@ import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array
 
 from eqx_decoders.sharding.chips import Chip, chip_of
 
@@ -20,11 +23,22 @@ def ring_pairs(count: int, size: int, distance: int, step: int) -> list[tuple[in
     return list(enumerate(target.tolist()))
 
 
+def send(x: Array, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
+    """Send an array from sources to targets, inside of a `shard_map`; devices are numbered as by `lax.axis_index`.
+
+    `lax.ppermute` numbers them in the order that the axes have in the mesh, not here.
+    """
+    in_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
+    numbers = np.arange(lax.axis_size(axes)).reshape([lax.axis_size(name) for name in in_mesh])
+    numbers = numbers.transpose([in_mesh.index(name) for name in axes]).flatten()
+    return lax.ppermute(x, axes, [(int(numbers[source]), int(numbers[target])) for source, target in pairs])
+
+
 def busiest_link(chip: Chip, extents: Sequence[int], source: np.ndarray, target: np.ndarray) -> int:
     """Return how many messages take the same link in one direction, if all are sent at once.
 
     `source` and `target` are coordinates, `[messages, axes of the torus]`. A message goes along one axis after the
-    other, the shorter way round where the axis is closed.
+    other, the shorter way round where the axis is closed; half way round it goes down.
     """
     messages, at = np.zeros((*extents, len(extents), 2), int), source.copy()
     for axis, (extent, closed) in enumerate(zip(extents, chip.closed(extents), strict=True)):
@@ -41,13 +55,13 @@ def busiest_link(chip: Chip, extents: Sequence[int], source: np.ndarray, target:
 
 
 @functools.lru_cache(maxsize=1024)
-def ring_load(mesh: Mesh, axes: tuple[str, ...], size: int, distance: int) -> int:
+def ring_load(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int, distance: int) -> int:
     """Return `busiest_link` of rings of devices along some axes of a mesh, in both directions at once.
 
-    1 where devices are joined by a switch, or by nothing that is known here.
+    1 within a chip, by a switch, and where no links are known.
     """
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    if chip is None or chip.node:
+    chip = chip_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
+    if chip is None or chip.node or not isinstance(mesh, Mesh):
         return 1
     last = [mesh.axis_names.index(name) for name in axes]
     count = math.prod(mesh.devices.shape[index] for index in last)
@@ -57,4 +71,4 @@ def ring_load(mesh: Mesh, axes: tuple[str, ...], size: int, distance: int) -> in
     coords = np.array([[device.coords for device in ring] for ring in ours])
     pairs = np.array([*ring_pairs(count, size, distance, 1), *ring_pairs(count, size, distance, -1)])
     source, target = (coords[:, pairs[:, index]].reshape(-1, coords.shape[-1]) for index in (0, 1))
-    return busiest_link(chip, (coords.reshape(-1, coords.shape[-1]).max(0) + 1).tolist(), source, target)
+    return max(1, busiest_link(chip, (coords.reshape(-1, coords.shape[-1]).max(0) + 1).tolist(), source, target))

@@ -65,18 +65,18 @@ def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
         grid = mesh_utils.create_hybrid_device_mesh(
             within, tuple(across.values()), devices, allow_split_physical_axes=True
         )
-        return _in_paths(grid) if max(within) == math.prod(within) else grid
+        return _in_paths(grid) if math.prod(within) in (sizes["fsdp"], sizes["fsdp_transpose"]) else grid
     try:
         if slices == 0:  # no torus: neighbors have adjacent numbers
             return mesh_utils.create_device_mesh(shape, devices)
         grid = jax.make_mesh(shape, tuple(sizes), devices=devices).devices
-        return _in_paths(grid) if max(shape) == len(devices) else grid
+        return _in_paths(grid) if len(devices) in (sizes["fsdp"], sizes["fsdp_transpose"]) else grid
     except NotImplementedError:  # the axis is no product of whole axes of the torus: some links are not used
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def _in_paths(grid: np.ndarray) -> np.ndarray:
-    """Order the devices of each slice by `_path`, where one axis has all of them."""
+    """Order the devices of each slice by `_path`, where one axis with rings of gradients has all of them."""
     order = grid.flatten()
     slices = np.array([_slice_of(device) for device in order])
     for index in set(slices.tolist()):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.data.batch import Batch
@@ -85,6 +85,18 @@ def test_a_ring_gives_the_gradients_of_one_device(monkeypatch, pattern, sizes, c
         for pairs in re.findall(r"collective-permute.*source_target_pairs=\{(.*?)\}\}", str(step.as_text()))
     ]
     assert found and all(each == layout.mesh.size for each in found)
+
+
+def test_axes_of_a_ring_stand_in_any_order():
+    """Of a mesh whose axes stand in another order than those that split the weight."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("expert", "fsdp"))
+    layout, (x, weight) = ed.Layout(mesh), map(draw, (0, 1), PRODUCTS[IN])
+    plan, ring = product_plan(IN), ring_of(IN, layout)
+    assert ring is not None and ring.axes == ("fsdp", "expert")
+    product = partial(ring_product, plan, np.dtype("float32"), layout, ring)
+    placed = jax.device_put(x, layout.activation_sharding(plan.left, x.shape))
+    got = jax.jit(gradients(product, 0, 1))(placed, weight)
+    assert_close(got, gradients(lambda *both: einsum(IN, *both), 0, 1)(x, weight))
 
 
 def test_sums_travel_in_the_dtype_of_the_weight():
@@ -212,7 +224,8 @@ def layout_of(monkeypatch, size):
     "size, columns, across, want",
     [
         (16, 2048, 2048, ((4, 4), 4)),
-        (16, 2047, 2048, ((2, 8), 2)),  # the second level has more steps
+        (16, 1536, 2048, ((4, 4), 4)),
+        (16, 1535, 2048, ((2, 8), 2)),  # the second level has more steps
         (16, 4096, 2048, ((8, 2), 2)),  # it has a fifteenth of the bytes
         (16, 2048, 2047, ((4, 4), 2)),  # quarters are not as wide as a term
         (4, 2048, 2048, ((4, 1), 2)),  # there is one level
@@ -263,7 +276,33 @@ def test_levels_are_those_that_share_no_links(size, most, shared, want):
     assert rings.ring_levels(size, most, lambda count, distance: shared.get((count, distance), 1)) == want
 
 
-def test_a_first_level_has_half_of_the_additions(monkeypatch):
+@pytest.mark.parametrize(
+    "size, shared, want",
+    [
+        (8, {}, (4, 2)),
+        (16, {}, (4, 4)),  # the fewest additions of two levels
+        (16, {(4, 4): 2, (4, 1): 2, (8, 2): 2, (2, 8): 2}, (16, 1)),
+        (64, {(8, 8): 4}, (16, 4)),
+        (512, {}, (8, 8, 8)),
+    ],
+)
+def test_levels_of_sums_without_products_have_few_additions(size, shared, want):
+    load = lambda count, distance: shared.get((count, distance), 1)  # noqa: E731
+    assert rings.ring_levels(size, size, load, products=False) == want
+
+
+def test_layouts_without_devices_have_rings(monkeypatch):
+    """Of experts, of a dense product, and of sums: shapes are known before there is a machine."""
+    layout = ed.Layout.create(fsdp=8, abstract=True)
+    backend = dataclasses.replace(layout.backend, gradient_rings=True)
+    monkeypatch.setattr(ed.Layout, "backend", property(lambda self: backend))
+    assert ring_of(IN, layout) is not None
+    assert rings.group_ring(layout, ("fsdp",), (3, 256, 512), 1) is not None
+    summed = layout.shard_map(lambda x: ring_sum(layout, x[0], ("fsdp",), 0), P("fsdp"), P("fsdp"))
+    assert jax.eval_shape(summed, jnp.zeros((8, 16, 4))).shape == (16, 4)
+
+
+def test_a_first_level_has_a_bound(monkeypatch):
     monkeypatch.setattr(rings, "term_width", lambda kind, across: 1)
     monkeypatch.setattr(rings, "MOST_TERMS", 3)
     assert ring_of(IN, ed.Layout.create(fsdp=8)).levels == (2, 4)

@@ -13,6 +13,7 @@ import eqx_decoders as ed
 from eqx_decoders.model.weight_table import describe
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import ACTIVATIONS, WEIGHTS, device_bytes
+from eqx_decoders.sharding.links import ring_load
 from eqx_decoders.training import host_rows
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import tpu_devices
@@ -265,3 +266,12 @@ def test_rings_of_a_slice_send_to_neighbors_alone(topology, slices, ring):
         for one, other in zip(devices.flat, np.roll(devices, -1, 0).flat, strict=True):
             steps = np.abs(np.subtract(one.coords, other.coords))[: len(extents)]
             assert np.minimum(steps, np.subtract(extents, steps) if closed else steps).sum() == 1
+    assert ring_load(layout.mesh, ("fsdp",), ring, layout.sizes["fsdp"] // ring) == 1
+
+
+@pytest.mark.slow
+def test_other_axes_of_a_slice_keep_their_order():
+    """What goes from each device to the next one would go further between blocks."""
+    devices = tpu_devices("v6e:4x8")
+    places = [device.coords for device in ed.Layout.create(context=-1, devices=devices).mesh.devices.flat]
+    assert places == sorted(places)

@@ -23,6 +23,7 @@ from eqx_decoders.layers.attention.kernels.registry import attend_gradients, mer
 from eqx_decoders.layers.attention.kernels.selection import Selected, map_keys
 from eqx_decoders.layers.mask import AttentionPositions
 from eqx_decoders.remat import save
+from eqx_decoders.sharding.links import send
 
 
 WRITTEN_OUT = 4  # rings of up to so many pieces are no loop: nothing then travels that nobody needs
@@ -52,7 +53,7 @@ class Ring:
     def pass_on(self, arrays: Any, pieces: int = 1) -> Any:
         """Send arrays to the devices so many pieces on, which are later in the row."""
         pairs = [(index, (index + pieces * self.group) % self.devices) for index in range(self.devices)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), arrays)
+        return jax.tree.map(lambda x: send(x, self.axes, pairs), arrays)
 
     def piece(self, before: Any = 0) -> Array:
         """Return the number of a device's own piece, or of one before it."""

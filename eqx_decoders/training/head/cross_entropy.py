@@ -94,8 +94,8 @@ def linear_argmax(
 
 
 def _argmax(form: HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights) -> Array:
-    device = DeviceHead.create(form, split, hidden, head)
-    (tiles,) = device.cut(hidden)
+    local = DeviceHead.create(form, split, hidden, head)
+    (tiles,) = local.cut(hidden)
 
     def prepare(part: VocabPart) -> Any:
         def step(logits, _, best):
@@ -106,9 +106,9 @@ def _argmax(form: HeadForm, split: HeadSplit, hidden: Array, head: HeadWeights) 
         return step
 
     begin = jnp.full(tiles.shape[:3], -jnp.inf, jnp.float32), jnp.zeros(tiles.shape[:3], jnp.int32)
-    highest, where = device.over_logits(tiles, None, prepare, begin)[0]
+    highest, where = local.over_logits(tiles, None, prepare, begin)[0]
     where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
-    return device.joined(where)
+    return local.joined(where)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,9 +149,9 @@ def _loss_alone(form: _LossForm, hidden, head, targets, weights) -> tuple[Any, L
     split = form.split(hidden, head.kernel)
 
     def on_device(hidden, head, targets, weights):
-        device = DeviceHead.create(form, split, hidden, head)
-        hidden, targets, weights = device.cut(hidden, targets, weights)
-        return _sums(split, form.losses(device.sums(hidden, targets[..., None])[0]), weights)
+        local = DeviceHead.create(form, split, hidden, head)
+        hidden, targets, weights = local.cut(hidden, targets, weights)
+        return _sums(split, form.losses(local.sums(hidden, targets[..., None])[0]), weights)
 
     return split.mapped(on_device, PartitionSpec())(hidden, head, targets, weights)
 
@@ -160,12 +160,12 @@ def _fused_forward(form: _LossForm, hidden, head, targets, weights):
     split = form.split(hidden, head.kernel)
 
     def on_device(hidden, head, targets, weights):
-        device = DeviceHead.create(form, split, hidden, head)
-        hidden, targets, weights = device.cut(hidden, targets, weights)
-        make = _gradients if device.parts == 1 else _gradients_in_parts
-        losses, to_hidden, to_head = make(form, device, hidden, targets, weights)
+        local = DeviceHead.create(form, split, hidden, head)
+        hidden, targets, weights = local.cut(hidden, targets, weights)
+        make = _gradients if local.parts == 1 else _gradients_in_parts
+        losses, to_hidden, to_head = make(form, local, hidden, targets, weights)
         to_weights = jnp.where(weights == 0, 0.0, losses[0])
-        return _sums(split, losses, weights), (device.joined(to_hidden), to_head, device.joined(to_weights))
+        return _sums(split, losses, weights), (local.joined(to_hidden), to_head, local.joined(to_weights))
 
     outputs = (PartitionSpec(), (split.tokens, split.head_gradient, split.tokens))
     sums, found = split.mapped(on_device, outputs)(hidden, head, targets, weights)
@@ -174,10 +174,10 @@ def _fused_forward(form: _LossForm, hidden, head, targets, weights):
 
 
 def _gradients(
-    form: _LossForm, device: DeviceHead, hidden: Array, targets: Array, weights: Array
+    form: _LossForm, local: DeviceHead, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Any, Array, HeadWeights]:
     """Compute losses and the gradients of their sum by hidden states and head: three products for each tile."""
-    split, whole = device.split, device.part(0, device.gathered(0))
+    split, whole = local.split, local.part(0, local.gathered(0))
     (forth, back), (dimension, other) = form.kernels(whole.head.kernel)
 
     def over_tile(total, tile):
@@ -192,26 +192,26 @@ def _gradients(
     # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
     # where memory is short: the tiles could then be worked on at the same time.)
     unroll = form.flatten and targets.shape[0] <= _UNROLLED
-    tiles = (hidden, targets, weights, device.known(targets))
+    tiles = (hidden, targets, weights, local.known(targets))
     total, (losses, to_hidden) = lax.scan(over_tile, zeros(whole.head), tiles, unroll=unroll)
     to_head = split.scattered(total, hidden.dtype)
-    if split.layout.backend.gradient_rings and device.is_large():
+    if split.layout.backend.gradient_rings and local.is_large():
         # now, or what is added up may be in memory throughout the backward pass, beside which it travels
         to_hidden, to_head = lax.optimization_barrier((to_hidden, to_head))
     return losses, to_hidden, split.summed(to_head)
 
 
 def _gradients_in_parts(
-    form: _LossForm, device: DeviceHead, hidden: Array, targets: Array, weights: Array
+    form: _LossForm, local: DeviceHead, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Any, Array, HeadWeights]:
     """Compute `_gradients` part by part of the vocabulary, in two passes, of which the second goes backwards."""
-    found, last = device.sums(hidden, targets[..., None])
+    found, last = local.sums(hidden, targets[..., None])
 
     def prepare(part: VocabPart) -> Any:
         return lambda logits, values: form.by_logits(logits, values[0] - part.first, *values[1:])
 
     values = (targets, weights, found.normalizer)
-    return form.losses(found), *device.gradients(hidden, values, prepare, last)
+    return form.losses(found), *local.gradients(hidden, values, prepare, last)
 
 
 def _fused_backward(form, saved, cotangents):

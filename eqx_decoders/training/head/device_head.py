@@ -99,7 +99,7 @@ class LogitSums(NamedTuple):
         return (self.picked >= self.highest[..., None]).astype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DeviceHead:
     """Some features of a device's ids, and how its logits are computed: part by part, tile by tile.
 

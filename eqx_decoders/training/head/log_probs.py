@@ -74,9 +74,9 @@ def _forward(form: HeadForm, hidden: Array, head: HeadWeights, targets: Array) -
     split = form.split(hidden, head.kernel)
 
     def on_device(hidden, head, targets):
-        device = DeviceHead.create(form, split, hidden, head)
-        found = _of_sums(device.sums(*device.cut(hidden, targets), entropy=True)[0])
-        return jax.tree.map(device.joined, found)
+        local = DeviceHead.create(form, split, hidden, head)
+        found = _of_sums(local.sums(*local.cut(hidden, targets), entropy=True)[0])
+        return jax.tree.map(local.joined, found)
 
     outputs: Any = LogProbs(*(split.tokens for _ in LogProbs._fields))  # pyright: ignore[reportArgumentType]
     return split.mapped(on_device, outputs)(hidden, head, targets)
@@ -110,10 +110,10 @@ def _backward(form: HeadForm, saved: Any, cotangents: LogProbs) -> Any:
         return functools.partial(_by_logits, part)
 
     def on_device(hidden, head, *values):
-        device = DeviceHead.create(form, split, hidden, head)
-        tiles, *values = device.cut(hidden, *values)
-        to_hidden, to_head = device.gradients(tiles, tuple(values), prepare)
-        return device.joined(to_hidden), to_head
+        local = DeviceHead.create(form, split, hidden, head)
+        tiles, *values = local.cut(hidden, *values)
+        to_hidden, to_head = local.gradients(tiles, tuple(values), prepare)
+        return local.joined(to_hidden), to_head
 
     values = (targets, *cotangents[:3], normalizer, entropy)
     slopes = split.mapped(on_device, (split.tokens, split.head_gradient))(hidden, head, *values)
