@@ -149,9 +149,9 @@ def test_a_mesh_microbatches_and_a_reference(folder):
     for name in ("mesh", "parts"):
         np.testing.assert_allclose(figures(folder, name), figures(folder, "one"), atol=1e-4)
     rows = steps_of(folder / "one")
-    assert rows[0]["k1"] == 0 and rows[-1]["k3"] > 0
+    assert abs(rows[0]["k1"]) < 1e-6 and rows[-1]["k3"] > 0  # computed by two programs
     train(folder, "pairs", lora_rank=2, rl__kl_in="reward", **more)
-    assert steps_of(folder / "pairs")[0]["k1"] == 0
+    assert abs(steps_of(folder / "pairs")[0]["k1"]) < 1e-6
 
 
 @pytest.mark.slow
