@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.sharding.chips import CHIPS, Chip, chip_of
+from eqx_decoders.sharding.chips import CHIPS, Chip, chip_of, slice_of
 from eqx_decoders.sharding.links import busiest_link
 
 
@@ -68,10 +68,7 @@ class Machine:
             raise ConfigError(f"topology: there are no figures of {kind!r}. Known: {known}.")
         if chip.node:
             return cls.of_nodes(chip, [device.process_index for device in devices])
-        positions = tuple(
-            (getattr(device, "slice_index", None) or 0, tuple(device.coords), int(device.core_on_chip))
-            for device in devices
-        )
+        positions = tuple((slice_of(device), tuple(device.coords), int(device.core_on_chip)) for device in devices)
         return cls(
             chip, positions, tuple(1 + max(column) for column in zip(*(one[1] for one in positions), strict=True))
         )

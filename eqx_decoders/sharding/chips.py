@@ -102,6 +102,11 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
 
 
+def slice_of(device: Any) -> int:
+    """Return the number of a device's TPU slice; 0 for one that has none."""
+    return getattr(device, "slice_index", None) or 0
+
+
 def has_kernels(capability: tuple[int, int] | None) -> bool:
     """Return whether GPUs of a compute capability run our Pallas kernels."""
     return capability is not None and capability[0] in KERNEL_GENERATIONS

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
-from eqx_decoders.sharding.chips import Chip, chip_of
+from eqx_decoders.sharding.chips import Chip, chip_of, slice_of
 
 
 def ring_pairs(count: int, size: int, distance: int, step: int) -> list[tuple[int, int]]:
@@ -60,13 +60,15 @@ def ring_load(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int, dista
 
     1 within a chip, by a switch, and where no links are known.
     """
-    chip = chip_of(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
-    if chip is None or chip.node or not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh):
+        return 1
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is None or chip.node:
         return 1
     last = [mesh.axis_names.index(name) for name in axes]
     count = math.prod(mesh.devices.shape[index] for index in last)
     rings = np.moveaxis(mesh.devices, last, range(-len(last), 0)).reshape(-1, count)
-    slices = [getattr(ring[0], "slice_index", 0) for ring in rings]  # one is like the other
+    slices = [slice_of(ring[0]) for ring in rings]  # one is like the other
     ours = [ring for ring, each in zip(rings, slices, strict=True) if each == slices[0]]
     coords = np.array([[device.coords for device in ring] for ring in ours])
     pairs = np.array([*ring_pairs(count, size, distance, 1), *ring_pairs(count, size, distance, -1)])

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from eqx_decoders.errors import ConfigError, check, check_integer
-from eqx_decoders.sharding.chips import chip_of
+from eqx_decoders.sharding.chips import chip_of, slice_of
 
 
 def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
@@ -65,20 +65,22 @@ def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
         grid = mesh_utils.create_hybrid_device_mesh(
             within, tuple(across.values()), devices, allow_split_physical_axes=True
         )
-        return _in_paths(grid) if math.prod(within) in (sizes["fsdp"], sizes["fsdp_transpose"]) else grid
+        return _in_paths(grid, sizes)
     try:
         if slices == 0:  # no torus: neighbors have adjacent numbers
             return mesh_utils.create_device_mesh(shape, devices)
         grid = jax.make_mesh(shape, tuple(sizes), devices=devices).devices
-        return _in_paths(grid) if len(devices) in (sizes["fsdp"], sizes["fsdp_transpose"]) else grid
+        return _in_paths(grid, sizes)
     except NotImplementedError:  # the axis is no product of whole axes of the torus: some links are not used
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
-def _in_paths(grid: np.ndarray) -> np.ndarray:
+def _in_paths(grid: np.ndarray, sizes: dict[str, int]) -> np.ndarray:
     """Order the devices of each slice by `_path`, where one axis with rings of gradients has all of them."""
     order = grid.flatten()
-    slices = np.array([_slice_of(device) for device in order])
+    slices = np.array([slice_of(device) for device in order])
+    if np.sum(slices == slices[0]) not in (sizes["fsdp"], sizes["fsdp_transpose"]):
+        return grid
     for index in set(slices.tolist()):
         order[slices == index] = _path(list(order[slices == index]))
     return order.reshape(grid.shape)
@@ -127,11 +129,7 @@ def _path_around(extents: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _slices(devices: list[Any]) -> set[int]:
     """Return the indices of the devices' TPU slices; other platforms have none that matter."""
-    return {_slice_of(device) for device in devices if device.platform == "tpu"}
-
-
-def _slice_of(device: Any) -> int:
-    return getattr(device, "slice_index", 0)
+    return {slice_of(device) for device in devices if device.platform == "tpu"}
 
 
 def _nearest(sizes: dict[str, int], devices: list[Any]) -> Iterator[str]:
