@@ -60,9 +60,9 @@ class Segment(eqx.Module):
     ) -> "Segment":
         """Return new layers, one key each: `keys` holds `repeats * len(unit)` keys in the order of the layers.
 
-        `begin` is the index of the first layer in the decoder. A loop creates one unit at a time, and blocks of the unit
-        with equal configurations are created together. The program of `init` therefore draws few random arrays, which
-        take most of its compile time, and its temporary memory is that of one unit.
+        `begin` is the index of the first layer in the decoder. A loop creates one unit at a time, and equal blocks of a
+        unit are created together. The program of `init` therefore draws few random arrays, which take most of its
+        compile time, and its temporary memory is that of one unit.
         """
         layers = begin + jnp.arange(len(keys)).reshape(-1, len(unit))
         keys = keys.reshape(layers.shape)
