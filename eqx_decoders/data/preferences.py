@@ -23,13 +23,15 @@ from jaxtyping import Bool, Int
 from eqx_decoders.data.chats import encode_spans, render_documents, render_requests
 from eqx_decoders.data.sources.documents import (
     FILES,
-    VARIABLES,
     ChatDocument,
     Document,
+    as_messages,
     checked_text,
+    counted,
     template_variables,
 )
 from eqx_decoders.data.sources.readers import read_records
+from eqx_decoders.data.sources.records import COLUMNS, normalize_record, split_flags
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import DataError, check
@@ -168,14 +170,16 @@ def _records(
     parse: Callable[[Mapping[str, Any], str], _Record],
     more: Sequence[str] = (),
 ) -> Iterator[_Record]:
-    columns = ("prompt", "messages", *fields, *more, *VARIABLES, *FILES)
+    columns = (*COLUMNS, *more, *FILES)
     for source in find_sources(path, flag):
-        for where, record in read_records(source, columns):
-            check(isinstance(record, dict), f"{where} must hold a JSON object with {_listed(fields)}.", DataError)
+        for where, raw in read_records(source, columns):
+            record = normalize_record(raw, where, "prompt")
             missing = [name for name in fields if record.get(name) is None]
-            names = ", ".join(name for name, value in record.items() if value is not None)
-            rule = f"a record needs a prompt with {_listed(fields)}; its fields: {names}"
-            check(not missing, f"{where} has no field {', '.join(map(repr, missing))}: {rule}.", DataError)
+            if missing:
+                raise DataError(
+                    f"{where} has no field {', '.join(map(repr, missing))}: a record needs a prompt with "
+                    f"{_listed(fields)}; its fields: {', '.join(record) or 'none'}."
+                )
             media = [name for name in FILES if record.get(name)]
             check(not media, f"{where} has {', '.join(media)}: preferences are read as text alone.", DataError)
             found = parse(record, where)
@@ -206,8 +210,7 @@ def _labelled(record: Mapping[str, Any], where: str) -> _Record:
 def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], label: int) -> _Record:
     """Make the record of a prompt, which may be the messages with which its answers begin."""
     prompt = record["prompt"] if record.get("prompt") is not None else record.get("messages")
-    values: list[Any] = [prompt, *map(record.get, fields)]
-    prompt, *answers = ([value] if isinstance(value, dict) else value for value in values)
+    answers = [record[name] for name in fields]
     chats = [isinstance(value, list) for value in answers]
     if not isinstance(prompt, list) and not any(chats):
         rule = f"has no field 'prompt', and nothing to which {_listed(fields)} would be an answer"
@@ -215,8 +218,8 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
         texts = [checked_text(value, name, where) for name, value in zip(fields, answers, strict=True)]
         return _Record(where, checked_text(prompt, "prompt", where), tuple(texts), label, {})
     if isinstance(prompt, list):
-        talks = [_as_messages(value, name, where) for name, value in zip(fields, answers, strict=True)]
-        if all(talk[: len(prompt)] == prompt for talk in talks):
+        talks = [as_messages(value, "assistant", name, where) for name, value in zip(fields, answers, strict=True)]
+        if all(split_flags(talk[: len(prompt)])[0] == split_flags(prompt)[0] for talk in talks):
             talks = [talk[len(prompt) :] for talk in talks]
     else:
         check(all(chats), f"{where}: {_listed(fields)} must be lists of messages, or texts, all of them.", DataError)
@@ -225,12 +228,6 @@ def _with_prompt(record: Mapping[str, Any], where: str, fields: Sequence[str], l
     for name, talk in zip(fields, talks, strict=True):
         _check_turns(talk, f"{where}: {name}")
     return _Record(where, prompt, tuple(talks), label, template_variables(record, where))
-
-
-def _as_messages(value: Any, field: str, where: str) -> Messages:
-    if isinstance(value, list):
-        return value
-    return [{"role": "assistant", "content": checked_text(value, field, where)}]
 
 
 def _shared_prompt(prompt: Any, talks: Sequence[Messages], where: str) -> tuple[Messages, list[Messages]]:
@@ -336,7 +333,7 @@ def _encode_chats(
 
 
 def _document(record: _Record, answer: str | Messages, key: str) -> Document:
-    chat = ChatDocument([*record.prompt, *answer], len(record.prompt), dict(record.variables))
+    chat = ChatDocument.create([*record.prompt, *answer], len(record.prompt), record.variables)
     return Document(record.where, key=key, chat=chat)
 
 

@@ -153,7 +153,7 @@ TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
 IMAGE = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
 MALFORMED = {
     "a.jsonl:2 is not valid JSON": "{",
-    "a.jsonl:2 must hold a JSON object with 'chosen' and 'rejected'": [1],
+    "a.jsonl:2 must hold a JSON object, not list": [1],
     "a.jsonl:2 has no field 'rejected': a record needs a prompt": {"prompt": "a", "chosen": "b"},
     "a.jsonl:2 has no field 'prompt', and nothing to which": {"chosen": "b", "rejected": "c"},
     "has no field 'prompt', and answers that do not begin with": {"chosen": [GOOD], "rejected": [BAD]},
