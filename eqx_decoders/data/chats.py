@@ -24,6 +24,7 @@ from eqx_decoders.data.sources.documents import Document, ReadReport, parse_refe
 from eqx_decoders.data.sources.records import as_texts
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.processors.prompts import check_parts
+from eqx_decoders.io.text import span_encoding
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.text.chat_template_worker import called
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
@@ -349,19 +350,31 @@ def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
     return _common(request.text[end:], *begins) if begins else None
 
 
+SPLIT = "a token would span the end of the prompt: the answer is tokenized by itself, after the tokens of the prompt"
+JOINED = "a token spans the end of the prompt and cannot be split: a model is given other tokens at inference"
+
+
 def encode_spans(
     tokenizer: Tokenizer,
     texts: Sequence[str],
     spans: Sequence[Sequence[Span]],
     literal: Sequence[Sequence[Span]] | None = None,
+    report: ReadReport | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Encode each text, and return its ids and which of them are in its spans.
 
-    Names of special tokens become special tokens, except in the spans `literal` of each text.
+    The tokens before a span are those of the text before it, as a model is given them at inference; `report` counts the
+    texts of which the joint tokens differ. Names of special tokens become special tokens, except in the spans `literal`
+    of each text.
     """
-    if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.encode_spans(texts, spans, literal)
-    return [_encode_pieces(tokenizer, *each) for each in zip(texts, spans, strict=True)]
+    if not isinstance(tokenizer, JsonTokenizer):
+        return [_encode_pieces(tokenizer, *each) for each in zip(texts, spans, strict=True)]
+    results = []
+    for encoded in span_encoding.encode_spans(tokenizer, texts, spans, literal):
+        if report is not None and (encoded.split or encoded.joined):
+            report.notes[SPLIT if encoded.split else JOINED] += 1
+        results.append((encoded.ids, encoded.mask))
+    return results
 
 
 def _encode_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:

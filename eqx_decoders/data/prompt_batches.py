@@ -19,11 +19,10 @@ from eqx_decoders.data.sources.documents import FILES, checked_text, template_va
 from eqx_decoders.data.sources.readers import ALL, read_records
 from eqx_decoders.data.sources.records import as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
-from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, check_messages
-from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, prompt_ids
 
 
 RECORDS_AT_ONCE = 1024  # that are rendered and tokenized together
@@ -149,9 +148,8 @@ def encode_rendered(tokenizer: Tokenizer, text: str, literal: Sequence[Sequence[
 
 
 def encode_beginning(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encode a text that a document begins with."""
-    ids, begin = tuple(tokenizer.encode(text).tolist()), separators(tokenizer)[0]
-    return ids if begin is None or ids[:1] == (begin,) else (begin, *ids)
+    """Encode a text to be continued, as the server and `generate` do."""
+    return tuple(prompt_ids(tokenizer, text).tolist())
 
 
 class PromptBatches:

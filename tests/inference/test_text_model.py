@@ -64,7 +64,7 @@ def test_a_text_begins_as_its_tokenizer_says(shapes):
     write(text, "the fox<|end|>")
     begin = [256, *text.tokenizer.encode("the fox").tolist(), 257]
     assert shapes["prompt"].tolist() == [begin]
-    ours = dataclasses.replace(text, tokenizer=ByteTokenizer(), published=False)
+    ours = dataclasses.replace(text, tokenizer=ByteTokenizer())
     assert ours.encode("a").tolist() == [256, 97]
 
 

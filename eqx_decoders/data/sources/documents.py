@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,8 +189,9 @@ def _pair(record: dict[str, Any], where: str) -> Document:
         )
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
-        prompt, completion = as_messages(prompt, "user", "prompt", where), as_messages(
-            completion, "assistant", "completion", where
+        prompt, completion = (
+            as_messages(prompt, "user", "prompt", where),
+            as_messages(completion, "assistant", "completion", where),
         )
         return Document(
             where, chat=ChatDocument.create(prompt + completion, len(prompt), template_variables(record, where))

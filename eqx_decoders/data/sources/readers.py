@@ -29,7 +29,7 @@ from eqx_decoders.data.sources.records import check_unicode
 from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, Location, Source, folder_of
 from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.io.text.tokenizer import Tokenizer, start_ids
 
 
 Part = tuple[int, int]
@@ -51,8 +51,8 @@ ALL = ("*",)  # columns of a table
 class ReadOptions(NamedTuple):
     """Options of readers: the text field of records, and the tokenizer of files that hold tokens.
 
-    report: counts of records that are left out. copy: path of the copy of a remote file that is needed on this machine; None: a temporary file. columns: those of a
-    table that are read, or `ALL`; None: those that documents are made of.
+    copy: path of the copy of a remote file that is needed on this machine; None: a temporary file. columns: those of a
+    table that are read, or `ALL`; None: those that documents are made of. report: counts of records that are left out.
     """
 
     text_field: str = "text"
@@ -390,8 +390,9 @@ def _read_tokens(source: Source, reading: ReadOptions, part: Part | None) -> Ite
 
 def _token_document(file: File, parts: list[np.ndarray], tokenizer: Tokenizer) -> Document:
     tokens = np.concatenate(parts)
-    if len(tokens) and tokens[0] == tokenizer.bos_id:  # the token store puts one in front of every document
-        tokens = tokens[1:]
+    start = start_ids(tokenizer)  # which the token store puts before every document
+    if start and tuple(tokens[: len(start)].tolist()) == start:
+        tokens = tokens[len(start) :]
     return Document(str(file), tokens=tokens)
 
 

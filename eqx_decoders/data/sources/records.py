@@ -5,7 +5,8 @@ A record is read as one of these forms:
 - a text in the text field;
 - a conversation in `messages`, in `conversations` (ShareGPT) or, as a list, in the text field;
 - a `prompt` with a `completion`, with `chosen` and `rejected`, or alone; texts or messages;
-- `instruction`, `input` and `output` (Alpaca); `input.messages`, `preferred_output` and `non_preferred_output` (OpenAI).
+- `instruction`, `input` and `output` (Alpaca);
+- `input.messages`, `preferred_output` and `non_preferred_output` (OpenAI).
 
 `normalize_record` converts the last two rows, JSON strings, columns of lists, names of roles and keys, and flags that
 exclude a message from the loss. It refuses keys that change what is learned and that this library does not support.
@@ -222,7 +223,7 @@ def _is_message(value: Any) -> bool:
 
 
 def normalize_messages(value: Any, name: str, where: str) -> list[Any]:
-    """Return messages in normal form: `role`, `content`, `tool_calls` and other keys without nulls, and `train` if False.
+    """Return messages in normal form: objects with `role`, `content` and so on, without nulls, and `train` if False.
 
     value: a list of messages, a single message, or (as `datasets` stores sequences of objects) an object of lists.
     """
@@ -279,10 +280,9 @@ def _part(part: Any) -> Any:
     """Return a part of a content with the type "text" if it is a text under another name."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        if part.get("type") in (None, "input_text", "output_text"):
-            return {**part, "type": "text"}
-    return part
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return part
+    return {**part, "type": "text"} if part.get("type") in (None, "input_text", "output_text") else part
 
 
 def _convert_calls(message: dict[str, Any], name: str, where: str) -> None:
