@@ -209,7 +209,7 @@ class _Writer:
         return "special" if parsed else "plain"
 
     def _with_separators(self, tokens: np.ndarray) -> np.ndarray:
-        """Add the separators that a text with special tokens lacks: one that begins with a special token starts there."""
+        """Add the separators that a text with special tokens lacks; nothing is put before a special token."""
         assert isinstance(self._tokenizer, JsonTokenizer)
         tokens = tokens.astype(self._dtype)
         starts = len(tokens) > 0 and int(tokens[0]) in self._tokenizer.special_ids

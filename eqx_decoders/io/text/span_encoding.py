@@ -1,10 +1,11 @@
 """Encoding of texts with spans, so that the tokens before a span are those of the text before it.
 
-A model is given `encode(prompt)` at inference. `encode(prompt + completion)` may begin with other tokens, because a token
-can span the end of the prompt (`A: ` and `Paris` become `A`, `:`, ` Paris`). Such a text is cut where the span starts,
-and the rest is encoded as a continuation: without the space that some tokenizers put before a text.
+A model is given `encode(prompt)` at inference. `encode(prompt + completion)` may begin with other tokens, because a
+token can span the end of the prompt (`A: ` and `Paris` become `A`, `:`, ` Paris`). Such a text is cut where the span
+starts, and the rest is encoded as a continuation: without the space that some tokenizers put before a text.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def _encode_parts(
     edges, expected = [0, *sorted(cuts), len(text)], tokenizer.decode(whole, special=True)
     ids: list[int] = []
     masks = []
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         parts = [(max(start, first) - first, min(stop, last) - first) for start, stop in spans]
         inside = [(start, stop) for start, stop in parts if start < stop]
         for context in ("",) if first == 0 else CONTEXTS:
