@@ -210,6 +210,7 @@ class Batches:
                 share = mixture.parts[number] / sum(mixture.parts)
                 line = f"{part.name}: {line}; weight {share:.3g}, {ends[part.name]:.3g} epochs in {steps:,} steps"
             lines.append(line)
+            lines += part.store.report()
         return "\n".join(lines)
 
     def _taken(self, mixture: Mixture, rows: int | None = None) -> list[int]:

@@ -57,14 +57,11 @@ class TextModel:
 
     - `model`, `tokenizer`: of the same vocabulary.
     - `chat`: template of conversations; None: the model only continues texts.
-    - `published`: whether a text begins as `tokenizer.json` says (see `JsonTokenizer.encode_prompt`), not as in our own
-        training (see `prompt_ids`).
     """
 
     model: Decoder
     tokenizer: Tokenizer
     chat: ChatTemplate | None = None
-    published: bool = False
 
     def with_letters(self) -> "TextModel":
         """Return the same model, but names of special tokens in messages are letters (see `ChatTemplate.literal`)."""
@@ -88,7 +85,7 @@ class TextModel:
     def encode_many(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """Return the ids of each prompt; conversations are rendered together."""
         conversations = iter(self._conversations([each for each in prompts if not isinstance(each, str)]))
-        return [self._text(each) if isinstance(each, str) else next(conversations) for each in prompts]
+        return [prompt_ids(self.tokenizer, each) if isinstance(each, str) else next(conversations) for each in prompts]
 
     def prepare(self, prompt: Prompt, files: Files = Files()) -> tuple[Int[np.ndarray, "length"], Media | None]:
         """Return the ids of a prompt, and its images, videos and audio; None for text alone.
@@ -122,11 +119,6 @@ class TextModel:
         arrays: dict[str, Any] = dict(prepared.arrays)
         media = Media.create(self.model.config, prepared.input_ids, **arrays) if arrays else None
         return prepared.input_ids[0], media
-
-    def _text(self, text: str) -> Int[np.ndarray, "length"]:
-        if self.published and isinstance(self.tokenizer, JsonTokenizer):
-            return self.tokenizer.encode_prompt(text)
-        return prompt_ids(self.tokenizer, text)
 
     def _conversations(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[np.ndarray]:
         if not conversations:
@@ -200,7 +192,6 @@ def build_text_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Text
         model=model,
         tokenizer=tokenizer,
         chat=load_chat_template(folder),
-        published=True,
     )
 
 

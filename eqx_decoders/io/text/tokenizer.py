@@ -124,6 +124,20 @@ class JsonTokenizer:
         return tuple(sorted(token.content for token in added if token.special and token.content))
 
     @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        added = self._inner.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special and token.content)
+
+    @functools.cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """Ids that the post-processor in tokenizer.json puts before a text: usually bos, or none."""
+        plain, begun = self.encode("a", special=True).tolist(), self.encode_prompt("a").tolist()
+        starts = range(len(begun) - len(plain) + 1)
+        start = next((start for start in starts if begun[start : start + len(plain)] == plain), 0)
+        return tuple(begun[:start])
+
+    @functools.cached_property
     def renamed(self) -> "RenamedTokens":
         """Tokenizer for texts in which some names of special tokens are letters; made on first use."""
         return RenamedTokens(self._inner.to_str(), self.special_names)
@@ -172,17 +186,21 @@ class JsonTokenizer:
         Tokens are matched with characters as in transformers' masks of the assistant's tokens. `literal` has the spans
         of each text in which names of special tokens are letters.
         """
-        letters = [()] * len(texts) if literal is None else literal
+        encodings = self.encodings(texts, [()] * len(texts) if literal is None else literal)
+        pairs = zip(encodings, spans, strict=True)
+        return [(np.asarray(encoding.ids, np.int32), token_mask(encoding, each)) for encoding, each in pairs]
+
+    def encodings(self, texts: Sequence[str], literal: Sequence[Sequence[Span]]) -> list[Any]:
+        """Return the encoding of each text with `special=True`, as of the `tokenizers` package. Uses all cores."""
         self._inner.encode_special_tokens = False
         try:
             encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
-        for number, (text, names) in enumerate(zip(texts, letters, strict=True)):
+        for number, (text, names) in enumerate(zip(texts, literal, strict=True)):
             if len(names) > 0:
                 encodings[number] = self.renamed.inner.encode(self.renamed.text(text, names), add_special_tokens=False)
-        pairs = zip(encodings, spans, strict=True)
-        return [(np.asarray(encoding.ids, np.int32), _inside(encoding, each)) for encoding, each in pairs]
+        return encodings
 
     def decode(self, ids: Ids, *, special: bool = False) -> str:
         """Decode `ids`; special tokens are left out, or with `special` written as their names."""
@@ -208,6 +226,26 @@ def decode(tokenizer: Tokenizer, ids: Ids, *, special: bool = False) -> str:
     if special and isinstance(tokenizer, JsonTokenizer):
         return tokenizer.decode(ids, special=True)
     return tokenizer.decode(ids)
+
+
+def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids with which a text starts, in training and at inference: those that the tokenizer puts there.
+
+    That is usually bos or nothing; eos never takes its place.
+    """
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.start_ids
+    return () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
+    """Return the ids of a text to be continued: `start_ids`, unless the text begins with them, and the text.
+
+    Names of special tokens become these tokens.
+    """
+    ids = tokenizer.encode(text, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(text)
+    start = start_ids(tokenizer)
+    return np.asarray([*(() if tuple(ids[: len(start)].tolist()) == start else start), *ids.tolist()], np.int32)
 
 
 def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -264,7 +302,8 @@ def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> s
     return "".join([*pieces, text[done:]])
 
 
-def _inside(encoding: Any, spans: Sequence[Span]) -> np.ndarray:
+def token_mask(encoding: Any, spans: Sequence[Span]) -> np.ndarray:
+    """Return which tokens of an encoding have characters in the spans."""
     mask = np.zeros(len(encoding.ids), bool)
     for start, stop in spans:
         tokens = (encoding.char_to_token(index) for index in range(start, stop))
@@ -289,7 +328,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
     """
     check_integer("vocab_size", vocab_size, 257)
     try:
-        from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers, processors, trainers
     except ImportError as error:
         raise need_extra("tokenizers", "train") from error
     inner: Any = Inner(models.BPE())
@@ -303,6 +342,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
+    start = (END_OF_TEXT, inner.token_to_id(END_OF_TEXT))
+    inner.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[start])
     return JsonTokenizer(inner, bos=END_OF_TEXT, eos=END_OF_TEXT)
 
 

@@ -55,7 +55,7 @@ class TextFrontend:
 
     **Arguments:**
 
-    - `tokenizer`, `chat`, `published`: those of `TextModel`.
+    - `tokenizer`, `chat`: those of `TextModel`.
     - `stop_ids`: tokens that end an answer.
     - `defaults`: sampling settings published with the model.
     - `config`, `processor`, `directory`: configuration, processor and directory of a multimodal model; None for a text
@@ -64,7 +64,6 @@ class TextFrontend:
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None = None
-    published: bool = False
     stop_ids: tuple[int, ...] = ()
     defaults: GenerationConfig = GenerationConfig()
     config: DecoderConfig | None = None
@@ -92,8 +91,6 @@ class TextFrontend:
             ids = (
                 tokenizer.encode(text, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(text)
             )
-        elif self.published and isinstance(tokenizer, JsonTokenizer):
-            ids = tokenizer.encode_prompt(text)
         else:
             ids = prompt_ids(tokenizer, text)
         return tuple(ids.tolist())

@@ -48,7 +48,8 @@ def describe_data(settings: TrainConfig, *, color: bool = False) -> str:
         RunDirectory(dataclasses.replace(settings, dataset=data)), source, config
     )
     template = written_by(data, template, tokenizer)
-    recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run.data).values()
+    recipe = Recipe(tokenizer, data.text_field, template, reader, data.special_tokens_in_text)
+    folders = token_folders(data, run.data).values()
     tokenized = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
     parts = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -148,4 +149,4 @@ def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
         refused = sum(int((long & trained & store.has_media(*part)).sum()) for part, long, trained in ranges)
         if refused:
             lines.append(f"{refused:,} of these have files, and can't be cut: raise it, or leave them out")
-    return "\n".join(lines)
+    return "\n".join([*lines, *store.report()])
