@@ -33,7 +33,7 @@ def _cased(more: str) -> str:
 
 
 O200K_WORDS = _cased("") + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
-_KIMI = r"[\p{Han}]+|" + _cased(r"&&[^\p{Han}]") + _REST
+KIMI_WORDS = r"[\p{Han}]+|" + _cased(r"&&[^\p{Han}]") + _REST
 _FIM = tuple(f"<|fim_{name}|>" for name in ("prefix", "middle", "suffix"))
 
 
@@ -62,7 +62,7 @@ KNOWN: dict[str | int, Words] = {
     "o200k_base": Words(O200K_WORDS, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
     "qwen": Words(QWEN_WORDS, _behind(151643, _QWEN_SPECIAL)),
     128000: Words(CL100K_WORDS, _behind(128000, _LLAMA3)),  # Llama 3's tokenizer.model
-    "TikTokenTokenizer": Words(_KIMI),  # Kimi's tokenizer_class: tokenizer_config.json has its special tokens
+    "TikTokenTokenizer": Words(KIMI_WORDS),  # Kimi's tokenizer_class: tokenizer_config.json has its special tokens
 }
 _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
            "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
