@@ -95,7 +95,6 @@ _AFMOE = (
     "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
     _MARKED_WORDS,
 )
-_QWEN35 = _QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _SEED_CODER = _QWEN.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _EXAONE_MOE = (
@@ -128,7 +127,7 @@ _BY_NAMES: dict[str, PreTokenizer] = {
     "dbrx smaug-bpe chatglm-bpe": PreTokenizer((_CL100K,)),
     "glm4": PreTokenizer((_CL100K,), ignore_merges=True),
     "qwen2 deepseek-r1-qwen megrez kormo": PreTokenizer((_QWEN,), form="NFC"),
-    "qwen35": PreTokenizer((_QWEN35,), form="NFC"),
+    "qwen35": PreTokenizer((formats.QWEN35_WORDS,), form="NFC"),
     "stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN,)),
     "seed-coder": PreTokenizer((_SEED_CODER,)),
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),

@@ -42,7 +42,7 @@ _SAMPLE = (
     "33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български "
     "'''''```````\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you "
     "like some tea? We'Ve a'lL HelloWORLD fooBar x = a/b // c\r\n\r\n\tif (a==b) { return; }   नमस्ते ١٢٣ "
-    "end;\n\nnext.\r\n/path//\n 12345 x²³ 一二三 한국어 カタカナ e\u0301cole don't stop… 你好，世界。 <=> $1,234.56| a  b"
+    "end;\n\nnext.\r\n/path//\n 12345 x²³ 一二三 한국어 カタカナ e\u0301cole don't stop… 你好，世界。 <=> $1,234| a  b"
 )
 _BYTE_NAMES = {f"<0x{byte:02X}>" for byte in range(256)}
 

@@ -23,6 +23,7 @@ from eqx_decoders.errors import ConversionError, DataError, check, check_word, n
 from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
 from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.text.published_tokenizer import special_tokens as special_tokens
 
 
 JINJA = "chat_template.jinja"
@@ -35,9 +36,6 @@ ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # of the proc
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-
-# transformers' names of the tokens that a template can use as variables.
-_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Conversation(NamedTuple):
@@ -280,21 +278,6 @@ def load_chat_template(
     sources = {row["name"]: row["template"] for row in rows}
     word = check_word(f"{where}: chat template", name, sources, ConversionError)
     return ChatTemplate(source=sources[word], variables=variables, where=where)
-
-
-def special_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, str | None]:
-    """Read `bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
-
-    As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
-    null means that there is none.
-    """
-    merged = settings if "added_tokens_decoder" in settings else {**settings, **older}
-    values = {token: merged[token] for token in _TOKENS if token in merged}
-    texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
-    for token, text in texts.items():
-        rule = "must be a text, or an object with one as its content"
-        check(text is None or isinstance(text, str), f"{token}={str(values[token])[:60]} {rule}.", ConversionError)
-    return texts
 
 
 def _read(path: Path) -> str:
