@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -23,10 +24,13 @@ from eqx_decoders.errors import ConversionError, DataError, check, check_word, n
 from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.text.published_tokenizer import special_tokens as special_tokens
+from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, special_tokens as special_tokens
 
 
 JINJA = "chat_template.jinja"
+ADDITIONAL = "additional_chat_templates"  # folder of others by name
+TOOL_USE = "tool_use"  # name of the template for conversations with tools
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 SOURCE_BYTES = 1_000_000
 PIECE = 1 << 16  # letters that are written as JSON at once
 SECONDS = 1.0  # of processor time for one conversation
@@ -93,26 +97,31 @@ class RenderingProcess:
 class ChatTemplate:
     """Chat template: a Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
 
-    `literal`: names of special tokens that are letters like others in messages, tools and documents: the template alone
-    writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special token.
+    - `literal`: names of special tokens that are letters like others in messages, tools and documents: the template
+        alone writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special
+        token.
+    - `tool_source`: another program for conversations with `tools`; None: `source` writes them, too.
     """
 
     source: str
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     where: str = "chat template"
     literal: Sequence[str] = ()
+    tool_source: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "literal", tuple(self.literal))
-        size = len(self.source.encode("utf-8", "surrogatepass"))
-        rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
-        check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
+        for source in (self.source, self.tool_source or ""):
+            size = len(source.encode("utf-8", "surrogatepass"))
+            rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
+            check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
 
     @property
     def content_hash(self) -> str:
         """Hash of the template, independent of the file it is from."""
         literal = [sorted(self.literal)] if self.literal else []
-        content = json.dumps([self.source, dict(self.variables), *literal], sort_keys=True)
+        tools = [] if self.tool_source is None else [{"tools": self.tool_source}]
+        content = json.dumps([self.source, dict(self.variables), *literal, *tools], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -173,12 +182,14 @@ class ChatTemplate:
             raise self._error("Windows has no limits for the process that renders untrusted templates")
         if importlib.util.find_spec("jinja2") is None:
             raise need_extra("jinja2", "hf")
+        source = self._source_of(conversations[0])
+        conversations = list(itertools.takewhile(lambda each: self._source_of(each) == source, conversations))
         tasks = [
             {"tools": None, "documents": None, **self.variables, **variables, "messages": messages}
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
-        work = {"source": self.source, "tasks": tasks, "literal": self.literal, "seconds": SECONDS}
+        work = {"source": source, "tasks": tasks, "literal": self.literal, "seconds": SECONDS}
         work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         most = WALL_SECONDS + len(tasks)
         try:
@@ -205,6 +216,10 @@ class ChatTemplate:
                 return results, self._error(f"it takes more than {each} of processor time")
         last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
         return results, self._error(f"its process ended with {code} ({last})")
+
+    def _source_of(self, conversation: Conversation) -> str:
+        has_tools = self.tool_source is not None and conversation.variables.get("tools") is not None
+        return self.tool_source or "" if has_tools else self.source
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
@@ -245,39 +260,61 @@ def load_chat_template(
 ) -> ChatTemplate | None:
     """Load the chat template of a tokenizer's directory, or of `file` with the tokenizer's variables; None without one.
 
-    In the directory it is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, which
-    may have several with names; a GGUF file has it in its metadata. Raises ConversionError for malformed files, and for
-    an unknown name.
+    As in transformers it is in `chat_template.jinja` with others by name in `additional_chat_templates/NAME.jinja`,
+    else in `chat_template.json`, else in `tokenizer_config.json`, which may have several with names; a GGUF file has it
+    in its metadata. The template `tool_use`, if there is one, writes conversations with tools. Raises ConversionError
+    for malformed files, and for an unknown name.
     """
     folder = None if is_gguf(directory) else Directory(directory)
-
-    def content(file: str) -> dict[str, Any]:
-        return folder.json(file) if folder is not None and folder.has(file) else {}
-
-    settings, older = content("tokenizer_config.json"), content("special_tokens_map.json")
     if folder is None:
-        settings = tokenizer_settings(read_gguf(directory).metadata)
-    variables = {token: text for token, text in special_tokens(settings, older).items() if text is not None}
+        files = PublishedTokenizer(tokenizer_settings(read_gguf(directory).metadata))
+    else:
+        files = PublishedTokenizer(
+            *(folder.json(file) if folder.has(file) else {} for file in ("tokenizer_config.json", SPECIAL_TOKENS_MAP)),
+            model_config=_class_config(folder),
+        )
+    variables = files.variables
     if file is not None:
         return dataclasses.replace(read_chat_template(file), variables=variables)
-    origin, templates = JINJA, None
+    origin, sources = _sources(folder, files.settings)
+    if not sources:
+        return None
+    where = str(directory if folder is None else folder.path / origin)
+    word = check_word(f"{where}: chat template", name, sources, ConversionError)
+    tool_source = sources.get(TOOL_USE) if word == "default" else None
+    return ChatTemplate(source=sources[word], variables=variables, where=where, tool_source=tool_source)
+
+
+def _class_config(folder: Directory) -> dict[str, Any]:
+    """Return the content of `config.json` for the tokenizer's class; nothing where it is no JSON object."""
+    try:
+        return folder.json("config.json") if folder.has("config.json") else {}
+    except ConversionError:
+        return {}
+
+
+def _sources(folder: Directory | None, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return the file that counts, and its templates by name."""
+    if folder is not None:
+        more = {path.stem: path for path in sorted((folder.path / ADDITIONAL).glob("*.jinja"))}
+        named = {name: _read(Directory(folder.path / ADDITIONAL).file(path.name)) for name, path in more.items()}
+        if folder.has(JINJA):
+            named["default"] = _read(folder.file(JINJA))
+        if named:
+            return JINJA if folder.has(JINJA) else ADDITIONAL, named
+    origin, templates = "chat_template.json", None
     if folder is not None and folder.has(origin):
-        templates = _read(folder.file(origin))
-    if templates is None:
-        origin, templates = "chat_template.json", content("chat_template.json").get("chat_template")
+        templates = folder.json(origin).get("chat_template")
     if templates is None:
         origin, templates = "tokenizer_config.json", settings.get("chat_template")
-    if templates is None or templates == []:
-        return None
+    if templates is None:
+        return origin, {}
     rows = templates if isinstance(templates, list) else [{"name": "default", "template": templates}]
-    where = str(directory if folder is None else folder.path / origin)
     for row in rows:
         valid = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
         rule = "chat_template must be a text, or a list of objects with a name and a template each"
-        check(valid, f"{where}: {rule}.", ConversionError)
-    sources = {row["name"]: row["template"] for row in rows}
-    word = check_word(f"{where}: chat template", name, sources, ConversionError)
-    return ChatTemplate(source=sources[word], variables=variables, where=where)
+        check(valid, f"{origin if folder is None else folder.path / origin}: {rule}.", ConversionError)
+    return origin, {row["name"]: row["template"] for row in rows}
 
 
 def _read(path: Path) -> str:

@@ -6,6 +6,7 @@ give the same ids as mistral-common, tiktoken, sentencepiece and transformers.
 """
 
 import base64
+import dataclasses
 import json
 import re
 import unicodedata
@@ -107,7 +108,10 @@ def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: Publishe
     is_sentencepiece = is_class = False
     try:
         if path.name in (VOCAB, MERGES):
-            inner, bos_names, is_class = _vocab_and_merges(path.parent, files), (), True
+            vocab, merges = _read_vocab_and_merges(path.parent)
+            if files.class_name is None and not files.settings and "<|endoftext|>" in vocab:
+                files = dataclasses.replace(files, settings={"tokenizer_class": "GPT2Tokenizer"})  # has no other files
+            inner, bos_names, is_class = _vocab_and_merges(path.parent, vocab, merges, files), (), True
         elif content[:1] == b"{":
             inner, bos_names = _tekken(json.loads(content)), ("<s>",)
         elif re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
@@ -149,22 +153,26 @@ def _add_ends(inner: Any, files: PublishedTokenizer, bos_names: Sequence[str], *
     )
 
 
-def _vocab_and_merges(folder: Path, files: PublishedTokenizer) -> Any:
-    """Make the byte-level BPE of `vocab.json` and `merges.txt` as the tokenizer's class in transformers does."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+def _read_vocab_and_merges(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    from tokenizers import models
 
-    for name in (VOCAB, MERGES):
-        other = MERGES if name == VOCAB else VOCAB
+    for name, other in ((VOCAB, MERGES), (MERGES, VOCAB)):
         check(
             (folder / name).exists(),
             f"tokenizer={str(folder)!r} has {other}, but {name} is missing: a BPE needs both. Download {name}, or "
             "tokenizer.json.",
             DataError,
         )
-    vocab, merges = models.BPE.read_file(str(folder / VOCAB), str(folder / MERGES))
+    return models.BPE.read_file(str(folder / VOCAB), str(folder / MERGES))
+
+
+def _vocab_and_merges(
+    folder: Path, vocab: dict[str, int], merges: list[tuple[str, str]], files: PublishedTokenizer
+) -> Any:
+    """Make the byte-level BPE of `vocab.json` and `merges.txt` as the tokenizer's class in transformers does."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     kind = files.class_name
-    if kind is None and not files.settings and "<|endoftext|>" in vocab:
-        kind = "GPT2Tokenizer"  # the first tokenizer with these two files, and nothing else
     if kind not in _BYTE_LEVEL:
         raise DataError(
             f"tokenizer={str(folder)!r} has {VOCAB} and {MERGES}, and tokenizer_class={kind!r}, which does not say how "
