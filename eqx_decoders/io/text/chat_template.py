@@ -21,6 +21,7 @@ from subprocess import PIPE
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConversionError, DataError, check, check_word, need_extra
+from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
 from eqx_decoders.io.huggingface.directory import Directory
@@ -253,6 +254,46 @@ def read_chat_template(file: str | Path) -> ChatTemplate:
     """Read the chat template in a file of Jinja, without special tokens of a tokenizer. Raises ConfigError."""
     check(Path(file).is_file(), f"--chat-template (DataConfig.chat_template) {str(file)!r} is no file.")
     return ChatTemplate(source=_read(Path(file)), where=str(file))
+
+
+def write_chat_template(folder: Path, template: ChatTemplate) -> None:
+    """Write a template as the only one of a tokenizer's directory: `chat_template.jinja`.
+
+    Templates in other places of the directory are removed: programs differ in which of several they take.
+    """
+    for file in (folder / "chat_template.json", *(folder / ADDITIONAL).glob("*.jinja")):
+        file.unlink(missing_ok=True)
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_bytes()) if config.exists() else {}
+    if settings.pop("chat_template", None) is not None:
+        write_json(config, settings)
+    write_atomically(folder / JINJA, template.source.encode())
+    if template.tool_source is not None:
+        (folder / ADDITIONAL).mkdir(exist_ok=True)
+        write_atomically(folder / ADDITIONAL / f"{TOOL_USE}.jinja", template.tool_source.encode())
+
+
+def unify_chat_templates(folder: Path) -> None:
+    """Leave one chat template in a directory whose files hold different ones: the one that `load_chat_template` takes.
+
+    Files that cannot be read stay as they are.
+    """
+    try:
+        directory = Directory(folder)
+        settings, older = (
+            directory.json(name) if directory.has(name) else {}
+            for name in ("tokenizer_config.json", "chat_template.json")
+        )
+        texts = [content["chat_template"] for content in (settings, older) if content.get("chat_template") is not None]
+        if directory.has(JINJA):
+            texts.append(_read(directory.file(JINJA)))
+        if all(text == texts[0] for text in texts):
+            return
+        template = load_chat_template(folder)
+    except ConversionError:
+        return
+    if template is not None:
+        write_chat_template(folder, template)
 
 
 def load_chat_template(
