@@ -57,11 +57,13 @@ class TextModel:
 
     - `model`, `tokenizer`: of the same vocabulary.
     - `chat`: template of conversations; None: the model only continues texts.
+    - `stops`: ids that end a text besides the tokenizer's eos; None: those in the files of the model's origin.
     """
 
     model: Decoder
     tokenizer: Tokenizer
     chat: ChatTemplate | None = None
+    stops: tuple[int, ...] | None = None
 
     def with_letters(self) -> "TextModel":
         """Return the same model, but names of special tokens in messages are letters (see `ChatTemplate.literal`)."""
@@ -69,10 +71,14 @@ class TextModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokenizer, of `generation_config.json` and of `config.json` that end a text."""
+        """Return the ids that end a text: the tokenizer's eos, and `stops`, or else the ids in the model's files.
+
+        These are `eos_token_id` of `generation_config.json` and of `config.json`.
+        """
         origin = self.model.origin
         ends = None if origin is None else json.loads(origin.settings).get("eos_token_id")
         ids = {*self.model.generation_config.stop_ids, *parse_token_ids("config.json: eos_token_id", ends)}
+        ids = ids if self.stops is None else {*self.stops}
         if self.tokenizer.eos_id is not None:
             ids.add(self.tokenizer.eos_id)
         return tuple(sorted(ids))

@@ -4,11 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.end_of_turn import end_of_turn_ids
 from eqx_decoders.data.prompt_batches import Prompt
-from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.data.store.shard_writer import separators
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer, decode
@@ -69,15 +66,7 @@ def answer_text(tokenizer: Tokenizer, answer: Rollout, *, special: bool = False)
 
 
 def ends_of_answers(tokenizer: Tokenizer, template: ChatTemplate | None, known: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that end answers: those `known`, that of documents, and that of an assistant's turn."""
+    """Return the ids that end completions: `known`, the end of documents, and the end of an assistant's turn."""
     _, end = separators(tokenizer)
-    ends = {*known, *([] if end is None else [end])}
-    if template is not None:
-        messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
-        document = Document("the chat template", chat=ChatDocument(messages))
-        for rendered in render_documents(iter([document]), template):
-            ((ids, targets),) = encode_spans(tokenizer, [rendered.text or ""], [rendered.spans or ()])
-            trained = ids[np.asarray(targets, bool)]
-            special = trained[-2:] if len(trained) > 1 else trained[:0]
-            ends |= {int(each) for each in special if tokenizer.decode([int(each)]) == ""}
+    ends = {*known, *([] if end is None else [end]), *end_of_turn_ids(tokenizer, template)}
     return tuple(sorted(ends))

@@ -1,7 +1,7 @@
 """Held-out evaluation: sums over a whole split, counted once."""
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,21 @@ from eqx_decoders.training.held_out import HeldOut
 from eqx_decoders.training.step.loss import evaluation_sums
 
 
-def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int) -> str:
-    """Return the prompt and its continuation by the model, drawn at temperature 0.7 from the likeliest 95 %."""
-    stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+def sample_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    stop_ids: Sequence[int] = (),
+) -> str:
+    """Return the prompt and a continuation, sampled with temperature 0.7 and top-p 0.95.
+
+    stop_ids: ids that end the continuation besides the tokenizer's eos.
+    """
+    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    stops = tuple(dict.fromkeys((*eos, *stop_ids)))
     new = generate(
         model,
         prompt_ids(tokenizer, prompt)[None],

@@ -1,7 +1,7 @@
 """Tokenizers and chat templates in the metadata of GGUF files, for the `tokenizers` package.
 
-llama.cpp knows the words of a byte-level BPE by the name of a pre-tokenizer: the patterns are those of the published
-`tokenizer.json` files. Pieces of SentencePiece have scores, which tell the order of merges.
+llama.cpp identifies the word splitting of a BPE by the name of a pre-tokenizer (`tokenizer.ggml.pre`). Pieces of a
+SentencePiece model have scores, which give the order of merges.
 """
 
 import types
@@ -35,44 +35,132 @@ MESSAGES = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|flush|>")
 
 
 class PreTokenizer(NamedTuple):
-    """How a text is cut into words.
+    """Rules by which llama.cpp splits a text into words before it merges pairs.
 
-    - `patterns`: of words, each of which cuts what the one before it leaves.
-    - `whole_words`: whether words that are pieces are not merged from their letters.
-    - `begins`: whether a text begins with `bos` where the file does not say it.
-    - `form`: Unicode's normal form of texts.
+    - `patterns`: regular expressions; each one splits the pieces that the previous one left.
+    - `ignore_merges`: a word that is a token is not built from merges.
+    - `add_bos`: default of `tokenizer.ggml.add_bos_token`.
+    - `form`: Unicode normal form.
+    - `raw`: merges apply to characters with `▁` for spaces and `<0x00>` tokens for other bytes, as in SentencePiece,
+        instead of GPT-2's letters for bytes.
     """
 
     patterns: tuple[str, ...]
-    whole_words: bool = False
-    begins: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
     form: str | None = None
+    raw: bool = False
 
 
 _GPT2, _CL100K, _QWEN, _O200K = formats.GPT2_WORDS, formats.CL100K_WORDS, formats.QWEN_WORDS, formats.O200K_WORDS
 _TEKKEN = _O200K.replace(formats.ENDINGS + "?", "").replace(r"\p{N}{1,3}", r"\p{N}")
-_DEEPSEEK = (
-    r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+_DIGIT_TRIPLES = r"\p{N}{1,3}"
+_ASCII_PUNCTUATION_WORD = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+_MARKED_WORDS = (
+    _ASCII_PUNCTUATION_WORD + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK_V3 = (_DIGIT_TRIPLES, r"[一-龥぀-ゟ゠-ヿ]+", _MARKED_WORDS)
+_DEEPSEEK_LLM_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d"
+    "\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a"
+    "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
+    "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_CJK_HANGUL = "[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_DEEPSEEK_LLM_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    _CJK_HANGUL,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_HANGUL, r"\p{N}")
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+    _O200K.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
+    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _MARKED_WORDS,
+)
+_SEED_CODER = _QWEN.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_EXAONE_MOE = (
+    formats.ENDINGS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_JAIS2 = _CL100K.replace(
+    r"|\s+(?!\S)|\s+", "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"|\s"
+)
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
+_LINES = r"[^\n]+|\n+"
 _DIGITS = (r"\p{N}", _GPT2)
-_LLAMA3 = PreTokenizer((_CL100K,), whole_words=True, begins=True)
+_LLAMA3 = PreTokenizer((_CL100K,), ignore_merges=True, add_bos=True)
 
-_BY_WORDS: dict[str, PreTokenizer] = {
-    "gpt-2 phi-2 mpt olmo exaone4 trillion gigachat mellum jais": PreTokenizer((_GPT2,)),
-    "smollm command-r starcoder refact codeshell exaone minerva-7b": PreTokenizer(_DIGITS),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2": _LLAMA3,
+# The names and rules of llama.cpp (llama_vocab::impl::load and llm_tokenizer_bpe in src/llama-vocab.cpp). An export
+# takes the first name that splits texts in the same way.
+_BY_NAMES: dict[str, PreTokenizer] = {
+    "gpt-2 phi-2 mpt olmo exaone4 trillion gigachat mellum jais granite-docling a.x-4.0 modern-bert": PreTokenizer(
+        (_GPT2,)
+    ),
+    "smollm command-r starcoder refact codeshell exaone minerva-7b mellum2": PreTokenizer(_DIGITS),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0": _LLAMA3,
     "dbrx smaug-bpe chatglm-bpe": PreTokenizer((_CL100K,)),
-    "glm4": PreTokenizer((_CL100K,), whole_words=True),
-    "qwen2 deepseek-r1-qwen megrez": PreTokenizer((_QWEN,), form="NFC"),
-    "stablelm2 hunyuan solar-open": PreTokenizer((_QWEN,)),
-    "gpt-4o llama4": PreTokenizer((_O200K,)),
-    "tekken": PreTokenizer((_TEKKEN,), whole_words=True, begins=True),
-    "deepseek-v3 hunyuan-dense": PreTokenizer(_DEEPSEEK),
+    "glm4": PreTokenizer((_CL100K,), ignore_merges=True),
+    "qwen2 deepseek-r1-qwen megrez kormo": PreTokenizer((_QWEN,), form="NFC"),
+    "qwen35": PreTokenizer((formats.QWEN35_WORDS,), form="NFC"),
+    "stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN,)),
+    "seed-coder": PreTokenizer((_SEED_CODER,)),
+    "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
+    "ufakzeka": PreTokenizer((_QWEN.removeprefix(formats.ENDINGS + "|"),)),
+    "laguna": PreTokenizer((_LINES, _QWEN)),
+    "gpt-4o llama4 kanana2 minimax-m2 talkie": PreTokenizer((_O200K,)),
+    "tiny_aya cohere2moe": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _O200K)),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer(_DEEPSEEK_V3),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
+    "kimi-k2": PreTokenizer((formats.KIMI_WORDS,)),
+    "youtu": PreTokenizer(_YOUTU, ignore_merges=True),
+    "afmoe": PreTokenizer(_AFMOE),
+    "exaone-moe": PreTokenizer((_EXAONE_MOE,)),
+    "minicpm5": PreTokenizer((_DIGIT_TRIPLES, _CL100K.replace("{1,3}", "+")), ignore_merges=True),
+    "jais-2": PreTokenizer((_JAIS2,)),
+    "chameleon": PreTokenizer(_CHAMELEON, add_bos=True),
+    "falcon": PreTokenizer(_FALCON),
+    "bloom poro-chat gpt3-finnish": PreTokenizer((_BLOOM,)),
+    "viking": PreTokenizer((_BLOOM, r"\p{N}")),
+    "gemma4": PreTokenizer((_LINES,), ignore_merges=True, add_bos=True, raw=True),
+    "sarvam-moe": PreTokenizer((_LINES,), raw=True),
+    "default": PreTokenizer(_DEFAULT),
 }
-PRE_TOKENIZERS = {word: row for words, row in _BY_WORDS.items() for word in words.split()}
+PRE_TOKENIZERS = {name: rules for names, rules in _BY_NAMES.items() for name in names.split()}
+
+
+def pre_tokenizer_name(metadata: Mapping[str, Any]) -> str:
+    """Return the name of the rules for words; as in llama.cpp, a file without the key has `default`."""
+    if metadata.get(KEYS + "model") == "gemma4":
+        return "gemma4"
+    return str(metadata.get(KEYS + "pre") or "default")
 
 
 def read_tokenizer(path: str | Path) -> tuple[Any, dict[str, Any]]:
@@ -83,10 +171,12 @@ def read_tokenizer(path: str | Path) -> tuple[Any, dict[str, Any]]:
 def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Make the tokenizer that metadata describe, and the content of a `tokenizer_config.json`. Raises DataError."""
     settings, kind = tokenizer_settings(metadata), metadata.get(KEYS + "model")
-    if kind not in ("gpt2", "llama"):
-        rule = "must be gpt2 or llama. Give another tokenizer"
-        raise DataError(f"{KEYS}model={str(kind)[:40]!r} is not read: {rule}.")
-    inner = _byte_level(metadata) if kind == "gpt2" else _pieces(metadata)
+    if kind not in ("gpt2", "gemma4", "llama"):
+        raise DataError(
+            f"{KEYS}model={str(kind)[:40]!r} is not supported: it must be gpt2 (BPE), gemma4 or llama (SentencePiece "
+            "BPE). Give the tokenizer.json of the model's repository as tokenizer."
+        )
+    inner = _pieces(metadata) if kind == "llama" else _bpe(metadata)
     _add_ends(inner, settings)
     return inner, settings
 
@@ -113,9 +203,9 @@ def tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for name, ours in IDS.items():
         index = _index(metadata, name)
         settings[ours] = tokens[index] if index is not None and index < len(tokens) else None
-    pre = PRE_TOKENIZERS.get(str(metadata.get(KEYS + "pre")), PreTokenizer(()))
-    begins = pre.begins or metadata.get(KEYS + "model") == "llama"
-    settings["add_bos_token"] = bool(metadata.get(KEYS + "add_bos_token", begins))
+    pre = PRE_TOKENIZERS.get(pre_tokenizer_name(metadata), PreTokenizer(()))
+    add_bos = pre.add_bos or metadata.get(KEYS + "model") == "llama"
+    settings["add_bos_token"] = bool(metadata.get(KEYS + "add_bos_token", add_bos))
     settings["add_eos_token"] = bool(metadata.get(KEYS + "add_eos_token", False))
     templates = {"default": metadata.get(TEMPLATE)}
     names = metadata.get(f"{TEMPLATE}s", [])
@@ -186,28 +276,38 @@ def _stripping(metadata: Mapping[str, Any]) -> set[str]:
     return special - NOT_STRIPPING
 
 
-def _byte_level(metadata: Mapping[str, Any]) -> Any:
-    """Make a byte-level BPE."""
+def _bpe(metadata: Mapping[str, Any]) -> Any:
+    """Make a BPE of bytes as GPT-2's letters or, for the rules with `raw`, of characters."""
     try:
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     except ImportError as error:
         raise need_extra("tokenizers", "hf") from error
-    name = metadata.get(KEYS + "pre")
+    name = pre_tokenizer_name(metadata)
     if name not in PRE_TOKENIZERS:
-        known = f"Known: {', '.join(PRE_TOKENIZERS)}. Give another tokenizer"
-        raise DataError(f"{KEYS}pre={str(name)[:40]!r} does not say how a text is cut into words. {known}.")
+        raise DataError(
+            f"{KEYS}pre={name[:40]!r} is unknown, so it is not known how a text is split into words. Known: "
+            f"{', '.join(PRE_TOKENIZERS)}. Give the tokenizer.json of the model's repository as tokenizer."
+        )
     pre = PRE_TOKENIZERS[name]
     tokens, kinds = _vocabulary(metadata)
-    merges = [merge.split(" ") for merge in _strings(metadata, "merges")]
+    merges = [_pair(merge) for merge in _strings(metadata, "merges")]
     check(all(len(pair) == 2 for pair in merges), f"{KEYS}merges must be pairs with a blank in between.", DataError)
     pairs = [(pair[0], pair[1]) for pair in merges]
     vocab = {token: index for index, token in enumerate(tokens)}
-    inner: Any = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre.whole_words))
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-    inner.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
+    options: dict[str, Any] = dict(unk_token=unknown, fuse_unk=True, byte_fallback=True) if pre.raw else {}
+    inner: Any = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre.ignore_merges, **options))
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    if pre.raw:
+        inner.normalizer = normalizers.Replace(" ", formats.SPACE)
+        steps: list[Any] = [decoders.Replace(formats.SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        inner.decoder = decoders.Sequence(steps)
+    else:
+        splits.append(pre_tokenizers.ByteLevel(False, use_regex=False))
+        inner.decoder = decoders.ByteLevel()
+    inner.pre_tokenizer = pre_tokenizers.Sequence(splits)
     if pre.form is not None:
         inner.normalizer = getattr(normalizers, pre.form)()
-    inner.decoder = decoders.ByteLevel()
     stripping = _stripping(metadata)
     for token, kind in zip(tokens, kinds, strict=True):
         if kind in (CONTROL, UNKNOWN, USER_DEFINED):
@@ -215,6 +315,12 @@ def _byte_level(metadata: Mapping[str, Any]) -> Any:
             special = AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=strips)
             (inner.add_special_tokens if special.special else inner.add_tokens)([special])
     return inner
+
+
+def _pair(merge: str) -> list[str]:
+    """Split a merge at its first blank that is not its first character, as llama.cpp does."""
+    cut = merge.find(" ", 1)
+    return [merge] if cut < 0 else [merge[:cut], merge[cut + 1 :]]
 
 
 def _pieces(metadata: Mapping[str, Any]) -> Any:

@@ -42,6 +42,7 @@ _SAMPLE = (
     "33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български "
     "'''''```````\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you "
     "like some tea? We'Ve a'lL HelloWORLD fooBar x = a/b // c\r\n\r\n\tif (a==b) { return; }   नमस्ते ١٢٣ "
+    "end;\n\nnext.\r\n/path//\n 12345 x²³ 一二三 한국어 カタカナ e\u0301cole don't stop… 你好，世界。 <=> $1,234| a  b"
 )
 _BYTE_NAMES = {f"<0x{byte:02X}>" for byte in range(256)}
 
@@ -132,7 +133,7 @@ def _byte_level(content: Mapping[str, Any], tokenizer: JsonTokenizer, metadata: 
     found = {KEYS + "model": "gpt2", KEYS + "merges": [" ".join(pair) for pair in _merges(content)]}
     want, whole = _cuts(Inner.from_str(tokenizer.to_json())), bool(content["model"].get("ignore_merges"))
     form = "NFC" if "NFC" in json.dumps(content["normalizer"]) else None
-    rows = sorted(PRE_TOKENIZERS.items(), key=lambda item: (item[1].whole_words != whole) + (item[1].form != form))
+    rows = sorted(PRE_TOKENIZERS.items(), key=lambda item: (item[1].ignore_merges != whole) + (item[1].form != form))
     for name, _ in rows:
         inner, _ = make_tokenizer(dict(metadata) | found | {KEYS + "pre": name})
         if _cuts(inner) == want:

@@ -16,6 +16,8 @@ from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import write_tokenizer
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.huggingface.hub import TOKENIZER_FILES
+from eqx_decoders.io.text.chat_template import ADDITIONAL, unify_chat_templates
+from eqx_decoders.io.text.tokenizer_formats import find_tokenizer_file
 
 
 def check_new_directory(directory: str | Path) -> None:
@@ -68,12 +70,21 @@ def check_tokenizer(source: Path) -> None:
 
 
 def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer and the generation settings, as far as they exist."""
+    """Copy the files of a tokenizer and the generation settings, as far as they exist.
+
+    Of several different chat templates the copy has the one that counts.
+    """
     if source is not None and is_gguf(source) and Path(source).is_file():
         write_tokenizer(source, folder)
     if source is None or not Path(source).is_dir():
         return
     directory = Directory(source)
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
+    vocabulary = find_tokenizer_file(directory.path)
+    names = dict.fromkeys((*TOKENIZER_FILES, *([] if vocabulary is None else [vocabulary]), "generation_config.json"))
+    for name in names:
         if directory.has(name):
             shutil.copyfile(directory.file(name), folder / name)
+    for path in sorted((directory.path / ADDITIONAL).glob("*.jinja")):
+        (folder / ADDITIONAL).mkdir(exist_ok=True)
+        shutil.copyfile(Directory(path.parent).file(path.name), folder / ADDITIONAL / path.name)
+    unify_chat_templates(folder)

@@ -1,11 +1,12 @@
 """Generation settings that were published with a model, in `generation_config.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory
 
 
@@ -36,6 +37,42 @@ def read_generation_config(directory: str | Path | Directory) -> GenerationConfi
         min_p=_number(where, content, "min_p", most=1) or None,
         repetition_penalty=None if penalty in (0, 1) else penalty,
     )
+
+
+def add_stop_ids(folder: Path, ids: Sequence[int], tokenizer_ids: Mapping[str, int | None]) -> tuple[int, ...]:
+    """Add ids to `eos_token_id` in a directory's `generation_config.json`, and in its `config.json` if it has one.
+
+    Return the ids that were new to `generation_config.json`.
+
+    **Arguments:**
+
+    - `ids`: tokens with which a model has learned to end its turns.
+    - `tokenizer_ids`: `bos_token_id` and `eos_token_id` of a `generation_config.json` that does not exist yet.
+    """
+    directory = Directory(folder)
+    config = directory.json("config.json") if directory.has("config.json") else {}
+    published = {key: config[key] for key in tokenizer_ids if config.get(key) is not None}
+    found = {key: value for key, value in tokenizer_ids.items() if value is not None} | published
+    name = "generation_config.json"
+    if directory.has(name):
+        content = directory.json(name)
+        if content.get("eos_token_id") is None and "eos_token_id" in found:
+            content = content | {"eos_token_id": found["eos_token_id"]}
+    else:
+        content = found
+    added = _with_stop_ids(folder / name, content, ids)
+    if config:
+        _with_stop_ids(folder / "config.json", config, ids)
+    return added
+
+
+def _with_stop_ids(path: Path, content: Mapping[str, Any], ids: Sequence[int]) -> tuple[int, ...]:
+    old = parse_token_ids(f"{path}: eos_token_id", content.get("eos_token_id"))
+    new = tuple(index for index in ids if index not in old)
+    if new:
+        known = [*old, *new]
+        write_json(path, dict(content) | {"eos_token_id": known if len(known) > 1 else known[0]})
+    return new
 
 
 def parse_token_ids(where: str, value: Any) -> tuple[int, ...]:

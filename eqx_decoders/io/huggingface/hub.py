@@ -20,6 +20,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
     "chat_template.jinja",
     "chat_template.json",
     "processor_config.json",
@@ -45,6 +47,7 @@ def _download(name: str, revision: str | None) -> str:
     except ImportError as error:
         raise need_extra("huggingface_hub", "hf") from error
     wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
+    wanted += ["*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*"]
     nested = ["*/*"]  # other formats of the same weights
     try:
         return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)

@@ -25,7 +25,7 @@ from eqx_decoders.families.weight_rows import WeightMapping
 from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
 from eqx_decoders.io.huggingface.export_config import export_config
-from eqx_decoders.io.huggingface.export_directory import exported_directory
+from eqx_decoders.io.huggingface.export_directory import copy_tokenizer, exported_directory
 from eqx_decoders.io.huggingface.gather import on_first_host
 from eqx_decoders.io.huggingface.peft_config import AdapterSettings, adapter_config, read_settings
 from eqx_decoders.io.huggingface.safetensors_files import safetensors, save_tensors
@@ -114,7 +114,9 @@ def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.make_array_from_callback(factor.shape, sharding, lambda index: factor[index])
 
 
-def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") -> None:
+def save_peft(
+    model: Decoder, directory: str | Path, *, base_model: str = "", tokenizer: str | Path | None = None
+) -> None:
     """Write the low-rank pairs of a model as a directory that `PeftModel.from_pretrained` and `load_peft` open.
 
     Pairs that were taken out of their weights (PiSSA) are written as what they add to these, of the double rank, as
@@ -125,6 +127,7 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
     - `model`: with pairs, of a family that Hugging Face knows.
     - `directory`: a new or empty one; it appears completely or not at all.
     - `base_model`: name or directory of the base, for PEFT's automatic classes.
+    - `tokenizer`: a directory whose tokenizer, chat template and `generation_config.json` are copied; None: nothing is.
 
     Raises ConversionError where there is no pair, or one that PEFT has no name for. In a run of several processes all
     of them must call it; the first one writes.
@@ -137,6 +140,7 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
                 whole = on_first_host(part)
                 tensors |= {} if whole is None else weights[path].factors[name].stored(whole)
         if folder is not None:
+            copy_tokenizer(tokenizer, folder)
             kinds = {module: _kind(node) for path, node in nodes.items() for module in weights[path].modules}
             content = adapter_config(
                 kinds,

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -20,12 +21,17 @@ from subprocess import PIPE
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConversionError, DataError, check, check_word, need_extra
+from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf, read_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import tokenizer_settings
 from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, special_tokens as special_tokens
 
 
 JINJA = "chat_template.jinja"
+ADDITIONAL = "additional_chat_templates"  # folder of others by name
+TOOL_USE = "tool_use"  # name of the template for conversations with tools
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 SOURCE_BYTES = 1_000_000
 PIECE = 1 << 16  # letters that are written as JSON at once
 SECONDS = 1.0  # of processor time for one conversation
@@ -35,9 +41,6 @@ ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # of the proc
 _WORKER = Path(__file__).with_name("chat_template_worker.py")
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-
-# transformers' names of the tokens that a template can use as variables.
-_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class Conversation(NamedTuple):
@@ -95,26 +98,31 @@ class RenderingProcess:
 class ChatTemplate:
     """Chat template: a Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
 
-    `literal`: names of special tokens that are letters like others in messages, tools and documents: the template alone
-    writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special token.
+    - `literal`: names of special tokens that are letters like others in messages, tools and documents: the template
+        alone writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special
+        token.
+    - `tool_source`: another program for conversations with `tools`; None: `source` writes them, too.
     """
 
     source: str
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     where: str = "chat template"
     literal: Sequence[str] = ()
+    tool_source: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "literal", tuple(self.literal))
-        size = len(self.source.encode("utf-8", "surrogatepass"))
-        rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
-        check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
+        for source in (self.source, self.tool_source or ""):
+            size = len(source.encode("utf-8", "surrogatepass"))
+            rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
+            check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
 
     @property
     def content_hash(self) -> str:
         """Hash of the template, independent of the file it is from."""
         literal = [sorted(self.literal)] if self.literal else []
-        content = json.dumps([self.source, dict(self.variables), *literal], sort_keys=True)
+        tools = [] if self.tool_source is None else [{"tools": self.tool_source}]
+        content = json.dumps([self.source, dict(self.variables), *literal, *tools], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -175,12 +183,14 @@ class ChatTemplate:
             raise self._error("Windows has no limits for the process that renders untrusted templates")
         if importlib.util.find_spec("jinja2") is None:
             raise need_extra("jinja2", "hf")
+        source = self._source_of(conversations[0])
+        conversations = list(itertools.takewhile(lambda each: self._source_of(each) == source, conversations))
         tasks = [
             {"tools": None, "documents": None, **self.variables, **variables, "messages": messages}
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
-        work = {"source": self.source, "tasks": tasks, "literal": self.literal, "seconds": SECONDS}
+        work = {"source": source, "tasks": tasks, "literal": self.literal, "seconds": SECONDS}
         work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         most = WALL_SECONDS + len(tasks)
         try:
@@ -207,6 +217,10 @@ class ChatTemplate:
                 return results, self._error(f"it takes more than {each} of processor time")
         last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
         return results, self._error(f"its process ended with {code} ({last})")
+
+    def _source_of(self, conversation: Conversation) -> str:
+        has_tools = self.tool_source is not None and conversation.variables.get("tools") is not None
+        return self.tool_source or "" if has_tools else self.source
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
@@ -242,59 +256,106 @@ def read_chat_template(file: str | Path) -> ChatTemplate:
     return ChatTemplate(source=_read(Path(file)), where=str(file))
 
 
+def write_chat_template(folder: Path, template: ChatTemplate) -> None:
+    """Write a template as the only one of a tokenizer's directory: `chat_template.jinja`.
+
+    Templates in other places of the directory are removed: programs differ in which of several they take.
+    """
+    for file in (folder / "chat_template.json", *(folder / ADDITIONAL).glob("*.jinja")):
+        file.unlink(missing_ok=True)
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_bytes()) if config.exists() else {}
+    if settings.pop("chat_template", None) is not None:
+        write_json(config, settings)
+    write_atomically(folder / JINJA, template.source.encode())
+    if template.tool_source is not None:
+        (folder / ADDITIONAL).mkdir(exist_ok=True)
+        write_atomically(folder / ADDITIONAL / f"{TOOL_USE}.jinja", template.tool_source.encode())
+
+
+def unify_chat_templates(folder: Path) -> None:
+    """Leave one chat template in a directory whose files hold different ones: the one that `load_chat_template` takes.
+
+    Files that cannot be read stay as they are.
+    """
+    try:
+        directory = Directory(folder)
+        settings, older = (
+            directory.json(name) if directory.has(name) else {}
+            for name in ("tokenizer_config.json", "chat_template.json")
+        )
+        texts = [content["chat_template"] for content in (settings, older) if content.get("chat_template") is not None]
+        if directory.has(JINJA):
+            texts.append(_read(directory.file(JINJA)))
+        if all(text == texts[0] for text in texts):
+            return
+        template = load_chat_template(folder)
+    except ConversionError:
+        return
+    if template is not None:
+        write_chat_template(folder, template)
+
+
 def load_chat_template(
     directory: str | Path, name: str = "default", *, file: str | Path | None = None
 ) -> ChatTemplate | None:
     """Load the chat template of a tokenizer's directory, or of `file` with the tokenizer's variables; None without one.
 
-    In the directory it is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, which
-    may have several with names; a GGUF file has it in its metadata. Raises ConversionError for malformed files, and for
-    an unknown name.
+    As in transformers it is in `chat_template.jinja` with others by name in `additional_chat_templates/NAME.jinja`,
+    else in `chat_template.json`, else in `tokenizer_config.json`, which may have several with names; a GGUF file has it
+    in its metadata. The template `tool_use`, if there is one, writes conversations with tools. Raises ConversionError
+    for malformed files, and for an unknown name.
     """
     folder = None if is_gguf(directory) else Directory(directory)
-
-    def content(file: str) -> dict[str, Any]:
-        return folder.json(file) if folder is not None and folder.has(file) else {}
-
-    settings, older = content("tokenizer_config.json"), content("special_tokens_map.json")
     if folder is None:
-        settings = tokenizer_settings(read_gguf(directory).metadata)
-    variables = {token: text for token, text in special_tokens(settings, older).items() if text is not None}
+        files = PublishedTokenizer(tokenizer_settings(read_gguf(directory).metadata))
+    else:
+        files = PublishedTokenizer(
+            *(folder.json(file) if folder.has(file) else {} for file in ("tokenizer_config.json", SPECIAL_TOKENS_MAP)),
+            model_config=_class_config(folder),
+        )
+    variables = files.variables
     if file is not None:
         return dataclasses.replace(read_chat_template(file), variables=variables)
-    origin, templates = JINJA, None
+    origin, sources = _sources(folder, files.settings)
+    if not sources:
+        return None
+    where = str(directory if folder is None else folder.path / origin)
+    word = check_word(f"{where}: chat template", name, sources, ConversionError)
+    tool_source = sources.get(TOOL_USE) if word == "default" else None
+    return ChatTemplate(source=sources[word], variables=variables, where=where, tool_source=tool_source)
+
+
+def _class_config(folder: Directory) -> dict[str, Any]:
+    """Return the content of `config.json` for the tokenizer's class; nothing where it is no JSON object."""
+    try:
+        return folder.json("config.json") if folder.has("config.json") else {}
+    except ConversionError:
+        return {}
+
+
+def _sources(folder: Directory | None, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return the file that counts, and its templates by name."""
+    if folder is not None:
+        more = {path.stem: path for path in sorted((folder.path / ADDITIONAL).glob("*.jinja"))}
+        named = {name: _read(Directory(folder.path / ADDITIONAL).file(path.name)) for name, path in more.items()}
+        if folder.has(JINJA):
+            named["default"] = _read(folder.file(JINJA))
+        if named:
+            return JINJA if folder.has(JINJA) else ADDITIONAL, named
+    origin, templates = "chat_template.json", None
     if folder is not None and folder.has(origin):
-        templates = _read(folder.file(origin))
-    if templates is None:
-        origin, templates = "chat_template.json", content("chat_template.json").get("chat_template")
+        templates = folder.json(origin).get("chat_template")
     if templates is None:
         origin, templates = "tokenizer_config.json", settings.get("chat_template")
-    if templates is None or templates == []:
-        return None
+    if templates is None:
+        return origin, {}
     rows = templates if isinstance(templates, list) else [{"name": "default", "template": templates}]
-    where = str(directory if folder is None else folder.path / origin)
     for row in rows:
         valid = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
         rule = "chat_template must be a text, or a list of objects with a name and a template each"
-        check(valid, f"{where}: {rule}.", ConversionError)
-    sources = {row["name"]: row["template"] for row in rows}
-    word = check_word(f"{where}: chat template", name, sources, ConversionError)
-    return ChatTemplate(source=sources[word], variables=variables, where=where)
-
-
-def special_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, str | None]:
-    """Read `bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
-
-    As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
-    null means that there is none.
-    """
-    merged = settings if "added_tokens_decoder" in settings else {**settings, **older}
-    values = {token: merged[token] for token in _TOKENS if token in merged}
-    texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
-    for token, text in texts.items():
-        rule = "must be a text, or an object with one as its content"
-        check(text is None or isinstance(text, str), f"{token}={str(values[token])[:60]} {rule}.", ConversionError)
-    return texts
+        check(valid, f"{origin if folder is None else folder.path / origin}: {rule}.", ConversionError)
+    return origin, {row["name"]: row["template"] for row in rows}
 
 
 def _read(path: Path) -> str:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,10 +21,11 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check, check_intege
 from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.gguf.gguf_tokenizer import read_tokenizer
-from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
-from eqx_decoders.io.text.chat_template import ChatTemplate, special_tokens
+from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.chat_template_worker import SpecialNames
-from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, find_tokenizer_file, read_tokenizer_file
+from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, complete
+from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, VOCAB, find_tokenizer_file, read_tokenizer_file
 
 
 @runtime_checkable
@@ -350,8 +351,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
 
-    A `tekken.json`, a `.tiktoken`, a `tokenizer.model` (of SentencePiece: extra "sentencepiece") and the tokenizer in a
-    GGUF file (extra "gguf") are read as well.
+    A `tekken.json`, a `.tiktoken`, a `tokenizer.model` (of SentencePiece: extra "sentencepiece"), `vocab.json` with
+    `merges.txt` and the tokenizer in a GGUF file (extra "gguf") are read as well. Added and special tokens are as in
+    transformers those of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` beside the file.
 
     Raises DataError for malformed files, ConversionError for links that lead out of the directory.
     """
@@ -363,15 +365,18 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if is_gguf(path):
         return _gguf_tokenizer(path)
     folder = Directory(path if path.is_dir() else path.parent)
-    settings, older = (_read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    files = PublishedTokenizer.read(folder)
     if path.is_dir():
-        if settings.get("tokenizer_class") == "ByteTokenizer":
+        if files.settings.get("tokenizer_class") == "ByteTokenizer":
             return ByteTokenizer()
         name = "tokenizer.json" if folder.has("tokenizer.json") else find_tokenizer_file(folder.path)
-        others = f"none of {', '.join(FILES)} and *.tiktoken: download one of them, or choose another tokenizer"
-        check(name is not None, f"tokenizer={str(spec)!r} holds no tokenizer.json, and {others}.", DataError)
-        path = folder.file(name or "")
-    return _load_json_tokenizer(path, special_tokens(settings, older), settings)
+        if name is None:
+            raise DataError(
+                f"tokenizer={str(spec)!r} holds no tokenizer.json, and none of {', '.join(FILES)}, *.tiktoken and "
+                "vocab.json with merges.txt: download one of them, or choose another tokenizer."
+            )
+        path = folder.file(name)
+    return _load_json_tokenizer(path, files)
 
 
 def _gguf_tokenizer(path: Path) -> JsonTokenizer:
@@ -380,7 +385,7 @@ def _gguf_tokenizer(path: Path) -> JsonTokenizer:
     return JsonTokenizer(inner, bos=settings["bos_token"], eos=settings["eos_token"])
 
 
-def _load_json_tokenizer(path: Path, named: Mapping[str, str | None], settings: Mapping[str, Any]) -> JsonTokenizer:
+def _load_json_tokenizer(path: Path, files: PublishedTokenizer) -> JsonTokenizer:
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError as error:
@@ -388,15 +393,15 @@ def _load_json_tokenizer(path: Path, named: Mapping[str, str | None], settings: 
     size = path.stat().st_size
     check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
     with _as_data_error(path):
-        if path.suffix == ".json" and path.name != TEKKEN:
-            inner = Inner.from_str(path.read_text("utf-8"))
+        if path.suffix == ".json" and path.name not in (TEKKEN, VOCAB):
+            inner = complete(Inner.from_str(path.read_text("utf-8")), files)
         else:
-            inner = read_tokenizer_file(path, settings)
+            inner = read_tokenizer_file(path, files.settings, files)
         inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails only here
     return JsonTokenizer(
         inner,
-        bos=_special(named, "bos_token", BOS_NAMES, inner.token_to_id),
-        eos=_special(named, "eos_token", EOS_NAMES, inner.token_to_id),
+        bos=_special(files, "bos_token", BOS_NAMES, inner.token_to_id),
+        eos=_special(files, "eos_token", EOS_NAMES, inner.token_to_id),
     )
 
 
@@ -415,26 +420,22 @@ def _as_data_error(path: Path) -> Iterator[None]:
 
 
 def _special(
-    named: Mapping[str, str | None], field: str, names: Sequence[str], find: Callable[[str], int | None]
+    files: PublishedTokenizer, field: str, names: Sequence[str], find: Callable[[str], int | None]
 ) -> str | None:
-    """Return the token that files next to tokenizer.json name (None means none), or else the first common name."""
-    if field in named:
-        return named[field]
+    """Return the token that the files name (None means none), or else that of the class, or the first common name."""
+    if field in files.named:
+        token = files.named[field]
+        if token is not None and find(token) is None:
+            raise DataError(
+                f"{field}={token!r} is not in the vocabulary, and no file gives its id. Download the file that does, "
+                "from where the tokenizer is published: added_tokens.json, or a tokenizer_config.json with "
+                "added_tokens_decoder."
+            )
+        return token
+    of_class = files.class_tokens.get(field, "")
+    if of_class is None or (of_class and find(of_class) is not None):
+        return of_class
     return next((name for name in names if find(name) is not None), None)
-
-
-def _read_json(folder: Directory, name: str) -> dict[str, Any]:
-    if not folder.has(name):
-        return {}
-    path = folder.file(name)
-    size = path.stat().st_size
-    check(size <= CONFIG_BYTES, f"{path} has {size:,} bytes: more than {CONFIG_BYTES:,} are no settings.", DataError)
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON: {str(error)[:200]}") from error
-    check(isinstance(content, dict), f"{path} must hold a JSON object.", DataError)
-    return content
 
 
 def _utf8(text: str) -> bytes:

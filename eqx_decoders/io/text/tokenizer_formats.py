@@ -1,21 +1,27 @@
-"""Other formats of tokenizers, converted to the `tokenizers` package: tekken, tiktoken, SentencePiece.
+"""Other formats of tokenizers, converted to the `tokenizers` package: tekken, tiktoken, SentencePiece, vocab.json.
 
-All three are data: JSON, lines of base64 with a rank, and a protocol buffer, which the package sentencepiece reads (the
-extra of that name). The converted tokenizers give the same ids as mistral-common, tiktoken and sentencepiece.
+All are data: JSON, lines of base64 with a rank, a protocol buffer, which the package sentencepiece reads (the extra of
+that name), and `vocab.json` with `merges.txt`, whose rules follow from the tokenizer's class. The converted tokenizers
+give the same ids as mistral-common, tiktoken, sentencepiece and transformers.
 """
 
 import base64
+import dataclasses
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.io.text.published_tokenizer import PublishedTokenizer, complete
 
 
 TEKKEN = "tekken.json"
-FILES = (TEKKEN, "tokenizer.model", "tiktoken.model")  # in a directory without tokenizer.json, and *.tiktoken
+VOCAB, MERGES = "vocab.json", "merges.txt"
+FILES = (TEKKEN, "tokenizer.model", "tiktoken.model")  # in a directory without tokenizer.json
+_PATTERNS = ("*.tiktoken", "spiece.model", "sentencepiece*.model", "tokenizer.model.v*", "*.model.v*")  # in this order
 
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -24,6 +30,7 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CL100K_WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
 QWEN_WORDS = rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
+QWEN35_WORDS = QWEN_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 
 
 def _cased(more: str) -> str:
@@ -33,7 +40,7 @@ def _cased(more: str) -> str:
 
 
 O200K_WORDS = _cased("") + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
-_KIMI = r"[\p{Han}]+|" + _cased(r"&&[^\p{Han}]") + _REST
+KIMI_WORDS = r"[\p{Han}]+|" + _cased(r"&&[^\p{Han}]") + _REST
 _FIM = tuple(f"<|fim_{name}|>" for name in ("prefix", "middle", "suffix"))
 
 
@@ -62,7 +69,17 @@ KNOWN: dict[str | int, Words] = {
     "o200k_base": Words(O200K_WORDS, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
     "qwen": Words(QWEN_WORDS, _behind(151643, _QWEN_SPECIAL)),
     128000: Words(CL100K_WORDS, _behind(128000, _LLAMA3)),  # Llama 3's tokenizer.model
-    "TikTokenTokenizer": Words(_KIMI),  # Kimi's tokenizer_class: tokenizer_config.json has its special tokens
+    "TikTokenTokenizer": Words(KIMI_WORDS),  # Kimi's tokenizer_class: tokenizer_config.json has its special tokens
+}
+# Normal form and word patterns of tokenizer classes with vocab.json and merges.txt; GPT-2's pattern follows where the
+# patterns do not split words.
+_BYTE_LEVEL: dict[str | None, tuple[str | None, tuple[str, ...]]] = {
+    "CodeGenTokenizer": (None, ()),
+    "CohereTokenizer": ("NFC", (r"\p{N}",)),
+    "GPT2Tokenizer": (None, ()),
+    "GPTNeoXTokenizer": ("NFC", ()),
+    "Qwen2Tokenizer": ("NFC", (QWEN_WORDS,)),
+    "Qwen3_5Tokenizer": ("NFC", (QWEN35_WORDS,)),
 }
 _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
            "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
@@ -71,33 +88,105 @@ _TEKKEN = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/
 
 def find_tokenizer_file(folder: Path) -> str | None:
     """Return the name of a tokenizer's file of these formats in a directory; None if it has none."""
-    names = [*FILES, *sorted(file.name for file in folder.glob("*.tiktoken"))]
-    return next((name for name in names if (folder / name).exists()), None)
+    names = [*FILES, *(name for pattern in _PATTERNS for name in sorted(file.name for file in folder.glob(pattern)))]
+    return next((name for name in (*names, VOCAB, MERGES) if (folder / name).exists()), None)
 
 
-def read_tokenizer_file(path: Path, settings: Mapping[str, Any]) -> Any:
-    """Read a tokenizer of tekken, tiktoken or SentencePiece; `settings` is the content of tokenizer_config.json.
+def read_tokenizer_file(path: Path, settings: Mapping[str, Any], files: PublishedTokenizer | None = None) -> Any:
+    """Read a tokenizer of tekken, tiktoken, SentencePiece or of `vocab.json` and `merges.txt`.
 
     Raises DataError for a file in none of these formats, MissingPackage where the extra sentencepiece is needed.
+
+    **Arguments:**
+
+    - `path`: of the file; `vocab.json` and `merges.txt` must be in one directory.
+    - `settings`: content of `tokenizer_config.json`.
+    - `files`: all small files of the directory, instead of `settings`.
     """
+    files = PublishedTokenizer(settings) if files is None else files
     content = path.read_bytes()
+    is_sentencepiece = is_class = False
     try:
-        if content[:1] == b"{":
-            inner, begins = _tekken(json.loads(content)), ("<s>",)
+        if path.name in (VOCAB, MERGES):
+            vocab, merges = _read_vocab_and_merges(path.parent)
+            if files.class_name is None and not files.settings and "<|endoftext|>" in vocab:
+                files = dataclasses.replace(files, settings={"tokenizer_class": "GPT2Tokenizer"})  # has no other files
+            inner, bos_names, is_class = _vocab_and_merges(path.parent, vocab, merges, files), (), True
+        elif content[:1] == b"{":
+            inner, bos_names = _tekken(json.loads(content)), ("<s>",)
         elif re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content):
-            inner, begins = _tiktoken(path, content, settings), ("<|begin_of_text|>",)
+            inner, bos_names = _tiktoken(path, content, files), ("<|begin_of_text|>",)
         else:
-            inner, begins = _sentencepiece(content), ("<s>", "<bos>")
+            inner, bos_names, is_sentencepiece = _sentencepiece(content, files.settings), ("<s>", "<bos>"), True
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
         raise DataError(f"tokenizer={str(path)!r} cannot be read: {type(error).__name__}: {error}.") from error
-    first = next((name for name in begins if inner.token_to_id(name) is not None), None)
-    if first is not None and settings.get("add_bos_token", True):
-        from tokenizers import processors
+    inner = complete(inner, files, is_raw=is_sentencepiece, is_new=is_class)
+    _add_ends(inner, files, bos_names, by_default=is_sentencepiece or path.name == TEKKEN)
+    return inner
 
-        token = (first, inner.token_to_id(first))
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[token]
+
+def _add_ends(inner: Any, files: PublishedTokenizer, bos_names: Sequence[str], *, by_default: bool) -> None:
+    """Let prompts begin with bos, and end with eos, where the settings or the format's default say so.
+
+    **Arguments:**
+
+    - `bos_names`: common names of the format's bos.
+    - `by_default`: whether prompts begin with bos where `add_bos_token` is missing; they do with one of `bos_names`.
+    """
+    common = next((name for name in bos_names if inner.token_to_id(name) is not None), None)
+    named = {
+        name: text
+        for name, text in (files.class_tokens | files.named).items()
+        if text is None or inner.token_to_id(text) is not None
+    }
+    is_wanted = files.settings.get("add_bos_token", by_default or common is not None)
+    bos = named.get("bos_token", common) if is_wanted else None
+    eos = named.get("eos_token") if files.settings.get("add_eos_token", False) else None
+    if bos is None and eos is None:
+        return
+    from tokenizers import processors
+
+    single = " ".join(part for part in (bos, "$A", eos) if part is not None)
+    tokens = [(token, inner.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
+    inner.post_processor = processors.TemplateProcessing(
+        single=single, pair=f"{single} {single.replace('$A', '$B')}", special_tokens=tokens
+    )
+
+
+def _read_vocab_and_merges(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    from tokenizers import models
+
+    for name, other in ((VOCAB, MERGES), (MERGES, VOCAB)):
+        check(
+            (folder / name).exists(),
+            f"tokenizer={str(folder)!r} has {other}, but {name} is missing: a BPE needs both. Download {name}, or "
+            "tokenizer.json.",
+            DataError,
         )
+    return models.BPE.read_file(str(folder / VOCAB), str(folder / MERGES))
+
+
+def _vocab_and_merges(
+    folder: Path, vocab: dict[str, int], merges: list[tuple[str, str]], files: PublishedTokenizer
+) -> Any:
+    """Make the byte-level BPE of `vocab.json` and `merges.txt` as the tokenizer's class in transformers does."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    kind = files.class_name
+    if kind not in _BYTE_LEVEL:
+        raise DataError(
+            f"tokenizer={str(folder)!r} has {VOCAB} and {MERGES}, and tokenizer_class={kind!r}, which does not say how "
+            f"a text is split into words. Known: {', '.join(sorted(_BYTE_LEVEL))}. Download tokenizer.json, or "
+            "tokenizer_config.json (or config.json) if it is missing."
+        )
+    form, splits = _BYTE_LEVEL[kind]
+    space = bool(files.settings.get("add_prefix_space", False))
+    inner: Any = Tokenizer(models.BPE(vocab, merges))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=not splits or splits == (r"\p{N}",)))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    inner.normalizer = None if form is None else getattr(normalizers, form)()
+    inner.decoder = decoders.ByteLevel()
     return inner
 
 
@@ -113,17 +202,18 @@ def _tekken(content: Any) -> Any:
     return _from_ranks(ranks, Words(config["pattern"], _behind(0, names)), shift=count)
 
 
-def _tiktoken(path: Path, content: bytes, settings: Mapping[str, Any]) -> Any:
+def _tiktoken(path: Path, content: bytes, files: PublishedTokenizer) -> Any:
     pairs = (line.split() for line in content.splitlines() if line)
     ranks = {base64.b64decode(piece): int(rank) for piece, rank in pairs}
-    keys = (path.name.partition(".")[0], len(ranks), settings.get("tokenizer_class"))
+    keys = (path.name.partition(".")[0], len(ranks), files.settings.get("tokenizer_class"))
     words = next((KNOWN[key] for key in keys if key in KNOWN), None)
     if words is None:
         names = ", ".join(f"{key}.tiktoken" for key in KNOWN if isinstance(key, str) and key.islower())
         message = f"tokenizer={str(path)!r} has ranks alone, and not how a text is cut into words"
         raise DataError(f"{message}. Known are {names}, and the files of Llama 3 and Kimi: give a tokenizer.json.")
-    added = settings.get("added_tokens_decoder") or {}
-    special = {**words.special, **{row["content"]: int(number) for number, row in added.items()}}
+    taken = {token.content for token in files.added.values()}
+    special = {name: index for name, index in words.special.items() if index not in files.added and name not in taken}
+    special |= {token.content: index for index, token in files.added.items()}
     return _from_ranks(ranks, words._replace(special=special))
 
 
@@ -159,12 +249,13 @@ def byte_letters() -> list[str]:
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # kinds of pieces
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # kinds of pieces
 UNIGRAM, BPE = 1, 2
 SPACE = "▁"
+_BREAK = "\ufdd0"  # no character of any text: separates graphemes
 
 
-def _sentencepiece(content: bytes) -> Any:
+def _sentencepiece(content: bytes, settings: Mapping[str, Any]) -> Any:
     try:
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2
@@ -181,18 +272,26 @@ def _sentencepiece(content: bytes) -> Any:
     spec = model.normalizer_spec
     remedy = "give a tokenizer.json, which transformers' AutoTokenizer can make of it"
     check(kind in (UNIGRAM, BPE), f"SentencePiece models of kind {kind} are not read: {remedy}.", DataError)
-    plain = not spec.precompiled_charsmap and spec.escape_whitespaces
-    plain = plain and not model.trainer_spec.treat_whitespace_as_suffix
-    check(plain, f"SentencePiece models that change letters ({spec.name}) are not read: {remedy}.", DataError)
-    return from_pieces(model, kind == BPE)
+    for field, value, known in (
+        ("normalizer_spec.escape_whitespaces", spec.escape_whitespaces, True),
+        ("trainer_spec.treat_whitespace_as_suffix", model.trainer_spec.treat_whitespace_as_suffix, False),
+    ):
+        check(value == known, f"SentencePiece models with {field}={value} are not read: {remedy}.", DataError)
+    if settings.get("add_prefix_space") is False:
+        spec.add_dummy_prefix = False
+    return from_pieces(model, kind == BPE, prefix_once=settings.get("legacy") is False)
 
 
-def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = ()) -> Any:
+def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = (), prefix_once: bool = False) -> Any:
     """Make a tokenizer of the pieces of a SentencePiece model.
 
-    stripping: special tokens that take the blanks behind them.
+    **Arguments:**
+
+    - `stripping`: special tokens that take the blanks behind them.
+    - `prefix_once`: add the blank of `add_dummy_prefix` at the begin of a text, not after added tokens
+        (`"legacy": false` in transformers).
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     pieces, has_bytes = model.pieces, model.trainer_spec.byte_fallback
     unknown = next(number for number, one in enumerate(pieces) if one.type == UNKNOWN)
@@ -204,11 +303,13 @@ def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = ()) ->
         )
     else:
         low = min(one.score for one in pieces) - 1e6  # no text is cut into such pieces
-        scores = [(one.piece, low if one.type in (UNKNOWN, CONTROL, BYTE) else one.score) for one in pieces]
+        scores = [(one.piece, low if one.type in (UNKNOWN, CONTROL, UNUSED, BYTE) else one.score) for one in pieces]
         bpe_or_unigram = models.Unigram(scores, unknown, has_bytes)
     inner: Any = Tokenizer(bpe_or_unigram)
     spec = model.normalizer_spec
-    inner.normalizer = _normalizer(spec)
+    inner.normalizer = _normalizer(spec, prefix=spec.add_dummy_prefix and not prefix_once)
+    if spec.add_dummy_prefix and prefix_once:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * spec.add_dummy_prefix)
     for one in pieces:
@@ -219,20 +320,48 @@ def from_pieces(model: Any, is_bpe: bool, *, stripping: Collection[str] = ()) ->
     return inner
 
 
-def _normalizer(spec: Any) -> Any:
-    """Make the normalizer: blanks become letters, one more before a text and behind special tokens (transformers)."""
+def _normalizer(spec: Any, prefix: bool) -> Any:
+    """Make the normalizer: rules for characters, then blanks become letters.
+
+    prefix: add one more blank before a text and after added tokens.
+    """
     from tokenizers import Regex, normalizers
 
     steps: list[Any] = []
+    if getattr(spec, "precompiled_charsmap", b""):
+        steps += _charsmap(bytes(spec.precompiled_charsmap), composes="nfkc" in spec.name)
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    steps += [normalizers.Prepend(SPACE)] * spec.add_dummy_prefix
+    steps += [normalizers.Prepend(SPACE)] * prefix
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+
+
+def _charsmap(content: bytes, composes: bool) -> list[Any]:
+    """Make the normalizers of the rules for characters in a SentencePiece model.
+
+    `Precompiled` replaces a grapheme by the rule of its first characters and drops the other ones, such as the line feed
+    of CR LF and accents without a composed form. SentencePiece applies its rules to the longest match of characters. So
+    each character becomes a grapheme of its own; rules that compose characters (NFKC) are applied before and after.
+    """
+    from tokenizers import Regex, normalizers
+
+    later_in_grapheme = Regex("(?<=[\\s\\S])(?=[\\p{M}\n\u200d\uff9e\uff9f\u1160-\u11ff])")
+    single: list[Any] = [
+        normalizers.Replace(later_in_grapheme, _BREAK),
+        normalizers.Precompiled(content),
+        normalizers.Replace(_BREAK, ""),
+    ]
+    if not composes:
+        return single
+    pairs = [chr(letter) + mark for letter in range(0x30A1, 0x30FB) for mark in "\u3099\u309a"]  # of half-width kana
+    composed = {pair: unicodedata.normalize("NFC", pair) for pair in pairs}
+    kana = [normalizers.Replace(pair, text) for pair, text in composed.items() if len(text) == 1]
+    return [normalizers.NFC(), *single, *kana]
 
 
 def _merges(pieces: Sequence[Any]) -> list[tuple[str, str]]:
     """Return the pairs that make each piece, in the order of their scores."""
-    scores = {one.piece: one.score for one in pieces if one.type not in (UNKNOWN, CONTROL)}
+    scores = {one.piece: one.score for one in pieces if one.type not in (UNKNOWN, CONTROL, BYTE)}
     numbers = {one.piece: number for number, one in enumerate(pieces)}
     merges = []
     for piece, score in scores.items():

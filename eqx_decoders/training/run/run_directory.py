@@ -8,19 +8,30 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from eqx_decoders.data.end_of_turn import end_of_turn_ids
 from eqx_decoders.errors import CheckpointError, check
-from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.checkpoint.run_backup import RunBackup
 from eqx_decoders.io.file_lock import read_owner
+from eqx_decoders.io.gguf.gguf_header import is_gguf
 from eqx_decoders.io.heartbeat import ON_FAILURE
+from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.huggingface.generation_config import add_stop_ids, parse_token_ids, read_generation_config
 from eqx_decoders.io.run_lock import OWNER, RunLock, check_run_dir
-from eqx_decoders.io.text.chat_template import JINJA, ChatTemplate, load_chat_template, read_chat_template
+from eqx_decoders.io.text.chat_template import (
+    JINJA,
+    ChatTemplate,
+    load_chat_template,
+    read_chat_template,
+    write_chat_template,
+)
+from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.settings_file import Changes, load_settings, save_settings
 
@@ -210,7 +221,39 @@ class RunDirectory:
         return load_chat_template(self.tokenizer, file=None if copied else file)
 
     def write_template(self) -> None:
-        """Copy the file of a chat template beside the tokenizer, with which it is exported."""
-        file = self.settings.dataset.chat_template
-        if file is not None and Path(file).exists():
-            write_atomically(self.tokenizer / JINJA, read_chat_template(file).source.encode())
+        """Write the chat template of a file, or of the directory in `tokenizer`, as the only one of the run."""
+        file, given = self.settings.dataset.chat_template, self.settings.tokenizer
+        if file is not None:
+            if Path(file).exists():
+                write_chat_template(self.tokenizer, read_chat_template(file))
+        elif (
+            given not in (None, "bpe", "bytes") and Path(given).exists() and load_chat_template(self.tokenizer) is None
+        ):
+            path = Path(given)
+            template = load_chat_template(path if path.is_dir() or is_gguf(path) else path.parent)
+            if template is not None:
+                write_chat_template(self.tokenizer, template)
+
+    def write_stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Add the tokens that end turns of the chat template to the ids that end a text; return those that are new.
+
+        They are in `generation_config.json` beside the tokenizer, which exports, generation and the server read.
+        """
+        ends = end_of_turn_ids(tokenizer, self.template())
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        return add_stop_ids(self.tokenizer, ends, ids) if ends else ()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: `eos_token_id` of `generation_config.json` and `config.json` beside the tokenizer."""
+        folder = Directory(self.tokenizer)
+        config = folder.json("config.json") if folder.has("config.json") else {}
+        ids = parse_token_ids("config.json: eos_token_id", config.get("eos_token_id"))
+        return tuple(dict.fromkeys((*read_generation_config(folder).stop_ids, *ids)))
+
+    @property
+    def trains_on_chats(self) -> bool:
+        """True if the run's data have conversations, as far as its files say."""
+        if self.settings.method != "sft":
+            return self.template() is not None
+        return any("chat_template" in json.loads(file.read_bytes()) for file in self.data.rglob("manifest.json"))

@@ -1,16 +1,21 @@
 """Exports of a run for transformers and PEFT, checked before the first step and written after the last one."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import json
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from eqx_decoders.data.end_of_turn import end_of_turn_ids
 from eqx_decoders.errors import ConversionError
+from eqx_decoders.io.atomic_files import write_json
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.export import export_plan, save_hf
-from eqx_decoders.io.huggingface.export_directory import check_new_directory
+from eqx_decoders.io.huggingface.export_directory import check_new_directory, copy_tokenizer
 from eqx_decoders.io.huggingface.peft import adapter_plan, save_peft
-from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.training.config import TrainConfig
 from eqx_decoders.training.lora import merge_lora
@@ -43,7 +48,7 @@ def write_exports(model: Decoder, target: Decoder, run: RunDirectory) -> None:
     """Write the `export` and the `export_adapter` of a run unless they exist; all processes take part."""
     settings, model = run.settings, dataclasses.replace(model, origin=target.origin)
     if settings.export_adapter is not None and from_first("is_new", is_new(settings.export_adapter)):
-        export_adapter(model, settings, settings.export_adapter)
+        export_adapter(model, run, settings.export_adapter)
     if settings.export is not None and from_first("is_new", is_new(settings.export)):
         export_run(model, run, settings.export)
 
@@ -56,12 +61,47 @@ def export_run(model: Decoder, run: RunDirectory, directory: str | Path, **optio
     keys = _config_keys(run)
     if run.tokenizer != run.source:
         keys |= special_token_ids(load_tokenizer(run.tokenizer))
-    save_hf(_exported(model, run.settings), directory, settings=keys, tokenizer=run.tokenizer, **options)
+    if len(run.stop_ids) > 0:
+        keys["eos_token_id"] = [*run.stop_ids] if len(run.stop_ids) > 1 else run.stop_ids[0]
+    with tokenizer_files(run) as files:
+        save_hf(_exported(model, run.settings), directory, settings=keys, tokenizer=files, **options)
 
 
-def export_adapter(model: Decoder, settings: TrainConfig, directory: str | Path) -> None:
-    """Write the low-rank pairs of a run's model as an adapter of PEFT."""
-    save_peft(_without_added_mtp(model, settings), directory, base_model=settings.init_from or "")
+def export_adapter(model: Decoder, run: RunDirectory, directory: str | Path) -> None:
+    """Write the low-rank pairs of a run's model as an adapter of PEFT, with its tokenizer and stop ids."""
+    base_model = run.settings.init_from or ""
+    with tokenizer_files(run) as files:
+        save_peft(_without_added_mtp(model, run.settings), directory, base_model=base_model, tokenizer=files)
+
+
+@contextlib.contextmanager
+def tokenizer_files(run: RunDirectory) -> Iterator[Path]:
+    """Make a temporary directory of the tokenizer with which a run's model is exported.
+
+    After training on conversations its `eos_token` is the one token that ends their turns, as in published chat models.
+    It stays where the chat template or the post-processor of prompts write it: their texts would change.
+    """
+    with tempfile.TemporaryDirectory(prefix="eqx_decoders-") as scratch:
+        folder = Path(scratch)
+        copy_tokenizer(run.tokenizer, folder)
+        tokenizer, template = load_tokenizer(run.tokenizer), run.template()
+        ends = end_of_turn_ids(tokenizer, template) if run.trains_on_chats else ()
+        if template is not None and isinstance(tokenizer, JsonTokenizer) and len(ends) == 1:
+            name, is_written = tokenizer.name_of(ends[0]), "eos_token" in template.source
+            is_written = is_written or tokenizer.eos_id in tokenizer.encode_prompt("a").tolist()
+            if name is not None and tokenizer.eos_id != ends[0] and not is_written:
+                _rename_eos(folder, name)
+        yield folder
+
+
+def _rename_eos(folder: Path, name: str) -> None:
+    """Make a token the eos of a tokenizer's directory, in each file that names one."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / file
+        if path.exists():
+            content = json.loads(path.read_bytes())
+            if file == "tokenizer_config.json" or "eos_token" in content:
+                write_json(path, content | {"eos_token": name})
 
 
 def _exported(model: Decoder, settings: TrainConfig) -> Decoder:

@@ -95,6 +95,6 @@ def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unp
 def text_model_of(run: RunDirectory, model: Decoder, tokenizer: Tokenizer) -> TextModel:
     """Return a model of a run with the tokenizer and the chat template of the run."""
     if run.tokenizer == run.source:
-        return build_text_model(model, tokenizer, run.source)
+        return dataclasses.replace(build_text_model(model, tokenizer, run.source), stops=run.stop_ids)
     chat = load_chat_template(run.tokenizer) if isinstance(tokenizer, JsonTokenizer) else None
-    return TextModel(model=model, tokenizer=tokenizer, chat=chat)
+    return TextModel(model=model, tokenizer=tokenizer, chat=chat, stops=run.stop_ids)

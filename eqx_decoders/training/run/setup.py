@@ -21,7 +21,7 @@ from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.io.coordination import LONG, all_gather_json, first_then_all, from_first, wait_for
 from eqx_decoders.io.huggingface.load import abstract_hf
 from eqx_decoders.io.status import StatusLine
-from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.io.text.tokenizer import Tokenizer, decode
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.replication import check_replicated
 from eqx_decoders.training.config import TrainConfig
@@ -153,6 +153,10 @@ def make_tokenizer(run: RunDirectory, target: Decoder, data: DataConfig, reader:
     writes = jax.process_index() == 0
     if writes:
         run.write_template()
+        new = run.write_stop_ids(tokenizer)
+        if new:
+            names = ", ".join(f"{decode(tokenizer, [index], special=True)} ({index})" for index in new)
+            print_status(f"the chat template ends turns with {names}: generation stops there, also in exports")
     length = config.dataset.seq_len
     rows = getattr(target.config.positions, "max_positions", length)
     check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")

@@ -13,6 +13,7 @@ import gguf
 import jax
 import numpy as np
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 import eqx_decoders as ed
 from eqx_decoders.core.config_reader import Fields
@@ -20,10 +21,11 @@ from eqx_decoders.families.gguf_table import PATTERN, Found, read_masks
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.gguf.gguf_header import read_gguf
 from eqx_decoders.io.gguf.gguf_tensors import BLOCKS, decoded, raw
-from eqx_decoders.io.gguf.gguf_tokenizer import KEYS
+from eqx_decoders.io.gguf.gguf_tokenizer import KEYS, PRE_TOKENIZERS, make_tokenizer
 from eqx_decoders.io.huggingface import export
 from eqx_decoders.io.huggingface.quantized.unpack import ScaledTensor
 from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
+from eqx_decoders.io.text.tokenizer_formats import byte_letters
 from eqx_decoders.numerics.quantized_weight import quantized_weights
 from eqx_decoders.sharding.axes import named_leaves
 from tests.io.gguf.files import FIXTURES, VOCAB, matrix, tiny, tiny_tensors, write
@@ -284,14 +286,68 @@ def test_a_pattern_of_masks_is_a_whole_number(pattern):
         read_masks(found, {"num_hidden_layers": 2}, 2)
 
 
+SPLITS = {
+    "deepseek-llm": (
+        "Größe 12345 一二, a\n\nb  ",
+        ["Gr", "öß", "e", " ", "12345", " ", "一二", ",", " a", "\n", "\n", "b", "  "],
+    ),
+    "deepseek-coder": ("x12 (y)\n", ["x", "1", "2", " (", "y", ")", "\n"]),
+    "falcon": ("a1234 don't", ["a", "123", "4", " don", "'", "t"]),
+    "bloom": ("a, b.c  d", ["a", ",", " b", ".", "c", " ", " d"]),
+    "qwen35": ("नमस्ते 12", ["नमस्ते", " ", "1", "2"]),
+    "seed-coder": ("a;\n\nb", ["a", ";", "\n\n", "b"]),
+    "afmoe": ("1234567 ab", ["1", "234", "567", " ab"]),
+    "tiny_aya": ("1234567", ["1", "234", "567"]),
+    "youtu": ("HelloWorld 12한국어", ["Hello", "World", " ", "1", "2", "한국어"]),
+    "exaone-moe": ("ab cd\n", ["ab cd", "\n"]),
+    "minimax-m2": ("HelloWorld's 1234", ["Hello", "World's", " ", "123", "4"]),
+    "kimi-k2": ("ab一二c 1234", ["ab", "一二", "c", " ", "123", "4"]),
+    "default": ("a+b 12345", ["a", "+", "b", " ", "123", "45"]),
+    "gemma4": ("a b\n\nc", ["a b", "\n\n", "c"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
+def test_pre_tokenizers_of_llama_cpp(name):
+    tokens = [*byte_letters(), "<unk>"]
+    metadata = {"model": "gpt2", "pre": name, "tokens": tokens, "merges": [], "token_type": [1] * 256 + [2]}
+    inner, _ = make_tokenizer({KEYS + key: value for key, value in metadata.items()})
+    steps = json.loads(inner.pre_tokenizer.__getstate__())["pretokenizers"]
+    if steps[-1]["type"] == "ByteLevel":
+        steps.pop()
+    cutter = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(step["pattern"]["Regex"]), "isolated") for step in steps]
+    )
+    for text in ("", " a  b\n\n🚀 ١٢٣ x", *(text for text, _ in SPLITS.values())):
+        assert "".join(word for word, _ in cutter.pre_tokenize_str(text)) == text
+    if name in SPLITS:
+        text, words = SPLITS[name]
+        assert [word for word, _ in cutter.pre_tokenize_str(text)] == words
+
+
+def test_a_bpe_without_the_name_of_a_pre_tokenizer_has_the_default_one():
+    metadata = {KEYS + "model": "gpt2", KEYS + "tokens": byte_letters(), KEYS + "merges": []}
+    assert make_tokenizer(metadata)[0].to_str() == make_tokenizer(metadata | {KEYS + "pre": "default"})[0].to_str()
+
+
+def test_a_bpe_of_characters_falls_back_to_bytes():
+    tokens = ["<unk>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "\n", "\n\n"]
+    metadata = {"model": "gemma4", "tokens": tokens, "merges": ["▁ a", "\n \n"], "bos_token_id": 1}
+    metadata |= {"token_type": [2, 3, *[6] * 256, *[1] * 6]}
+    inner, _ = make_tokenizer({KEYS + key: value for key, value in metadata.items()})
+    ids = inner.encode(" ab\n\né").ids
+    assert [tokens[index] for index in ids] == ["<bos>", "▁a", "b", "\n\n", "<0xC3>", "<0xA9>"]
+    assert inner.decode(ids) == " ab\n\né"
+
+
 def test_other_architectures_and_tokenizers_are_refused(tmp_path):
     other = write(tmp_path / "x.gguf", "rwkv7", {}, {"token_embd.weight": np.ones((4, 4), np.float32)})
     with pytest.raises(ed.ConversionError, match=r"general.architecture='rwkv7' is not read. Known: llama, qwen2"):
         ed.load_hf(other)
     words = {"model": "gpt2", "pre": "unheard", "tokens": ["a", "b"], "merges": ["a b"]}
     for change, says in (
-        ({}, "pre='unheard' does not say how a text is cut into words"),
-        ({"model": "t5"}, "model='t5' is not read"),
+        ({}, "pre='unheard'"),
+        ({"model": "t5"}, "model='t5'"),
         ({"pre": "gpt-2", "merges": ["ab"]}, "pairs with a blank"),
         ({"pre": "gpt-2", "tokens": ["a", "a"]}, "the same piece twice"),
         ({"pre": "gpt-2", "token_type": [1]}, "a list of 2 numbers"),

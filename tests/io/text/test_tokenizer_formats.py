@@ -6,6 +6,7 @@ import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,15 +156,44 @@ def test_files_that_are_none(name, content, says, tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_models_that_change_letters_are_refused(tmp_path):
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "nfkc_cf"])
+def test_the_normalizer_in_a_sentencepiece_model_is_applied(kind, rule, tmp_path):
     import sentencepiece
 
     written = io.BytesIO()
-    rules = dict(vocab_size=300, normalization_rule_name="nmt_nfkc", hard_vocab_limit=False, minloglevel=2)
+    rules = dict(vocab_size=300, model_type=kind, normalization_rule_name=rule, hard_vocab_limit=False, minloglevel=2)
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SOURCE.splitlines()), model_writer=written, **rules)
     (tmp_path / "spiece.model").write_bytes(written.getvalue())
-    with pytest.raises(DataError, match=r"change letters \(nmt_nfkc\) are not read: give a tokenizer.json"):
-        load_tokenizer(tmp_path / "spiece.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, JsonTokenizer)
+    for text in (
+        *HARD,
+        SOURCE,
+        "ＡＢＣ１２３ ½ ™ ㍿",
+        "ｶﾞ e\u0301 A\u030a\u0301 각 \u1100\u1161\u11a8",
+        "x\r\ny",
+        "İß～",
+    ):
+        ids, want = tokenizer.encode(text).tolist(), theirs.encode(text)
+        assert ids == want or (kind == "unigram" and sorted(ids) == sorted(want)), text
+
+
+@pytest.mark.parametrize("field", ["escape_whitespaces", "treat_whitespace_as_suffix"])
+def test_sentencepiece_models_with_other_rules_are_refused(field, tmp_path):
+    from sentencepiece import sentencepiece_model_pb2
+
+    formats: Any = sentencepiece_model_pb2
+    model = formats.ModelProto()
+    model.pieces.add(piece="<unk>", score=0, type=2)
+    model.trainer_spec.model_type = 2
+    model.normalizer_spec.escape_whitespaces = field != "escape_whitespaces"
+    model.trainer_spec.treat_whitespace_as_suffix = field == "treat_whitespace_as_suffix"
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    with pytest.raises(DataError, match=field):
+        load_tokenizer(tmp_path)
 
 
 def test_the_extra_is_named(tmp_path, monkeypatch):

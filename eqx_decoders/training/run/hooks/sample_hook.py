@@ -63,4 +63,6 @@ class SampleHook(Hook):
             if answered:
                 return describe_answers(answered)
         new, seed = config.sample_tokens, config.dataset.seed
-        return sample_text(model, run.tokenizer, config.prompt, max_new_tokens=new, seed=seed)
+        return sample_text(
+            model, run.tokenizer, config.prompt, max_new_tokens=new, seed=seed, stop_ids=run.directory.stop_ids
+        )

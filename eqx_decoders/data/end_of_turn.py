@@ -1,0 +1,62 @@
+"""The tokens with which a chat template ends the assistant's turns, as far as a model learns them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.sources.documents import ChatDocument, Document
+from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "f",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+_CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+
+
+def end_of_turn_ids(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
+    """Return the ids of the special tokens that end an answer, or a call of a tool, in rendered conversations.
+
+    A token counts if it is trained on: templates that end a turn with a plain text, or with the begin of the next turn,
+    have none. Empty for a template that cannot write a question with an answer.
+    """
+    if template is None or not isinstance(tokenizer, JsonTokenizer):
+        return ()
+    user = {"role": "user", "content": "1"}
+    answer = _trailing_special_ids(tokenizer, template, [user, {"role": "assistant", "content": "1"}])
+    ends = set(answer)
+    if "tool" in template.source + (template.tool_source or ""):
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        ends |= set(_trailing_special_ids(tokenizer, template, [user, call], {"tools": [_TOOL]})[-1:])
+    return tuple(sorted(ends))
+
+
+def _trailing_special_ids(
+    tokenizer: JsonTokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the special tokens at the end of the last message, with blanks around them; empty if rendering fails."""
+    document = Document("the chat template", chat=ChatDocument(list(messages), variables=dict(variables or {})))
+    try:
+        (rendered,) = list(render_documents(iter([document]), template))
+    except (ConversionError, DataError, ValueError):
+        return []
+    ((ids, targets),) = encode_spans(tokenizer, [rendered.text or ""], [rendered.spans or ()], [rendered.literal])
+    found: list[int] = []
+    for index in reversed(ids[np.asarray(targets, bool)].tolist()):
+        if tokenizer.decode([index]) == "" and tokenizer.decode([index], special=True) != "":
+            found.insert(0, index)
+        elif tokenizer.decode([index]).strip():
+            break
+    return found

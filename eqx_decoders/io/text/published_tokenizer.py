@@ -1,0 +1,331 @@
+"""The small files of a published tokenizer, merged as in transformers.
+
+A tokenizer is a vocabulary (`tokenizer.json`, `tokenizer.model`, …) and up to four small files that name its special
+tokens and add tokens to the vocabulary:
+
+- `tokenizer_config.json`: the tokenizer's class, named tokens and, in newer directories, `added_tokens_decoder`, which
+  lists all added tokens by id; the next two files have no effect then;
+- `special_tokens_map.json`: named tokens;
+- `added_tokens.json`: ids of added tokens;
+- `config.json`: the class, where `tokenizer_config.json` has none.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from eqx_decoders.errors import ConversionError, DataError, check
+from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
+
+
+# transformers' names of the tokens that a template can use as variables.
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_NEVER = -1e9  # score of a Unigram piece that no text is split into
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+
+_END_OF_TEXT = "<|endoftext|>"
+_GPT2 = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
+_QWEN = {"bos_token": None, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
+_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+# Named tokens of tokenizer classes of transformers, for files that do not name them.
+CLASS_TOKENS: dict[str, dict[str, str | None]] = {
+    "CodeGenTokenizer": dict(_GPT2),
+    "CodeLlamaTokenizer": dict(_LLAMA),
+    "CohereTokenizer": {
+        "bos_token": "<BOS_TOKEN>",
+        "eos_token": "<|END_OF_TURN_TOKEN|>",
+        "unk_token": "<UNK>",
+        "pad_token": "<PAD>",
+        "cls_token": "<CLS>",
+        "sep_token": "<SEP>",
+        "mask_token": "<MASK_TOKEN>",
+    },
+    "GPT2Tokenizer": dict(_GPT2),
+    "GPTNeoXTokenizer": _GPT2 | {"pad_token": "<|padding|>"},
+    "GemmaTokenizer": {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+    "LlamaTokenizer": dict(_LLAMA),
+    "Qwen2Tokenizer": dict(_QWEN),
+    "Qwen3_5Tokenizer": dict(_QWEN),
+}
+
+# Classes by `model_type`, for directories whose tokenizer_config.json names none.
+_MODEL_TYPES = {
+    "CohereTokenizer": "cohere cohere2",
+    "GPT2Tokenizer": "gpt2 gpt_neo gptj opt starcoder2 codegen dbrx phi",
+    "GPTNeoXTokenizer": "gpt_neox mamba mamba2 falcon_mamba mpt olmo olmoe rwkv xlstm",
+    "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma",
+    "LlamaTokenizer": "llama",
+    "Qwen2Tokenizer": "qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe internvl",
+    "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen4_exp",
+}
+_CLASS_OF_MODEL = {model: name for name, models in _MODEL_TYPES.items() for model in models.split()}
+
+
+class AddedToken(NamedTuple):
+    """A token that is found in a text before it is split into pieces, with the flags of `tokenizers.AddedToken`."""
+
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+    @classmethod
+    def parse(cls, value: Any, where: str, *, special: bool | None = None) -> "AddedToken":
+        """Read a token from a text, or from an object with `content` and flags. Raises DataError.
+
+        special: the flag of a text, and of an object without the flag.
+        """
+        content = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(content, str):
+            raise DataError(f"{where}={str(value)[:60]} must be a text, or an object with a text as its content.")
+        flags = {key: value[key] for key in _FLAGS if key in value} if isinstance(value, dict) else {}
+        wrong = [key for key, flag in flags.items() if not isinstance(flag, bool)]
+        check(not wrong, f"{where}={str(value)[:60]}: {', '.join(wrong)} must be true or false.", DataError)
+        if special is not None:
+            flags = {"special": special} | flags
+        return cls(content, **({"normalized": not flags.get("special", False)} | flags))
+
+
+def read_object(folder: Directory, name: str) -> dict[str, Any]:
+    """Read the JSON object in a file of a directory; without the file it is empty. Raises DataError."""
+    if not folder.has(name):
+        return {}
+    path = folder.file(name)
+    size = path.stat().st_size
+    check(size <= CONFIG_BYTES, f"{path} has {size:,} bytes: more than {CONFIG_BYTES:,} are no settings.", DataError)
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {str(error)[:200]}") from error
+    check(isinstance(content, dict), f"{path} must hold a JSON object.", DataError)
+    return content
+
+
+def special_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, str | None]:
+    """Read `bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
+
+    As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
+    null means that there is none.
+    """
+    merged = settings if "added_tokens_decoder" in settings else {**settings, **older}
+    values = {token: merged[token] for token in NAMED_TOKENS if token in merged}
+    texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in values.items()}
+    for token, text in texts.items():
+        rule = "must be a text, or an object with one as its content"
+        check(text is None or isinstance(text, str), f"{token}={str(values[token])[:60]} {rule}.", ConversionError)
+    return texts
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedTokenizer:
+    """The settings and added tokens of a tokenizer's directory.
+
+    - `settings`: `tokenizer_config.json`, or the same content from a GGUF file.
+    - `older`: `special_tokens_map.json`.
+    - `added_ids`: `added_tokens.json`.
+    - `model_config`: `config.json`; only `tokenizer_class` and `model_type` are read.
+    """
+
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    older: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    added_ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Directory) -> "PublishedTokenizer":
+        """Read the files of a directory, as far as they exist. Raises DataError for malformed ones."""
+        settings = read_object(folder, "tokenizer_config.json")
+        is_named = isinstance(settings.get("tokenizer_class"), str)
+        return cls(
+            settings,
+            read_object(folder, "special_tokens_map.json"),
+            read_object(folder, "added_tokens.json"),
+            {} if is_named else read_object(folder, "config.json"),
+        )
+
+    @functools.cached_property
+    def class_name(self) -> str | None:
+        """Name of the tokenizer's class in transformers, without "Fast"; None where no file names it."""
+        for name in (self.settings.get("tokenizer_class"), self.model_config.get("tokenizer_class")):
+            if isinstance(name, str) and name:
+                return name.removesuffix("Fast") if name != "PreTrainedTokenizerFast" else name
+        return _CLASS_OF_MODEL.get(str(self.model_config.get("model_type")))
+
+    @functools.cached_property
+    def named(self) -> dict[str, str | None]:
+        """Named tokens that the files give; null means that there is none."""
+        return special_tokens(self.settings, self.older)
+
+    @property
+    def class_tokens(self) -> dict[str, str | None]:
+        """Named tokens of the class, which count where the files name none."""
+        return CLASS_TOKENS.get(self.class_name or "", {})
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of chat templates: all named tokens, and others such as `image_token`."""
+        texts: dict[str, Any] = {}
+        for table in (self.settings.get("model_specific_special_tokens"), self.settings.get("extra_special_tokens")):
+            texts |= table if isinstance(table, dict) else {}
+        texts |= {name: value for name, value in self.settings.items() if name.endswith("_token")}
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in texts.items()}
+        texts = self.class_tokens | texts | self.named
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    @functools.cached_property
+    def added(self) -> dict[int, AddedToken]:
+        """Added tokens by id. Raises DataError for malformed ones."""
+        if "added_tokens_decoder" in self.settings:
+            rows = self.settings["added_tokens_decoder"]
+            where = "tokenizer_config.json: added_tokens_decoder"
+            check(isinstance(rows, dict), f"{where} must be an object with an added token for each id.", DataError)
+            tokens = {_index(key, where): AddedToken.parse(value, f"{where}[{key}]") for key, value in rows.items()}
+        else:
+            special = {token.content for token in self._without_ids()}
+            tokens = {
+                _index(index, f"added_tokens.json: {content!r}"): AddedToken(
+                    content, special=content in special, normalized=content not in special
+                )
+                for content, index in self.added_ids.items()
+            }
+        named = set(self.named.values())
+        tokens = {
+            index: token._replace(special=token.special or token.content in named) for index, token in tokens.items()
+        }
+        return dict(sorted(tokens.items()))
+
+    @functools.cached_property
+    def without_ids(self) -> list[AddedToken]:
+        """Special tokens for which no file gives an id: they are in the vocabulary, or get the next ids."""
+        known = {token.content for token in self.added.values()}
+        return [token for token in self._without_ids() if token.content not in known]
+
+    def _without_ids(self) -> Iterator[AddedToken]:
+        merged = self.settings if "added_tokens_decoder" in self.settings else {**self.settings, **self.older}
+        for name in NAMED_TOKENS:
+            if merged.get(name) is not None:
+                yield AddedToken.parse(merged[name], name, special=True)
+        for name in ("extra_special_tokens", "additional_special_tokens"):
+            values = merged.get(name)
+            if isinstance(values, dict):
+                values = list(values.values())
+            for value in values if isinstance(values, Sequence) and not isinstance(values, str) else ():
+                yield AddedToken.parse(value, name, special=True)
+
+
+def _index(value: Any, where: str) -> int:
+    digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 9
+    index = int(value) if digits else value
+    valid = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1_000_000_000
+    check(valid, f"{where}: {str(value)[:40]} must be a token id.", DataError)
+    return index
+
+
+def complete(inner: Any, files: PublishedTokenizer, *, is_raw: bool = False, is_new: bool = False) -> Any:
+    """Return a tokenizer of the `tokenizers` package with the tokens of the small files, with the ids that they give.
+
+    A `bos_token` or `eos_token` that no file defines is not added: the caller refuses it. Other special tokens without
+    an id get the next ids, as in transformers. Raises DataError for an id that belongs to another token.
+
+    **Arguments:**
+
+    - `is_raw`: search all added tokens in the text as it is written, as SentencePiece does, whatever their flags say.
+    - `is_new`: the class of the tokenizer, not a `tokenizer.json`, gives its rules: add the named tokens of the class.
+    """
+    inner = _with_ids(inner, files.added)
+    present = {token.content: token for token in map(_flags_of, inner.get_added_tokens_decoder().values())}
+    for token in files.added.values():
+        changed = "added_tokens_decoder" not in files.settings and _is_changed(inner, token.content)
+        token = token._replace(normalized=token.normalized and not (is_raw or changed))
+        if token.content and present.get(token.content) != token:
+            _add(inner, token)
+            present[token.content] = token
+    required = {files.named.get("bos_token"), files.named.get("eos_token")}
+    extra = list(files.without_ids)
+    if is_new:
+        extra += [AddedToken(text, True) for text in (files.class_tokens | files.named).values() if text is not None]
+    for token in extra:
+        is_defined = token.content not in required or inner.token_to_id(token.content) is not None
+        if token.content and token.content not in present and is_defined:
+            _add(inner, token)
+            present[token.content] = token
+    return inner
+
+
+def _flags_of(token: Any) -> AddedToken:
+    return AddedToken(token.content, **{name: getattr(token, name) for name in _FLAGS})
+
+
+def _is_changed(inner: Any, content: str) -> bool:
+    """Return whether the normalizer changes the name of a token, which would then not be found in normalized text."""
+    return inner.normalizer is not None and inner.normalizer.normalize_str(content) != content
+
+
+def _add(inner: Any, token: AddedToken) -> None:
+    from tokenizers import AddedToken as Inner
+
+    flags = {name: getattr(token, name) for name in _FLAGS}
+    (inner.add_special_tokens if token.special else inner.add_tokens)([Inner(token.content, **flags)])
+
+
+def _with_ids(inner: Any, added: Mapping[int, AddedToken]) -> Any:
+    """Return a tokenizer in whose vocabulary each added token has its id, or will get it as the next free one.
+
+    A token replaces the piece that has its id (such as `<unused0>`).
+    """
+    size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    new: dict[int, str] = {}
+    for index, token in added.items():
+        found = inner.token_to_id(token.content)
+        if found is None:
+            new[index] = token.content
+        elif found != index:
+            raise DataError(
+                f"The added token {token.content!r} has the id {index} in added_tokens_decoder of "
+                f"tokenizer_config.json or in added_tokens.json, but {found} in the vocabulary: the files belong to "
+                "different tokenizers. Download all of them again."
+            )
+    after = [index for index in new if index >= size]
+    is_contiguous = after == [*range(size, size + len(after))]
+    explicit = {index: name for index, name in new.items() if index < size or not is_contiguous}
+    return _rewritten(inner, explicit) if explicit else inner
+
+
+def _rewritten(inner: Any, names: Mapping[int, str]) -> Any:
+    """Return a tokenizer with other names of ids, which may be beyond its vocabulary."""
+    from tokenizers import Tokenizer as Inner
+
+    content = json.loads(inner.to_str())
+    model, listed = content["model"], {token["id"]: token for token in content["added_tokens"]}
+    vocab = model["vocab"]
+    for index, name in names.items():
+        old = inner.id_to_token(index)
+        if index in listed:
+            listed[index]["content"] = name
+        if isinstance(vocab, dict):
+            vocab.pop(old, None)
+            vocab[name] = index
+            merges = model.get("merges") or []
+            model["merges"] = [pair for pair in merges if old not in (*_pair(pair), "".join(_pair(pair)))]
+            if model.get("unk_token") == old:
+                model["unk_token"] = name
+        else:
+            vocab += [[f"\0{number}", _NEVER] for number in range(len(vocab), index + 1)]
+            vocab[index] = [name, _NEVER]
+    return Inner.from_str(json.dumps(content, ensure_ascii=False))
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right

@@ -1,0 +1,136 @@
+"""Token ids and rendered chats are those of transformers, whichever of a tokenizer's files are there (`make_tokenizers.py`)."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.io.text.chat_template import load_chat_template
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, load_tokenizer
+
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "tokenizers"
+CONTENT = json.loads((FIXTURES / "cases.json").read_text())
+CASES = {case["name"]: case for case in CONTENT["cases"]}
+
+
+def write(folder: Path, case: dict[str, Any], *missing: str) -> Path:
+    for file, source in case["vocabulary"].items():
+        shutil.copyfile(FIXTURES / source, folder / file)
+    for file, content in case["files"].items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    for file in missing:
+        (folder / file).unlink()
+    return folder
+
+
+def load(folder: Path) -> JsonTokenizer:
+    tokenizer = load_tokenizer(folder)
+    assert isinstance(tokenizer, JsonTokenizer)
+    return tokenizer
+
+
+def check(tokenizer: JsonTokenizer, case: dict[str, Any]) -> None:
+    for text, ids, prompt in zip(CONTENT["texts"], case["ids"], case["prompts"], strict=True):
+        assert tokenizer.encode(text, special=True).tolist() == ids, text
+        assert tokenizer.encode_prompt(text).tolist() == prompt, text
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (case["bos"], case["eos"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ids_are_those_of_transformers(name, tmp_path):
+    tokenizer = load(write(tmp_path, CASES[name]))
+    check(tokenizer, CASES[name])
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    check(load(tmp_path / "saved"), CASES[name])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "chat" in name])
+def test_chats_are_those_of_transformers(name, tmp_path):
+    case = CASES[name]
+    folder = write(tmp_path, case)
+    try:
+        template = load_chat_template(folder)
+    except ConversionError:
+        template = None
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+    for key, variables in (("chat", {}), ("chat_with_tools", {"tools": tools})):
+        rendered = None
+        if template is not None:
+            rendered = template.render(CONTENT["messages"], add_generation_prompt=False, **variables)
+        assert rendered == case[key], key
+
+
+@pytest.mark.parametrize("name", ["llama: added, eos", "gpt2: added, eos", "qwen2: added, eos", "llama: decoder, eos"])
+def test_a_missing_file_is_named(name, tmp_path):
+    """Without the file that gives the id of eos, ids are those of transformers or an error names the file."""
+    folder, case = write(tmp_path, CASES[name]), CASES[name]
+    for file in case["files"]:
+        if file == "added_tokens.json":
+            (folder / file).unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("added_tokens_decoder", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=r"eos_token='<\|im_end\|>'.*added_tokens\.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "merges.txt"])
+def test_a_bpe_needs_both_of_its_files(file, tmp_path):
+    with pytest.raises(DataError, match=f"{file} is missing"):
+        load(write(tmp_path, CASES["gpt2: bare"], file))
+
+
+def test_a_class_that_does_not_say_how_words_are_split_is_refused(tmp_path):
+    folder = write(tmp_path, CASES["qwen2: bare"], "tokenizer_config.json")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json"):
+        load(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    check(load(folder), CASES["qwen2: bare"])
+
+
+def test_the_first_two_files_alone_are_those_of_gpt2(tmp_path):
+    check(load(write(tmp_path, CASES["gpt2: bare"], "tokenizer_config.json")), CASES["gpt2: bare"])
+
+
+@pytest.mark.parametrize("name", ["llama: added", "unigram: added", "gpt2: added", "llama3: added"])
+def test_added_tokens_have_the_ids_that_the_files_give(name, tmp_path):
+    """Ids after a hole, and ids of pieces that are replaced, as in `<unused0>`."""
+    folder, size = write(tmp_path, CASES[name]), load(write(tmp_path, CASES[name])).vocab_size
+    near = size - 8
+    (folder / "added_tokens.json").write_text(json.dumps({"<far>": size + 9, "<next>": size + 3, "<near>": near}))
+    tokenizer = load(folder)
+    assert [tokenizer.name_of(index) for index in (near, size + 3, size + 9)] == ["<near>", "<next>", "<far>"]
+    found = tokenizer.encode("a<far>b<next>c<near>", special=True).tolist()
+    assert [index for index in found if index in (near, size + 3, size + 9)] == [size + 9, size + 3, near]
+    assert tokenizer.vocab_size == size + 10
+
+
+def test_files_of_different_tokenizers_are_refused(tmp_path):
+    folder = write(tmp_path, CASES["llama: added"])
+    (folder / "added_tokens.json").write_text('{"</s>": 7}')
+    with pytest.raises(DataError, match=r"'</s>' has the id 7 .* but 2"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"added_tokens_decoder": []},
+        {"added_tokens_decoder": {"x": {"content": "a"}}},
+        {"added_tokens_decoder": {"-1": {"content": "a"}}},
+        {"added_tokens_decoder": {"400": {"content": 3}}},
+        {"added_tokens_decoder": {"400": {"content": "a", "lstrip": "yes"}}},
+        {"additional_special_tokens": [3]},
+    ],
+)
+def test_malformed_added_tokens_are_refused(settings, tmp_path):
+    folder = write(tmp_path, CASES["gpt2: bare"])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"} | settings))
+    with pytest.raises(DataError):
+        load(folder)
