@@ -264,7 +264,9 @@ class KVCache(LayerCache):
         count = jnp.max(jnp.where(in_use, index + 1, 0))
 
         def zeros(x: Any) -> Any:
-            return None if x is None else jnp.zeros((x.shape[0], rows.shape[0], size, x.shape[2], *x.shape[4:]), x.dtype)
+            return (
+                None if x is None else jnp.zeros((x.shape[0], rows.shape[0], size, x.shape[2], *x.shape[4:]), x.dtype)
+            )
 
         nothing = NewKV(*map(zeros, self.arrays))
 
