@@ -1,8 +1,7 @@
 """Images from files: decoded with Pillow, with bounds, as arrays of red, green and blue.
 
-A file is turned upright by its EXIF data, and then converted to RGB, which drops transparency except that of one color,
-as transformers does with the name of a file. A `PIL.Image`, or an array, is not turned, and put on white where it is
-transparent, as transformers does with these.
+Transparent pixels are composited on white, whether an image is a file, bytes, a `PIL.Image` or an array: encoders get
+what a person sees on a white page. A file is turned upright by its EXIF data; a `PIL.Image` or an array is not.
 """
 
 import functools
@@ -56,7 +55,7 @@ def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | No
             return _on_white(pillow, source)
     with _opened(pillow, source, limits, where) as image:
         image.load()
-        return _on_white(pillow, _upright(image).convert("RGB"))
+        return _on_white(pillow, _upright(image))
 
 
 def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
