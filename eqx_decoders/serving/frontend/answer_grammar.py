@@ -188,6 +188,25 @@ def chat_grammar(
     return AnswerGrammar(form, calls, reasoning, tuple(row.wrappers))
 
 
+def simplified(grammar: AnswerGrammar, control: Mapping[str, int]) -> AnswerGrammar:
+    """Return a grammar without optional reasoning that cannot change the answer, or that the form has itself.
+
+    If there is only one text that the answer may have, there is nothing to reason about, and no call in its place. Texts
+    that contain markers of the reasoning, which are no tokens of this tokenizer, are complete outputs.
+    """
+    form = grammar.form
+    if form is None or not isinstance(form.content, tuple):
+        return grammar
+    row = grammar.reasoning
+    markers = ("<|message|>",) if grammar.harmony else () if row is None else (row.begin, row.end)
+    markers = tuple(marker for marker in markers if marker not in control)
+    if any(marker in text for text in form.content for marker in markers):
+        return AnswerGrammar(form)
+    if len(form.content) == 1:
+        return grammar._replace(calls=None, reasoning=row if row is not None and row.opened else None)
+    return grammar
+
+
 def to_llguidance(
     grammar: "Grammar | AnswerGrammar",
     control: Mapping[str, int],
@@ -317,11 +336,26 @@ class _Writer:
         row = TOOL_CALL_FORMAT[calls.format]
         if calls.required:
             return self._calls(calls)
-        if has_form:
-            # without a marker, the start of a call could not be told from the form
-            prefix = self._text(row.begins[0]) if row.bare and not self._begins(row) else ""
-            return self._rule("answer", f"{prefix} {self._calls(calls)} | @answer")
+        if has_form and grammar.form is not None:
+            alternatives = [self._calls_next_to(row, calls, grammar.form), "@answer"]
+            return self._rule("answer", " | ".join(alternatives))
         return self._rule("answer", self._text_or_calls(row, calls))
+
+    def _calls_next_to(self, row: ToolCallFormat, calls: CallGrammar, form: Grammar) -> str:
+        """Return the rule of calls in place of a form. Their starts must differ where calls have no marker."""
+        if not row.bare or self._begins(row):
+            return self._calls(calls)
+        if form.kind != "json":
+            return f"{self._text(row.begins[0])} {self._calls(calls)}"
+        if row.syntax != "json":
+            return self._calls(calls)
+        # llguidance can choose between several JSON Schemas, but not between a schema and a literal of JSON
+        schemas = []
+        for name, text in calls.tools:
+            properties = {row.name_keys[0]: {"const": name}, row.argument_keys[-1]: prepare_schema(_parse(text))}
+            schemas.append({"type": "object", "properties": properties, "required": list(properties)})
+        schemas = [{**schema, "additionalProperties": False} for schema in schemas]
+        return " | ".join(f"%json {json.dumps(_with_options(schema), ensure_ascii=False)}" for schema in schemas)
 
     def _add_form(self, form: Grammar | None) -> bool:
         if form is not None:
@@ -492,7 +526,8 @@ class _Writer:
 class _Values:
     """Writer of the rules of values in calls that are written as in Python, or as Gemma writes them.
 
-    Types, constants and enumerations of the schema are constrained, other rules are not.
+    Types, constants and enumerations are constrained, and rules on numbers. Other rules are constrained for texts of
+    Python only.
     """
 
     def __init__(
@@ -516,6 +551,9 @@ class _Values:
             return self._rule("value", " | ".join(self._literal(value) for value in literals))
         true, false, null = map(quoted, self._names)
         types = types_of(schema, self._root)
+        if types <= {"integer", "number"} or (types == {"string"} and self._python):  # written as in JSON
+            definitions = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
+            return self._rule("value", f"%json {json.dumps(_with_options({**definitions, **schema}))}")
         alternatives = []
         if "boolean" in types:
             alternatives += [true, false]

@@ -26,6 +26,7 @@ from eqx_decoders.serving.frontend.answer_grammar import (
     AnswerGrammar,
     Grammar,
     Kind as Kind,
+    simplified,
     to_llguidance,
 )
 from eqx_decoders.serving.frontend.api_errors import ApiError
@@ -256,6 +257,8 @@ class GrammarCompiler:
                 self._vocabulary, self._control = _vocabulary(
                     llguidance, self._tokenizer, self._vocab_size, self._stop_ids
                 )
+        if isinstance(grammar, AnswerGrammar):
+            grammar = simplified(grammar, self._control)
         end = grammar.end_marker if isinstance(grammar, AnswerGrammar) else ""
         matchers = [self._matcher(llguidance, grammar, ending) for ending in ((False, True) if end else (False,))]
         self._check_leaves(llguidance, grammar)
