@@ -13,7 +13,7 @@ from eqx_decoders.data.sources.documents import ReadReport
 from eqx_decoders.data.store.corpus import read_documents
 from eqx_decoders.data.store.shard_writer import write_shard
 from eqx_decoders.data.store.shards import Shard
-from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, prompt_ids, train_bpe
 from eqx_decoders.serving.frontend.prompts import TextFrontend
 from tests.data.test_chats import CHATML, write
@@ -203,9 +203,10 @@ def test_conversations_begin_with_the_request_of_inference(kind, name, tmp_path)
     rows, report = rows_of(
         write(tmp_path / "a.jsonl", *({"messages": talk} for talk in talks)), tokenizer, tmp_path, template
     )
+    requests = template.render_many([Conversation(talk[:1], {}, True) for talk in talks])
     others = 0
-    for talk, (row, targets) in zip(talks, rows, strict=True):
-        ids = tokenizer.encode(template.render(talk[:1]), special=True).tolist()
+    for request, (row, targets) in zip(requests, rows, strict=True):
+        ids = tokenizer.encode(request.text, special=True).tolist()
         if row[: len(ids)] != ids:
             others += 1
             continue
