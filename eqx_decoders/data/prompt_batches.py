@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eqx_decoders.data.packing_plans import check_same_data, permutation
-from eqx_decoders.data.sources.documents import FILES, checked_text, template_variables
+from eqx_decoders.data.sources.documents import FILES, LARGE_SHARE, checked_text, template_variables
 from eqx_decoders.data.sources.readers import ALL, read_records
 from eqx_decoders.data.sources.records import as_texts, normalize_prompt
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
@@ -60,7 +60,10 @@ class Prompts:
         if not self.longest:
             return f"{len(self.prompts):,} tasks"
         line = f"{len(self.prompts):,} prompts of up to {self.longest:,} tokens"
-        return f"{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}" if self.too_long else line
+        if not self.too_long:
+            return line
+        warning = "warning: " if self.too_long > LARGE_SHARE * (self.too_long + len(self.prompts)) else ""
+        return f"{warning}{line}; left out: {self.too_long:,} of more than {self.most_tokens:,}"
 
 
 def read_prompts(

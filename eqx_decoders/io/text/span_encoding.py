@@ -53,18 +53,34 @@ def encode_spans(
         [_within(letters[number], first, last) for number, _, first, last in segments],
     )
     cuts: dict[int, list[int]] = {}
+    first_tokens: dict[tuple[int, int], int] = {}  # by the number of the text and the start of a span
     for (number, token, _, start), segment in zip(segments, found, strict=True):
+        first_tokens[number, start] = token + len(segment.ids)
         if encodings[number].ids[token : token + len(segment.ids)] != segment.ids:
             cuts.setdefault(number, []).append(start)
     results = []
     for number, (encoding, each) in enumerate(zip(encodings, spans, strict=True)):
-        whole = EncodedSpans(np.asarray(encoding.ids, np.int32), token_mask(encoding, each))
+        mask = np.zeros(len(encoding.ids), bool)
+        for span in each:
+            inside = _span_mask(encoding, span, len(texts[number]))
+            if number not in cuts:  # a special token may cover blanks after it, with which the span starts
+                inside[: first_tokens.get((number, span[0]), 0)] = False
+            mask |= inside
+        whole = EncodedSpans(np.asarray(encoding.ids, np.int32), mask)
         if number in cuts:
             parts = _encode_parts(tokenizer, texts[number], each, letters[number], cuts[number], whole.ids)
             results.append(whole._replace(joined=True) if parts is None else parts)
         else:
             results.append(whole)
     return results
+
+
+def _span_mask(encoding: Any, span: Span, length: int) -> np.ndarray:
+    """Return which tokens are in a span of a text: also those without characters at the end of the text."""
+    mask = token_mask(encoding, [span])
+    if span[1] == length and mask.any():
+        mask[int(np.argmax(mask)) :] = True
+    return mask
 
 
 def _last_special(tokenizer: JsonTokenizer, encoding: Any, stop: int) -> tuple[int, int]:
@@ -110,10 +126,12 @@ def _encode_parts(
             (encoding,) = tokenizer.encodings([context + text[first:last]], [letters])
             new = encoding.ids[len(before) :]
             decoded = tokenizer.decode([*ids, *new], special=True)
-            if encoding.ids[: len(before)] == before and (
-                expected.startswith(decoded) if last < len(text) else decoded == expected
-            ):
-                mask = token_mask(encoding, [(start + shift, stop + shift) for start, stop in inside])
+            texts = (expected, text)  # some decoders lose a blank of the joint tokens
+            same = decoded in texts if last == len(text) else any(each.startswith(decoded) for each in texts)
+            if same and encoding.ids[: len(before)] == before:
+                mask = np.zeros(len(encoding.ids), bool)
+                for start, stop in inside:
+                    mask |= _span_mask(encoding, (start + shift, stop + shift), len(context) + last - first)
                 masks.append(mask[len(before) :])
                 ids += new
                 break
