@@ -339,9 +339,9 @@ def _normalizer(spec: Any, prefix: bool) -> Any:
 def _charsmap(content: bytes, composes: bool) -> list[Any]:
     """Make the normalizers of the rules for characters in a SentencePiece model.
 
-    `Precompiled` replaces a grapheme by the rule of its first characters and drops the other ones, such as the line feed
-    of CR LF and accents without a composed form. SentencePiece applies its rules to the longest match of characters. So
-    each character becomes a grapheme of its own; rules that compose characters (NFKC) are applied before and after.
+    `Precompiled` replaces a grapheme by the rule of its first characters and drops the other ones, such as the line
+    feed of CR LF and accents without a composed form. SentencePiece applies its rules to the longest match of
+    characters. So each character becomes a grapheme of its own; compositions of NFKC are made before and after.
     """
     from tokenizers import Regex, normalizers
 
