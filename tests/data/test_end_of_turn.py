@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from eqx_decoders.data.end_of_turn import end_of_turn_ids
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
 
 
 CHATS = Path(__file__).parents[1] / "fixtures" / "chats"
@@ -46,6 +47,13 @@ def test_ends_of_turns_are_those_of_the_template(name, ends):
 )
 def test_only_special_tokens_at_the_end_count(end, ends):
     assert names(ChatTemplate(source=TURNS.replace("END", end))) == ends
+
+
+def test_added_tokens_that_are_not_special_count():
+    inner = tokenizers.Tokenizer.from_file(str(CHATS / "tokenizer.json"))
+    inner.add_tokens([tokenizers.AddedToken("<turn>", special=False), tokenizers.AddedToken("    ", special=False)])
+    ends = end_of_turn_ids(JsonTokenizer(inner), ChatTemplate(source=TURNS.replace("END", "<turn>    \n")))
+    assert ends == (inner.token_to_id("<turn>"),)
 
 
 def test_without_a_template_or_special_tokens_there_are_none():

@@ -136,7 +136,10 @@ def test_a_run_with_another_tokenizer_has_the_ids_of_that_tokenizer(tmp_path):
     model = ed.load_hf(base)
     assert run.tokenizer == run.path / "tokenizer" and templates_in(run.tokenizer) == [NEW]
     export_run(model, run, tmp_path / "out")
-    assert templates_in(tmp_path / "out") == [NEW] and eos_ids(tmp_path / "out", "generation_config.json") == {USER, END}
+    assert templates_in(tmp_path / "out") == [NEW] and eos_ids(tmp_path / "out", "generation_config.json") == {
+        USER,
+        END,
+    }
     assert text_model_of(run, model, load_tokenizer(run.tokenizer)).stop_ids == (END, USER)
 
 
