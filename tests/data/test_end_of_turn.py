@@ -7,7 +7,7 @@ import tokenizers
 
 from eqx_decoders.data.end_of_turn import end_of_turn_ids
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, decode, load_tokenizer
 
 
 CHATS = Path(__file__).parents[1] / "fixtures" / "chats"
@@ -15,8 +15,8 @@ TOKENIZER = load_tokenizer(CHATS / "tokenizer.json")
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}END{% endfor %}"
 
 
-def names(template: ChatTemplate) -> set[str | None]:
-    return {TOKENIZER.name_of(index) for index in end_of_turn_ids(TOKENIZER, template)}
+def names(template: ChatTemplate) -> set[str]:
+    return {decode(TOKENIZER, [index], special=True) for index in end_of_turn_ids(TOKENIZER, template)}
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,9 @@ def test_the_normalizer_in_a_sentencepiece_model_is_applied(kind, rule, tmp_path
     import sentencepiece
 
     written = io.BytesIO()
-    rules = dict(vocab_size=300, model_type=kind, normalization_rule_name=rule, hard_vocab_limit=False, minloglevel=2)
+    rules: dict[str, Any] = dict(
+        vocab_size=300, model_type=kind, normalization_rule_name=rule, hard_vocab_limit=False, minloglevel=2
+    )
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SOURCE.splitlines()), model_writer=written, **rules)
     (tmp_path / "spiece.model").write_bytes(written.getvalue())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
