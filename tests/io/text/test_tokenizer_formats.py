@@ -189,6 +189,7 @@ def test_the_normalizer_in_a_sentencepiece_model_is_applied(kind, rule, tmp_path
         "ＡＢＣ１２３ ½ ™ ㍿",
         "ｶﾞ e\u0301 A\u030a\u0301 각 \u1100\u1161\u11a8",
         "x\r\ny",
+        "①\u0301b",
         "İß～",
     ):
         ids, want = tokenizer.encode(text).tolist(), theirs.encode(text)
