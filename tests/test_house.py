@@ -105,11 +105,6 @@ def test_functions_have_few_parameters():
     assert_at_most(MOST_PARAMETERS, counts, "parameters of a function")
 
 
-def test_folders_hold_few_files():
-    files = [file.parent for file in FILES if file.name != "__init__.py" and file.parent.name not in MANY]
-    assert_at_most(MOST_FILES, collections.Counter(map(name_of, files)), "files in a folder")
-
-
 def test_class_names_have_one_meaning():
     where = collections.defaultdict(set)
     for file, node in definitions(ast.ClassDef):

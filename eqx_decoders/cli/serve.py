@@ -16,6 +16,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -35,6 +36,7 @@ from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.inference.unstack import unstack_in_place
+from eqx_decoders.io.huggingface.generation_config import read_generation_config
 from eqx_decoders.io.huggingface.peft import load_peft
 from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
@@ -238,6 +240,8 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> ServeCo
 def load(config: ServeConfig) -> TextModel:
     """Load the model and the tokenizer that the settings name."""
     text = config.load("keep" if config.quantize == "keep" else "expand")
+    stops = [read_generation_config(directory).stop_ids for directory in config.adapters.values()]
+    text = dataclasses.replace(text, stops=tuple(sorted({*text.stop_ids, *itertools.chain.from_iterable(stops)})))
     if config.quantize in ("keep", "none"):
         return text
     model = quantize(text.model, config.quantize, group_size=config.group_size)

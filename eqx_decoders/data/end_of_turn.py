@@ -24,7 +24,7 @@ _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "argum
 
 
 def end_of_turn_ids(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
-    """Return the ids of the special tokens that end an answer, or a call of a tool, in rendered conversations.
+    """Return the ids of the added tokens that end an answer, or a call of a tool, in rendered conversations.
 
     A token counts if it is trained on: templates that end a turn with a plain text, or with the begin of the next turn,
     have none. Empty for a template that cannot write a question with an answer.
@@ -32,21 +32,21 @@ def end_of_turn_ids(tokenizer: Tokenizer, template: ChatTemplate | None) -> tupl
     if template is None or not isinstance(tokenizer, JsonTokenizer):
         return ()
     user = {"role": "user", "content": "1"}
-    answer = _trailing_special_ids(tokenizer, template, [user, {"role": "assistant", "content": "1"}])
+    answer = _trailing_ids(tokenizer, template, [user, {"role": "assistant", "content": "1"}])
     ends = set(answer)
     if "tool" in template.source + (template.tool_source or ""):
         call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        ends |= set(_trailing_special_ids(tokenizer, template, [user, call], {"tools": [_TOOL]})[-1:])
+        ends |= set(_trailing_ids(tokenizer, template, [user, call], {"tools": [_TOOL]})[-1:])
     return tuple(sorted(ends))
 
 
-def _trailing_special_ids(
+def _trailing_ids(
     tokenizer: JsonTokenizer,
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the special tokens at the end of the last message, with blanks around them; empty if rendering fails."""
+    """Return the added tokens at the end of the last message, with blanks around them; empty if rendering fails."""
     document = Document("the chat template", chat=ChatDocument(list(messages), variables=dict(variables or {})))
     try:
         (rendered,) = list(render_documents(iter([document]), template))
@@ -55,8 +55,9 @@ def _trailing_special_ids(
     ((ids, targets),) = encode_spans(tokenizer, [rendered.text or ""], [rendered.spans or ()], [rendered.literal])
     found: list[int] = []
     for index in reversed(ids[np.asarray(targets, bool)].tolist()):
-        if tokenizer.decode([index]) == "" and tokenizer.decode([index], special=True) != "":
+        name = tokenizer.decode([index], special=True)
+        if index in tokenizer.added_ids and name.strip():
             found.insert(0, index)
-        elif tokenizer.decode([index]).strip():
+        elif name.strip():
             break
     return found

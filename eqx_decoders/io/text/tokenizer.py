@@ -139,6 +139,11 @@ class JsonTokenizer:
         return tuple(begun[:start])
 
     @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of all added tokens, special or not: they are found in a text before it is split into pieces."""
+        return frozenset(self._inner.get_added_tokens_decoder())
+
+    @functools.cached_property
     def renamed(self) -> "RenamedTokens":
         """Tokenizer for texts in which some names of special tokens are letters; made on first use."""
         return RenamedTokens(self._inner.to_str(), self.special_names)

@@ -73,7 +73,7 @@ KNOWN: dict[str | int, Words] = {
 }
 # Normal form and word patterns of tokenizer classes with vocab.json and merges.txt; GPT-2's pattern follows where the
 # patterns do not split words.
-_BYTE_LEVEL: dict[str | None, tuple[str | None, tuple[str, ...]]] = {
+_BYTE_LEVEL: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "CodeGenTokenizer": (None, ()),
     "CohereTokenizer": ("NFC", (r"\p{N}",)),
     "GPT2Tokenizer": (None, ()),
@@ -173,7 +173,7 @@ def _vocab_and_merges(
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     kind = files.class_name
-    if kind not in _BYTE_LEVEL:
+    if kind is None or kind not in _BYTE_LEVEL:
         raise DataError(
             f"tokenizer={str(folder)!r} has {VOCAB} and {MERGES}, and tokenizer_class={kind!r}, which does not say how "
             f"a text is split into words. Known: {', '.join(sorted(_BYTE_LEVEL))}. Download tokenizer.json, or "
@@ -339,9 +339,9 @@ def _normalizer(spec: Any, prefix: bool) -> Any:
 def _charsmap(content: bytes, composes: bool) -> list[Any]:
     """Make the normalizers of the rules for characters in a SentencePiece model.
 
-    `Precompiled` replaces a grapheme by the rule of its first characters and drops the other ones, such as the line feed
-    of CR LF and accents without a composed form. SentencePiece applies its rules to the longest match of characters. So
-    each character becomes a grapheme of its own; rules that compose characters (NFKC) are applied before and after.
+    `Precompiled` replaces a grapheme by the rule of its first characters and drops the other ones, such as the line
+    feed of CR LF and accents without a composed form. SentencePiece applies its rules to the longest match of
+    characters. So each character becomes a grapheme of its own; compositions of NFKC are made before and after.
     """
     from tokenizers import Regex, normalizers
 

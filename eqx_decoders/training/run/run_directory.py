@@ -222,17 +222,17 @@ class RunDirectory:
 
     def write_template(self) -> None:
         """Write the chat template of a file, or of the directory in `tokenizer`, as the only one of the run."""
-        file, given = self.settings.dataset.chat_template, self.settings.tokenizer
+        file = self.settings.dataset.chat_template
         if file is not None:
             if Path(file).exists():
                 write_chat_template(self.tokenizer, read_chat_template(file))
-        elif (
-            given not in (None, "bpe", "bytes") and Path(given).exists() and load_chat_template(self.tokenizer) is None
-        ):
-            path = Path(given)
-            template = load_chat_template(path if path.is_dir() or is_gguf(path) else path.parent)
-            if template is not None:
-                write_chat_template(self.tokenizer, template)
+            return
+        path = Path(self.settings.tokenizer or "bpe")
+        if str(path) in ("bpe", "bytes") or not path.exists() or load_chat_template(self.tokenizer) is not None:
+            return
+        template = load_chat_template(path if path.is_dir() or is_gguf(path) else path.parent)
+        if template is not None:
+            write_chat_template(self.tokenizer, template)
 
     def write_stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Add the tokens that end turns of the chat template to the ids that end a text; return those that are new.

@@ -1,4 +1,4 @@
-"""Token ids and rendered chats are those of transformers, whichever of a tokenizer's files are there (`make_tokenizers.py`)."""
+"""Token ids and rendered chats are those of transformers whichever files a directory has (see `make_tokenizers.py`)."""
 
 import json
 import shutil

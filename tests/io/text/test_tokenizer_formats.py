@@ -73,6 +73,18 @@ def test_ids_are_those_of_tiktoken(name, tmp_path):
     assert load_tokenizer(tmp_path / "saved").encode(SOURCE).tolist() == theirs.encode(SOURCE)
 
 
+def test_added_tokens_beside_a_tiktoken_file(tmp_path):
+    (tmp_path / "qwen.tiktoken").write_text(rows(RANKS))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 151700, "<tool>": 151701}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, JsonTokenizer)
+    ids = tokenizer.encode("<|im_start|>a<tool><|im_end|><|endoftext|>", special=True).tolist()
+    assert ids == [151644, RANKS[b"a"], 151701, 151700, 151643] and tokenizer.eos_id == 151700
+    (tmp_path / "added_tokens.json").unlink()
+    assert load_tokenizer(tmp_path).eos_id == 151645  # of the published file
+
+
 def test_special_tokens_have_the_ids_that_are_published():
     ids = {key: KNOWN[key].special for key in KNOWN}
     assert ids["cl100k_base"]["<|fim_suffix|>"] == 100260 and ids["o200k_base"]["<|endofprompt|>"] == 200018
@@ -162,7 +174,9 @@ def test_the_normalizer_in_a_sentencepiece_model_is_applied(kind, rule, tmp_path
     import sentencepiece
 
     written = io.BytesIO()
-    rules = dict(vocab_size=300, model_type=kind, normalization_rule_name=rule, hard_vocab_limit=False, minloglevel=2)
+    rules: dict[str, Any] = dict(
+        vocab_size=300, model_type=kind, normalization_rule_name=rule, hard_vocab_limit=False, minloglevel=2
+    )
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(SOURCE.splitlines()), model_writer=written, **rules)
     (tmp_path / "spiece.model").write_bytes(written.getvalue())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
@@ -175,6 +189,7 @@ def test_the_normalizer_in_a_sentencepiece_model_is_applied(kind, rule, tmp_path
         "ＡＢＣ１２３ ½ ™ ㍿",
         "ｶﾞ e\u0301 A\u030a\u0301 각 \u1100\u1161\u11a8",
         "x\r\ny",
+        "①\u0301b",
         "İß～",
     ):
         ids, want = tokenizer.encode(text).tolist(), theirs.encode(text)

@@ -1,0 +1,61 @@
+"""The tokens that end turns of a chat template."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from eqx_decoders.data.end_of_turn import end_of_turn_ids
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, decode, load_tokenizer
+
+
+CHATS = Path(__file__).parents[1] / "fixtures" / "chats"
+TOKENIZER = load_tokenizer(CHATS / "tokenizer.json")
+TURNS = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}END{% endfor %}"
+
+
+def names(template: ChatTemplate) -> set[str]:
+    return {decode(TOKENIZER, [index], special=True) for index in end_of_turn_ids(TOKENIZER, template)}
+
+
+@pytest.mark.parametrize(
+    "name, ends",
+    [
+        ("llama3", {"<|eot_id|>"}),
+        ("qwen3", {"<|im_end|>"}),
+        ("gemma3", {"<end_of_turn>"}),
+        ("mistral", {"</s>"}),
+        ("gpt_oss", {"<|return|>", "<|call|>"}),
+    ],
+)
+def test_ends_of_turns_are_those_of_the_template(name, ends):
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert names(ChatTemplate(source=(CHATS / f"{name}.jinja").read_text(), variables=variables)) == ends
+
+
+@pytest.mark.parametrize(
+    "end, ends",
+    [
+        ("<|end|>\n", {"<|end|>"}),
+        ("<|end|><|endoftext|>", {"<|end|>", "<|endoftext|>"}),
+        ("\n\n", set()),
+        (" the end.", set()),
+        ("<|end|> the end.", set()),
+        ("{{ raise_exception('no') }}", set()),
+    ],
+)
+def test_only_special_tokens_at_the_end_count(end, ends):
+    assert names(ChatTemplate(source=TURNS.replace("END", end))) == ends
+
+
+def test_added_tokens_that_are_not_special_count():
+    inner = tokenizers.Tokenizer.from_file(str(CHATS / "tokenizer.json"))
+    inner.add_tokens([tokenizers.AddedToken("<turn>", special=False), tokenizers.AddedToken("    ", special=False)])
+    ends = end_of_turn_ids(JsonTokenizer(inner), ChatTemplate(source=TURNS.replace("END", "<turn>    \n")))
+    assert ends == (inner.token_to_id("<turn>"),)
+
+
+def test_without_a_template_or_special_tokens_there_are_none():
+    assert end_of_turn_ids(TOKENIZER, None) == ()
+    assert end_of_turn_ids(ByteTokenizer(), ChatTemplate(source=TURNS)) == ()
