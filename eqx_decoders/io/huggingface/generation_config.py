@@ -6,18 +6,26 @@ from typing import Any
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.families.config_keys import GENERATION_DEFAULTS
 from eqx_decoders.io.huggingface.directory import Directory
 
 
 def read_generation_config(directory: str | Path | Directory) -> GenerationConfig:
-    """Read the settings in a directory's `generation_config.json`; without one all are None.
+    """Read the settings in a directory's `generation_config.json`.
+
+    Without that file, settings in `config.json` count, as in transformers, unless they are the defaults of transformers
+    4, which it writes with all other keys.
 
     0 for `top_k`, and 1 for `top_p` and `repetition_penalty`, are transformers' values for "off". Other keys have no
     effect here. Raises ConversionError for invalid values.
     """
     folder = directory if isinstance(directory, Directory) else Directory(directory)
     name = "generation_config.json"
-    content = folder.json(name) if folder.has(name) else {}
+    if folder.has(name):
+        content = folder.json(name)
+    else:
+        name, settings = "config.json", folder.json("config.json") if folder.has("config.json") else {}
+        content = {key: settings.get(key) for key, value in GENERATION_DEFAULTS.items() if settings.get(key) != value}
     where = f"{folder.path / name}"
     flag = content.get("do_sample")
     check(
