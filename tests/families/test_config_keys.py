@@ -70,7 +70,7 @@ PRETRAINED = {
     **dict(
         return_dict=True, output_hidden_states=False, output_attentions=False, torchscript=False, use_bfloat16=False
     ),
-    **dict(pruned_heads={}, chunk_size_feed_forward=0, tie_encoder_decoder=False, tf_legacy_loss=False, dtype=None),
+    **dict(pruned_heads={}, chunk_size_feed_forward=0, tie_encoder_decoder=False, tf_legacy_loss=False),
     **dict(is_encoder_decoder=False, is_decoder=False, cross_attention_hidden_size=None, add_cross_attention=False),
     **dict(id2label={"0": "LABEL_0", "1": "LABEL_1"}, label2id={"LABEL_0": 0, "LABEL_1": 1}, problem_type=None),
     **dict(finetuning_task=None, task_specific_params=None, tokenizer_class=None, prefix=None, _name_or_path=""),
@@ -81,6 +81,7 @@ PRETRAINED = {
     **dict(num_return_sequences=1, output_scores=False, return_dict_in_generate=False, remove_invalid_values=False),
     **dict(forced_bos_token_id=None, forced_eos_token_id=None, exponential_decay_length_penalty=None),
     **dict(suppress_tokens=None, begin_suppress_tokens=None, _attn_implementation_autoset=False),
+    **dict(use_bfloat16=False, dtype=None),
     **dict(transformers_version="4.57.6"),
 }
 SUBCONFIGS = ("text_config", "vision_config", "audio_config", "attn_config", "ffn_config")
