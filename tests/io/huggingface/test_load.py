@@ -352,7 +352,7 @@ def test_a_missing_head_is_the_table_where_transformers_4_does_not_say_it(tmp_pa
     if is_tied:
         assert ed.load_hf(directory).config.tied
     else:
-        with pytest.raises(ed.ConversionError, match="lm_head.weight is missing"):
+        with pytest.raises(ed.ConversionError, match=r"lm_head\.weight is missing"):
             ed.load_hf(directory)
 
 

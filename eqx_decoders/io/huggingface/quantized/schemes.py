@@ -49,10 +49,8 @@ T = TypeVar("T")
 
 _OTHER_FORM = "stores weights in a format that is not read"
 # scales of activations and of caches, which are not rounded here
-_ACTIVATION_SCALES = (
-    ".activation_scale", "_activation_scale", ".input_scale", "_input_scale", ".output_scale", ".k_scale", ".v_scale",
-    ".q_scale",
-)  # fmt: skip
+_ACTIVATION_SCALES = ".activation_scale", "_activation_scale", ".input_scale", "_input_scale", ".output_scale"
+_CACHE_SCALES = ".k_scale", ".v_scale", ".q_scale"
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight numbers in their four bytes
 
@@ -130,7 +128,7 @@ def _fp8(fields: Fields) -> Scheme:
 
 def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[str, ...]) -> Tensors:
     """Decode FP8 with a scale per block, row, matrix, or expert: `_scale_inv` in transformers, `_scale` in AutoFP8."""
-    decoded = {name: tensor for name, tensor in tensors.items() if not name.endswith(_ACTIVATION_SCALES)}
+    decoded = {name: tensor for name, tensor in tensors.items() if not _is_activation_scale(name, tensors)}
     for name, values in list(decoded.items()):
         if values.dtype != "F8_E4M3":
             continue
@@ -154,6 +152,15 @@ def _fp8_tensors(tensors: Tensors, block: tuple[int, int] | None, dtypes: tuple[
             )
     check_none_left(decoded, "_scale_inv")
     return decoded
+
+
+def _is_activation_scale(name: str, tensors: Tensors) -> bool:
+    """Return whether a tensor is a scale of a cache, or of what a matrix in FP8 is multiplied by."""
+    end = next((end for end in _ACTIVATION_SCALES if name.endswith(end)), None)
+    weights = [] if end is None else [name.removesuffix(end), f"{name.removesuffix(end)}.weight"]
+    return name.endswith(_CACHE_SCALES) or any(
+        weight in tensors and tensors[weight].dtype == "F8_E4M3" for weight in weights
+    )
 
 
 def _shapes_of_scales(lead: Sequence[int], rows: int) -> list[tuple[int, ...]]:
