@@ -103,7 +103,7 @@ def load_hf(
     leaves = stored_leaves(shapes)
     total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in leaves.values())
     with StatusLine("loading weights", total=total) as status:
-        arrays = {path: _load(leaf, mappings[path], tensors, status) for path, leaf in leaves.items()}
+        arrays = {path: load_weight(leaf, mappings[path], tensors, status) for path, leaf in leaves.items()}
     return eqx.combine(replaced(shapes, arrays | computed_buffers(target)), static)
 
 
@@ -289,7 +289,7 @@ def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     return all(np.array_equal(first.read((part, columns)), second.read((part, columns))) for part in parts)
 
 
-def _load(
+def load_weight(
     leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], status: StatusLine
 ) -> jax.Array:
     """Load a weight onto its devices, one device's part after another."""

@@ -367,6 +367,14 @@ def test_a_head_without_a_table(tied):
     assert np.array_equal(model.embedding.table, table)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base.model."])
+def test_says_which_prefix_all_tensors_share(tmp_path, prefix):
+    directory = copy_of("llama_rope", tmp_path)
+    rewritten(directory, lambda x: {prefix + name: value for name, value in x.items()})
+    with pytest.raises(ed.ConversionError, match=rf"All tensors have the prefix '{re.escape(prefix)}'"):
+        ed.load_hf(directory)
+
+
 def test_all_wrong_tensors_are_listed(tmp_path):
     def spoil(tensors):
         tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T
