@@ -77,6 +77,12 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     known = {name for weight in weights.values() for name in weight.tensors} | shapes_of_modules.keys()
     tensors, names = _named_as_here(family, stored_tensors(folder, TENSORS), known)
     settings = dataclasses.replace(settings, names=names)
+    embedded = [name for name in tensors if ".lora_embedding_" in name]
+    if embedded:
+        raise ConversionError(
+            f"{folder.path / TENSORS}: {embedded[0]} is a pair of an embedding, which is not implemented: merge the "
+            f"adapter with PEFT's merge_and_unload, or train without the embedding in target_modules."
+        )
     check_dtypes(tensors)
     weights = {path: weight for path, weight in weights.items() if weight.tensors & tensors.keys()}
     wanted = {name: shape for name, shape in shapes_of_modules.items() if name in tensors}

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.cli.serve import read_adapter
 from eqx_decoders.errors import ConfigError, ConversionError
+from eqx_decoders.families import FAMILIES
 from eqx_decoders.io.huggingface import peft
 from eqx_decoders.io.huggingface.load import load_hf
 from eqx_decoders.io.huggingface.peft import load_peft, save_peft
@@ -359,6 +360,28 @@ def test_names_of_the_decoder_alone_and_inside_of_a_model(prefix, text, tmp_path
     assert_adapted("mistral3", tmp_path, tmp_path / "peft", difference, text=text)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.text_names])
+def test_every_family_finds_a_decoder_by_all_of_its_names(kind):
+    """The names of the files, of transformers once they are loaded, and of the decoder alone, in both directions."""
+    family = FAMILIES[kind]
+    assert family.text is not None
+    for text, inner in family.text_names.items():
+        alone, stored = (
+            f"{text}layers.0.self_attn.q_proj.lora_A.weight",
+            f"{inner}layers.0.self_attn.q_proj.lora_A.weight",
+        )
+        here = family.module_name(stored)
+        for name in (alone, stored, here):
+            assert here in peft._present_names(family, name), (name, here)
+            assert family.text.module_name(alone) in peft._present_names(family.text, name), (name, alone)
+
+
+def test_pairs_of_embeddings_are_refused(llama, copy):
+    name = "base_model.model.model.embed_tokens.lora_embedding_A"
+    with pytest.raises(ConversionError, match="is a pair of an embedding"):
+        load_peft(llama, copy(weights={name: np.zeros((3, 32), np.float32)}))
+
+
 @pytest.mark.parametrize("layers", [[0], [1]])
 def test_some_layers_have_a_pair(layers, tmp_path):
     shapes = {k: v for k, v in shapes_in("llama_rope", "_proj.weight").items() if int(k.split(".")[2]) in layers}
@@ -410,8 +433,7 @@ def test_saved_modules_replace_those_of_the_model(fixture, modules, older, tmp_p
     for module in modules:
         like = stored.get(f"{module}.weight", table)
         whole[f"{module}.weight"] = rng.normal(size=like.shape).astype(np.float32)
-    saved = dict(modules_to_save=[name.rpartition(".")[2] for name in modules])
-    saved["ensure_weight_tying"] = len(modules) == 1
+    saved = dict(modules_to_save=[name.rpartition(".")[2] for name in modules], ensure_weight_tying=len(modules) == 1)
     difference = adapter(tmp_path / "peft", shapes_in(fixture, "q_proj.weight"), whole, **saved)
     if older:  # names before PEFT removed the wrapper's, with the frozen copies
         file = tmp_path / "peft" / "adapter_model.safetensors"

@@ -100,11 +100,11 @@ def _as_bytes(packed: StoredTensor, count: int) -> StoredTensor:
         )
     if packed.dtype == "U8":
         return packed
-    return _Bytes(packed.file, packed.name, (count, 1), "U8", packed.offset, packed, size)
+    return _ByteColumn(packed.file, packed.name, (count, 1), "U8", packed.offset, packed, size)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bytes(StoredTensor):
+class _ByteColumn(StoredTensor):
     """View of a column of numbers as a column of bytes."""
 
     inner: StoredTensor
