@@ -30,7 +30,7 @@ from eqx_decoders.cli.devices import Devices
 from eqx_decoders.cli.model_source import ModelSource
 from eqx_decoders.cli.setting_flags import flag_names, parse_flags
 from eqx_decoders.core.malloc import keep_memory
-from eqx_decoders.errors import AtLeast, NonNegativeFloat, PositiveInt, check, need_extra
+from eqx_decoders.errors import AtLeast, ConfigError, NonNegativeFloat, PositiveInt, check, need_extra
 from eqx_decoders.inference.draft_model import DraftModel
 from eqx_decoders.inference.drafters import PromptLookup
 from eqx_decoders.inference.mtp_draft import MTPDrafter
@@ -47,6 +47,7 @@ from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import GROUPED, QuantizationName, group_sizes, quantize
+from eqx_decoders.numerics.low_rank import low_rank_weights
 from eqx_decoders.serving import Engine
 from eqx_decoders.serving.engine.adapters import AdapterPairs, adapter_parts
 from eqx_decoders.serving.engine.config import EngineConfig, EngineLimits
@@ -55,6 +56,7 @@ from eqx_decoders.serving.frontend.create_frontend import create_frontend
 from eqx_decoders.serving.http.api_config import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
 from eqx_decoders.serving.scoring_engine import ScoringEngine
+from eqx_decoders.sharding.axes import named_leaves
 
 
 KEYS = "EQX_DECODERS_API_KEY"
@@ -252,8 +254,21 @@ def load(config: ServeConfig) -> TextModel:
 
 
 def read_adapter(base: Decoder, directory: str) -> dict[str, AdapterPairs]:
-    """Read an adapter of PEFT for a model; one with lengths or singular values needs its arrays, not its shapes."""
-    return adapter_parts(load_peft(base, directory))
+    """Read an adapter of PEFT for a model; one with lengths or singular values needs its arrays, not its shapes.
+
+    Raises ConfigError for an adapter that replaces whole weights, which all requests share.
+    """
+    adapted = load_peft(base, directory)
+    pairs, known = low_rank_weights(adapted), named_leaves(base)
+    for path, leaf in named_leaves(adapted).items():
+        inside = any(path.startswith(f"{pair}.") for pair in pairs)
+        if not inside and known.get(path) is not leaf:
+            raise ConfigError(
+                f"adapter={directory!r} replaces the weight {path} as a whole (modules_to_save or bias of its "
+                f"adapter_config.json), and a server shares all weights but pairs between requests: merge the adapter "
+                f"into the model, and serve that."
+            )
+    return adapter_parts(adapted)
 
 
 def make_engine(config: ServeConfig, model: Decoder, adapters: Mapping[str, Any]) -> Engine | ScoringEngine:
