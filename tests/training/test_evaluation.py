@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 
+import eqx_decoders as ed
 from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.training.evaluation import _held_out
 from eqx_decoders.training.held_out import HeldOut, describe_held_out
 from eqx_decoders.training.run.hooks.evaluation_hook import EvaluationHook
+from eqx_decoders.training.step.train_state import TrainState
 
 
 def test_no_tokens_have_no_loss():
@@ -26,7 +29,9 @@ def test_an_evaluation_that_failed_says_nothing_for_the_weights():
     said: list[str] = []
     hook: Any = object.__new__(EvaluationHook)  # without a run
     hook.run, hook.show, hook.results, hook.failed = SimpleNamespace(method=None), said.append, {}, False
-    state: Any = SimpleNamespace(averaged=None)
+    counts: Any = dict(step=np.asarray(4, np.int32), skipped=np.asarray(0, np.int32))
+    model = ed.abstract(ed.get_config("tiny"))
+    state = TrainState(model=model, optimizer=None, key=jax.random.key(0), **counts)
     found = {}
     for name, outcome in outcomes.items():
 
