@@ -207,9 +207,15 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
             )
         )
     engine.close()
-    if not ended:  # a step hangs: it would be waited for
-        print("the last step has not ended: it is left alone", file=sys.stderr, flush=True)
-        os._exit(0)
+    return exit_code_of(ended)
+
+
+def exit_code_of(ended: bool) -> int:
+    """Return 0. If the engine's last step has not `ended`, exit with 1: Python would wait for the step's thread."""
+    if not ended:
+        print("error: the last engine step is still running; exiting without waiting for it", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
     return 0
 
 

@@ -193,14 +193,15 @@ class RLConfig(RewardSettings, EnvironmentSettings):
     def __new__(cls, **settings: Any) -> "RLConfig":
         """Note which settings are given, also those that are given their default."""
         config = super().__new__(cls)
-        object.__setattr__(config, "_given", settings.keys())
+        if settings:  # `copy.copy` and `pickle` call it with none, and no `__post_init__` afterwards
+            object.__setattr__(config, "_given", settings.keys())
         return config
 
     def __post_init__(self):
+        given = vars(self).pop("_given", ())
         for name, value in PRESETS.get(self.preset or "", {}).items():
-            if name not in vars(self)["_given"]:
+            if name not in given:
                 object.__setattr__(self, name, value)
-        object.__delattr__(self, "_given")
         if self.max_staleness and self.policy.correction == Correction():
             corrected = dataclasses.replace(self.policy, correction=Correction(kind="tis"))
             object.__setattr__(self, "policy", corrected)
