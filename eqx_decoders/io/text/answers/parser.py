@@ -187,11 +187,14 @@ class TaggedParser:
         self._context = None if row is None else Context(row, tools, form.names)
         self._begins = () if row is None else row.begins
         self._ends = () if row is None else row.ends
-        self._bare = {"json": "{[" if row.name == "mistral" else "{", "python": "["}[row.syntax] if row is not None and row.bare else ""
-        if row is not None and row.name == "mistral":
-            self._bare = "["
-        self._buffer, self._scanner = "", None
-        self._scanner: CallScanner | None
+        # the arguments of DeepSeek V3 are a code block, whose end is no end of a call that cannot be read
+        self._closings = (*self._ends, "```") if row is not None and row.name == "deepseek_v3" else self._ends
+        # the letter with which calls without a marker start
+        is_list = row is not None and (row.syntax == "python" or row.name == "mistral")
+        self._bare = "" if row is None or not row.bare else "[" if is_list else "{"
+        self._buffer = ""
+        self._scanner: CallScanner | None = None
+        self._done = 0  # characters at the start of the buffer whose calls were returned
         self._consumed = 0  # characters of the answer that left the buffer
         self.reasoning_end = 0
         """Position in the text of the answer after which its reasoning has ended."""
@@ -330,9 +333,6 @@ class TaggedParser:
         places = [(place, -len(text), text) for text in markers if (place := self._buffer.find(text)) >= 0]
         if not places:
             size = len(self._buffer) if final else len(self._buffer) - partial_match(self._buffer, markers)
-            if self._watches_end and self._reasoning is not None and not final:
-                # blanks before the marker of the end are no content
-                size = len(self._buffer[:size])
             self._content(events, self._take(size))
             return False
         place, _, marker = min(places)
@@ -371,8 +371,10 @@ class TaggedParser:
         result = self._scanner.scan(self._buffer, final=final)
         if result is None:
             if final:
-                self._add(events, Partial, self._take(len(self._buffer)))
-                self._state, self._scanner = "content", None
+                is_text = not self._done and not any(self._buffer.startswith(text) for text in self._begins)
+                self._take(self._done)
+                self._add(events, Content if is_text else Partial, self._take(len(self._buffer)))
+                self._state, self._scanner, self._done = "content", None, 0
             return False
         if isinstance(result, Failed):
             return self._fail(events, result)
@@ -391,15 +393,14 @@ class TaggedParser:
         if not any(self._buffer.startswith(text) for text in self._begins):  # a call without a marker: it is text
             self._state = "content"
             return True
-        start = self._done if self._done else 0
+        start, self._done = self._done, 0
         self._take(start)
-        self._done = 0
-        self._state, self._failed_at = "malformed", max(0, result.position - start)
+        self._state = "malformed"
         marker = next((text for text in self._begins if self._buffer.startswith(text)), "")
-        events.append(Malformed(self._take(len(marker)), result.reason))
+        is_xml = self._context is not None and self._context.row.syntax == "xml"
+        size = result.position - start if is_xml else len(marker)  # several markers may be before the arguments
+        events.append(Malformed(self._take(size), result.reason))
         return True
-
-    _done = 0  # characters in the buffer of calls that were returned already
 
     def _read_malformed(self, events: list[Event], *, final: bool) -> bool:
         """Skip to the end of a call that cannot be read, or to the next call."""
@@ -420,11 +421,11 @@ class TaggedParser:
         position = skip_blanks(self._buffer, 0)
         rest = self._buffer[position:]
         self._done = 0
-        end = next((text for text in self._ends if rest.startswith(text)), None)
+        end = next((text for text in self._closings if rest.startswith(text)), None)
         if end is not None:
             self._take(position + len(end))
             return True
-        if not final and (not rest or any(text.startswith(rest) for text in self._ends)):
+        if not final and (not rest or any(text.startswith(rest) for text in self._closings)):
             return False
         self._take(position)
         self._state = "content"

@@ -356,8 +356,7 @@ class NamedJsonCall:
         if end is None:
             return None
         value = parse_json_or_python(self._context.restore(text[self._value.start : end]))
-        fence = re.compile(r"\s*```").match(text, end)
-        return Found(end if fence is None else fence.end(), (call_of(self._name, value),), closed=True)
+        return Found(end, (call_of(self._name, value),), closed=True)
 
 
 # --- parameters between tags ------------------------------------------------------------------------------------------
@@ -456,18 +455,17 @@ class XmlCall:
 
     def _extent(self, text: str) -> int | None:
         """Return the position after which the call certainly has ended; None if more text may belong to it."""
-        if self._special_end is not None:
-            at = text.find(self._special_end, self._body)
-            return None if at < 0 else at + len(self._special_end)
         names, position = self._context.names, max(self._body, self._searched - MAX_HEADER)
-        for match in self._next.finditer(text, position):
+        special = -1 if self._special_end is None else text.find(self._special_end, self._body)
+        limit = len(text) if special < 0 else special + len(self._special_end or "")
+        for match in self._next.finditer(text, position, limit):
             *_, name = (group for group in match.groups() if group is not None)
             if names is None or name in names:
                 if match.end() == len(text) and not self._context.row.name_end.strip():
                     break  # the name may go on
                 return match.start(1)
         self._searched = len(text)
-        return None
+        return None if special < 0 else limit
 
     def _parsed(self, text: str, extent: int, start: int) -> Found | Failed | None:
         if text.startswith("{", start):
