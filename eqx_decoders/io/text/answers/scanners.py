@@ -474,7 +474,7 @@ class XmlCall:
             found = self._parameters(text, extent, start, gap)
             if found is not None:
                 values, end = found
-                if gap == _BLANKS and text[end:].strip() and extent == len(text):
+                if gap == _BLANKS and extent == len(text) and text[end:].strip() != self._context.row.section_end.strip():
                     break  # it may be a part of an argument that was cut off
                 call = FunctionCall(self._name, values)
                 return Found(end, (call,), closed=True)
