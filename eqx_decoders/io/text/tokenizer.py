@@ -218,9 +218,9 @@ def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTem
 
 
 class RenamedTokens:
-    """Tokenizer with the same ids, whose special tokens have random names of the same lengths.
+    """Tokenizer with the same ids, whose added tokens of the given names are special and have random names.
 
-    The original names of special tokens are letters to it wherever they occur.
+    The original names are ordinary text to it wherever they occur. The random names have the same lengths.
     """
 
     def __init__(self, source: str, names: Sequence[str]):
@@ -231,8 +231,9 @@ class RenamedTokens:
         self._renamed = {name: "".join(chr(draw.randrange(0xF0000, 0xFFFFE)) for _ in name) for name in names}
         content = json.loads(source)
         for token in content["added_tokens"]:
-            if token["special"]:
+            if token["content"] in self._renamed:
                 token["content"] = self._renamed[token["content"]]
+                token["special"] = True
         model = content["model"]
         vocab = model["vocab"]  # it may have special tokens, too, which Unigram would find there
         if isinstance(vocab, dict):
