@@ -125,10 +125,10 @@ class JsonTokenizer:
         return tuple(sorted(token.content for token in added if token.special and token.content))
 
     @functools.cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens."""
+    def special_ids(self) -> Mapping[int, str]:
+        """Names of the special tokens by their ids."""
         added = self._inner.get_added_tokens_decoder()
-        return frozenset(index for index, token in added.items() if token.special and token.content)
+        return {index: token.content for index, token in added.items() if token.special and token.content}
 
     @functools.cached_property
     def start_ids(self) -> tuple[int, ...]:

@@ -230,6 +230,21 @@ def to_llguidance(
     return _dump([{"lark_grammar": writer.answer(grammar, reasoning_ends)}, *writer.grammars])
 
 
+def without_forcing(source: str) -> str:
+    """Return a grammar that llguidance matches token by token.
+
+    Otherwise llguidance encodes text that the grammar forces, and fails if the tokenizer changes that text (for example
+    a normalizer, or SentencePiece for the character U+2581).
+    """
+    first, *others = json.loads(source)["grammars"]
+    header = '%llguidance {"no_forcing": true}\n'
+    if "lark_grammar" in first:
+        lark = header + first["lark_grammar"]
+    else:
+        lark = f"{header}start: %json {json.dumps(first['json_schema'], ensure_ascii=False)}"
+    return _dump([{"lark_grammar": lark}, *others])
+
+
 def _dump(grammars: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
@@ -297,7 +312,7 @@ class _Writer:
     def _plain(self, grammar: AnswerGrammar, reasoning_ends: bool) -> str:
         answer = self._wrapped(self._body(grammar), grammar.wrappers)
         reasoning = grammar.reasoning
-        if reasoning is None:
+        if reasoning is None or self._stop_ids & set(self._pieces(reasoning.end)):
             return answer
         blanks = self._rule("blanks", r"/\n{0,2}/")
         if reasoning_ends:
@@ -317,6 +332,8 @@ class _Writer:
             final = "@answer" if self._add_form(grammar.form) else self._free_text()
             alternatives.append(f"{self._text(HARMONY_FINAL)} {final}")
         answer = self._rule("answer", " | ".join(alternatives))
+        if self._stop_ids & set(self._pieces(end)):  # such an answer ends with its first message
+            return answer
         if reasoning_ends:
             return f"{self._text(end)} {answer}"
         return f"({self._text(begin)} {self._until(end)})? {answer}"

@@ -28,6 +28,7 @@ from eqx_decoders.serving.frontend.answer_grammar import (
     Kind as Kind,
     simplified,
     to_llguidance,
+    without_forcing,
 )
 from eqx_decoders.serving.frontend.api_errors import ApiError
 from eqx_decoders.serving.frontend.fair_semaphore import FairSemaphore
@@ -78,7 +79,7 @@ class TokenConstraint(Constraint):
         self._count, self._text = 0, b""
         self._reasons = compiled.ending is not None and max_reasoning is not None
         self._begun = not compiled.begin
-        if self._reasons and max_reasoning == 0:
+        if self._reasons and self._begun and max_reasoning == 0:
             self._end_reasoning()
 
     def fill(self, words: np.ndarray) -> None:
@@ -102,16 +103,15 @@ class TokenConstraint(Constraint):
             self._reasons = self._begun or begin.startswith(self._text)
         if self._begun and end in self._text:
             self._reasons = False
-        elif self._reasons and self._count >= (self._max_reasoning or 0):
+        elif self._begun and self._count >= (self._max_reasoning or 0):
             self._end_reasoning()
         if self._begun:
             self._text = self._text[-len(end) :]
 
     def _end_reasoning(self) -> None:
-        """Go on with the marker that ends the reasoning, unless the reasoning has not started."""
+        """Continue with the marker that ends the reasoning."""
         self._reasons = False
-        if self._begun:
-            self._matcher = self._compiled.ending.deep_copy()
+        self._matcher = self._compiled.ending.deep_copy()
 
     @property
     def error(self) -> str:
@@ -275,6 +275,8 @@ class GrammarCompiler:
 
     def _matcher(self, llguidance: Any, grammar: AnyGrammar, reasoning_ends: bool) -> Any:
         source = to_llguidance(grammar, self._control, self._stop_ids, reasoning_ends=reasoning_ends)
+        if self._vocabulary.decode_str(self._vocabulary.tokenize_str(source)) != source:
+            source = without_forcing(source)
         matcher = self._start_matcher(llguidance, source)
         if matcher.is_error():
             raise ConfigError(f"{grammar.kind} cannot be kept: {_first_line(matcher.get_error())}.")
