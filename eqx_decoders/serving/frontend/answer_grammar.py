@@ -590,10 +590,11 @@ class _Values:
         return self._writer.rule("value", f"%json {json.dumps(_with_options({'type': kind, **kept}), ensure_ascii=False)}")
 
     def _array(self, item: str, schema: Mapping[str, Any]) -> str:
-        minimum, maximum = schema.get("minItems", 0), schema.get("maxItems", "")
+        minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
         if maximum == 0:
             return '"[" "]"'
-        more = f"({self._separator} {item}){{{max(0, minimum - 1)},{'' if maximum == '' else maximum - 1}}}"
+        more = f"({self._separator} {item}){{{max(0, minimum - 1)},{'' if maximum is None else maximum - 1}}}"
+        more = "" if maximum == 1 else more
         return f'"[" {item} {more} "]"' if minimum else f'"[" ({item} {more})? "]"'
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
