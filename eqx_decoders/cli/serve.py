@@ -40,7 +40,7 @@ from eqx_decoders.io.interrupt import Interrupt
 from eqx_decoders.io.program_cache import keep_programs
 from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
-from eqx_decoders.io.text.tool_calls import ToolFormat, tool_format
+from eqx_decoders.io.text.answers.formats import ToolFormat, find_tool_format
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
@@ -109,9 +109,8 @@ class ServeConfig(ModelSource, EngineLimits):
     be worked on. Further ones are told to come again (429)."""
     max_open_bytes: PositiveInt = ApiConfig.max_open_bytes
     """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"] = "auto"
-    """Format in which the model calls the tools of a conversation; auto: that of its chat template, where that knows
-    tools; none: calls are texts in answers."""
+    tool_call_parser: Literal["auto", "none"] | ToolFormat = "auto"
+    """Format in which the model calls tools. auto: the format of its chat template; none: calls are text."""
     special_tokens_in_content: bool = False
     """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     api_key: tuple[str, ...] = ()
@@ -295,10 +294,19 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
 
 
 def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
-    """Return the format of calls that a setting names."""
-    if parser == "auto":
-        return tool_format(chat.source) if chat is not None and "tools" in chat.source else None
-    return None if parser == "none" else parser
+    """Return the format of tool calls that a setting names. Logs a warning if the chat template's is unknown."""
+    if parser != "auto":
+        return None if parser == "none" else parser
+    if chat is None or "tools" not in chat.source:
+        return None
+    found = find_tool_format(chat.source)
+    if found is None:
+        logging.getLogger("eqx_decoders.serving").warning(
+            "%s: the chat template takes tools, but its format of tool calls is unknown. Tool calls are read in the"
+            " format 'hermes'. Choose the format with --tool-call-parser.",
+            chat.where,
+        )
+    return found or "hermes"
 
 
 def body_bytes(text: TextModel, max_length: int) -> int:

@@ -124,6 +124,12 @@ class JsonTokenizer:
         return tuple(sorted(token.content for token in added if token.special and token.content))
 
     @functools.cached_property
+    def special_ids(self) -> Mapping[int, str]:
+        """Names of the special tokens by their ids."""
+        added = self._inner.get_added_tokens_decoder()
+        return {index: token.content for index, token in added.items() if token.special and token.content}
+
+    @functools.cached_property
     def renamed(self) -> "RenamedTokens":
         """Tokenizer for texts in which some names of special tokens are letters; made on first use."""
         return RenamedTokens(self._inner.to_str(), self.special_names)

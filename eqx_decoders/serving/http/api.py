@@ -269,7 +269,14 @@ class Api:
         read = functools.partial(self.frontend.answer_reader, prompt, self.config.tool_call_parser)
         readers = (read(request.callable, special=not request.skip_special_tokens) for _ in range(request.n))
         choices = [Choice(request, self.frontend.tokenizer, reader=reader) for reader in readers]
-        builder = ChatResponseBuilder(http_request.request_id, request.model or self.config.name, request, self._texts)
+        builder = ChatResponseBuilder(
+            http_request.request_id,
+            request.model or self.config.name,
+            request,
+            self._texts,
+            call_format=self.config.tool_call_parser,
+            num_earlier_calls=sum(len(message.get("tool_calls") or ()) for message in request.messages),
+        )
         field, grammar = self._chat_grammar(request, prompt)
         return await self._respond(
             http_request, request, builder, [prompt], limits, choices, seed, field=field, grammar=grammar
@@ -394,7 +401,7 @@ class Api:
                 max_new_tokens=limits[prompt],
                 min_new_tokens=min(request.min_tokens, limits[prompt]),
                 sampling=dataclasses.replace(sampling, seed=choice_seed(sampling.seed, choice)),
-                stop_ids=(*(() if request.ignore_eos else self.frontend.stop_ids), *request.stop_token_ids),
+                stop_ids=(*(() if request.ignore_eos else self.frontend.stop_ids), *choices[index].engine_stop_ids),
                 logprobs=request.alternatives,
                 prompt_logprobs=request.alternatives if echo else None,
                 constraint=constraints[index],

@@ -89,10 +89,22 @@ Event = Reasoning | Content | Call | Malformed | Partial | ContentWasReasoning
 class AnswerParser(Protocol):
     """Parser of one answer."""
 
-    in_reasoning: bool
-    """True while the answer is in its reasoning: no constraint and no stop string applies."""
-    is_undecided: bool
-    """True while text is held that may be the start of the reasoning."""
+    reasoning_end: int
+    """Position in the text of the answer after which its reasoning has ended."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True while the answer is in its reasoning: no constraint and no stop string applies."""
+        ...
+
+    @property
+    def is_undecided(self) -> bool:
+        """True while the text so far may be the start of the reasoning."""
+        ...
+
+    def may_reason(self, text: str) -> bool:
+        """Return whether the answer is in its reasoning, or `text` may start it."""
+        ...
 
     def push(self, text: str) -> list[Event]:
         """Add text, and return what is certain now."""
@@ -208,11 +220,17 @@ class TaggedParser:
 
     @property
     def in_reasoning(self) -> bool:
-        return self._state in ("reasoning", "start")
+        return self._state == "reasoning"
 
     @property
     def is_undecided(self) -> bool:
         return self._state == "start"
+
+    def may_reason(self, text: str) -> bool:
+        if self._state != "start" or self._reasoning is None:
+            return self._state == "reasoning"
+        begin, rest = self._reasoning.begin, (self._buffer + text).lstrip()
+        return rest.startswith(begin) or begin.startswith(rest)
 
     def _first_state(self, reasoning: ReasoningFormat, prompt: str) -> str:
         begun, ended = prompt.rfind(reasoning.begin), prompt.rfind(reasoning.end)
@@ -460,11 +478,14 @@ class HarmonyParser:
 
     @property
     def in_reasoning(self) -> bool:
-        return self._state == "header" or (self._state == "body" and self._kind == "reasoning")
+        return self._state == "body" and self._kind == "reasoning"
 
     @property
     def is_undecided(self) -> bool:
         return self._state == "header"
+
+    def may_reason(self, text: str) -> bool:
+        return self.is_undecided or self.in_reasoning
 
     def push(self, text: str) -> list[Event]:
         self._buffer += text
@@ -532,7 +553,8 @@ class HarmonyParser:
 
     def _add(self, events: list[Event], kind: str, text: str) -> None:
         if text:
-            events.append(Reasoning(text) if kind == "reasoning" else Content(text))
+            kinds = {"reasoning": Reasoning, "content": Content, "malformed": Malformed}
+            events.append(kinds[kind](text))
 
     def _read_body(self, events: list[Event], *, final: bool) -> bool:
         marks = [*self._ends, self._start, self._channel]
@@ -570,14 +592,14 @@ class HarmonyParser:
             if not rest.startswith("{"):
                 reason = f"the arguments of {self._tool} are no JSON object: {self._form.restore(rest[:80])!r}"
                 events.append(Malformed("", reason))
-                self._state = "body"
+                self._state, self._kind = "body", "malformed"
                 return True
             self._value = JsonScanner(start)
         try:
             end = self._value.scan(self._buffer)
         except ValueError as error:
             events.append(Malformed("", f"the arguments of {self._tool} are no JSON: {error}"))
-            self._state = "body"
+            self._state, self._kind = "body", "malformed"
             return True
         if end is None:
             if final:
