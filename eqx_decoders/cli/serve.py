@@ -301,7 +301,8 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
 def _call_format(parser: Any, chat: ChatTemplate | None) -> ToolFormat | None:
     """Return the format of calls that a setting names."""
     if parser == "auto":
-        return tool_format(chat.source) if chat is not None and "tools" in chat.source else None
+        source = "" if chat is None else chat.source_with_tools
+        return tool_format(source) if "tools" in source else None
     return None if parser == "none" else parser
 
 
