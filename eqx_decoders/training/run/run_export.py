@@ -120,8 +120,8 @@ def _config_keys(run: RunDirectory) -> dict[str, Any]:
 def _eos_ids(run: RunDirectory) -> dict[str, Any]:
     """Return `eos_token_id` of `config.json`, with the tokens that end turns of the run's chat template."""
     if run.tokenizer != run.source:
-        ids = run.stop_ids
-        return {"eos_token_id": [*ids] if len(ids) > 1 else ids[0]} if ids else {}
+        ids = [*run.stop_ids]
+        return {} if not ids else {"eos_token_id": ids if len(ids) > 1 else ids[0]}
     content = json.loads((run.source / "config.json").read_bytes())
     return {key: content[key] for key in ("eos_token_id",) if content.get(key) is not None}
 
